@@ -23,7 +23,7 @@ DEFAULT_TENANT = "default"
 _MOST = 2**31 - 1
 _RANGES = {
     "requests_per_minute": (1, _MOST), "tokens_per_minute": (1, _MOST), "best_priority": (-(2**31), _MOST),
-    "cache_percent": (0, 100),
+    "cache_percent": (0, 100), "operator": (0, 1),
 }  # fmt: skip
 
 
@@ -38,6 +38,8 @@ class TenantLimits:
     """The lowest number that a request may give as its priority. Lower numbers go first."""
     cache_percent: int | None = None
     """The largest share of an arena's blocks that stays cached for the tenant while none of its requests uses them."""
+    operator: int | None = None
+    """1: its keys may also change what is served (load and unload adapters)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,5 +320,13 @@ class WorkerRecord:
     epoch: int = 0
     draining: bool = False
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    adapters: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Digests (hex) of the LoRA adapters that it has been told to load. The value is "" if the adapter is loaded, else
+    the reason why it cannot be.
+    """
     fallbacks: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Counts of its process, which may have other roles (`common.telemetry.fallback_counts`)."""
+
+    def has_adapter(self, digest: str) -> bool:
+        """Returns whether it computes requests with this adapter; "" stands for none."""
+        return not digest or self.adapters.get(digest) == ""

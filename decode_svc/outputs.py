@@ -28,6 +28,7 @@ class Rejection(Enum):
     DRAINING = "draining"
     INTERNAL = "internal"
     GRAMMAR = "grammar"
+    ADAPTER = "adapter"
 
 
 class PlainToken(NamedTuple):

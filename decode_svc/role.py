@@ -18,6 +18,7 @@ from decode_svc.worker import DecodeWorker
 from engine import start_up
 from engine.model_runner import ModelRunner
 from protos.v1 import decode_pb2_grpc
+from worker.adapters import pool_of
 from worker.fair_lock import AnyFairLock, FairFileLock
 from worker.grammars import grammars_of
 from worker.role import WorkerRole, domain_of, longest_group, record_of
@@ -65,11 +66,12 @@ class DecodeRole(WorkerRole):
         preemption = Preemption(scheduler, SwapSpace(runner, attached, swap_bytes), settings.preemption)
         self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner), preemption)
         record = record_of(needs, attached, runner, settings)
-        super().__init__(attached, record, worker.step, lambda: worker.load, turns)
+        adapters = pool_of(runner)
+        super().__init__(attached, record, worker.step, lambda: worker.load, turns, adapters)
         vocab_size = runner.config.vocab_size
         grammars = grammars_of(settings.model, vocab_size)
         grammars.warm()
-        self._servicer = DecodeServicer(worker, self.thread, vocab_size, grammars)
+        self._servicer = DecodeServicer(worker, self.thread, vocab_size, (grammars, adapters))
 
     def add_to(self, server: RpcServer) -> None:
         add = decode_pb2_grpc.add_DecodeServiceServicer_to_server

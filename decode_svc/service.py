@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from common import convert
-from common.errors import LooseleafError
+from common.errors import Aborted, LooseleafError
 from common.guard import Context
 from common.types import WorkerLoad
 from decode_svc.compiling import Compiling
@@ -17,6 +17,7 @@ from decode_svc.submits import read_submit
 from decode_svc.worker import DecodeWorker
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
+from worker.adapters import AdapterPool
 from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
@@ -34,15 +35,19 @@ _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     Rejection.DRAINING: pb.REJECTION_DRAINING,
     Rejection.INTERNAL: pb.REJECTION_INTERNAL,
     Rejection.GRAMMAR: pb.REJECTION_GRAMMAR,
+    Rejection.ADAPTER: pb.REJECTION_ADAPTER,
 }
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves sessions. The sequences of a session live as long as its stream."""
 
-    def __init__(self, worker: DecodeWorker, thread: StepThread, vocab_size: int, grammars: Grammars) -> None:
+    def __init__(
+        self, worker: DecodeWorker, thread: StepThread, vocab_size: int, shared: tuple[Grammars, AdapterPool]
+    ) -> None:
+        """`shared` is what the roles of the process share."""
         self._worker = worker
-        self._grammars = grammars
+        self._grammars, self._adapters = shared
         self._thread = thread
         self._vocab_size = vocab_size
 
@@ -87,9 +92,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         def post() -> None:
             self._thread.post(lambda: self._worker.submit(session, *submission))
 
-        def refuse() -> None:
-            self._thread.post(lambda: self._worker.refuse(session, submission.group, submission.ticket))
+        def refuse(why: Rejection = Rejection.GRAMMAR) -> None:
+            self._thread.post(lambda: self._worker.refuse(session, submission.group, submission.ticket, why))
 
+        try:
+            adapter = self._adapters.get(submit.adapter)
+        except Aborted:
+            return refuse(Rejection.ADAPTER)
+        for sequence in submission.group.sequences:
+            sequence.adapter = adapter
         compiling.run(submission.group, post, refuse)
 
     def _post_cancel(self, session: WorkerSession, cancel: pb.Cancel, compiling: Compiling) -> None:

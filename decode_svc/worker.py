@@ -11,7 +11,7 @@ import time
 
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
-from block_store.ledger.prefix_hash import prompt_chain
+from block_store.ledger.prefix_hash import adapter_domain, prompt_chain
 from common.grammar import GrammarError
 from common.group_need import blocks_of
 from common.ticket import Ticket
@@ -88,8 +88,9 @@ class DecodeWorker:
             self._claims.decline(ticket)
         else:
             self._outbox.open(session, group)
-            prompt = group.sequences[0].prompt_ids
-            start, rekey = prompt_chain(self._domain, salt, prompt, public_tokens, self._block_size)
+            prompt, adapter = group.sequences[0].prompt_ids, group.sequences[0].adapter
+            domain = adapter_domain(self._domain, b"" if adapter is None else bytes.fromhex(adapter.digest))
+            start, rekey = prompt_chain(domain, salt, prompt, public_tokens, self._block_size)
             for sequence in group.sequences:
                 sequence.rekey = rekey
             self._claims.add(group, Claim(ticket, start, candidates))
@@ -99,9 +100,9 @@ class DecodeWorker:
                 self.start_over("the worker's lease was over")
         self._outbox.flush(self.load)
 
-    def refuse(self, session: Session, group: Group, ticket: Ticket) -> None:
-        """Rejects a group whose grammar cannot be used."""
-        self._outbox.refuse(session, group, Rejection.GRAMMAR)
+    def refuse(self, session: Session, group: Group, ticket: Ticket, why: Rejection = Rejection.GRAMMAR) -> None:
+        """Rejects a group whose grammar or adapter cannot be used."""
+        self._outbox.refuse(session, group, why)
         self._claims.decline(ticket)
         self._outbox.flush(self.load)
 

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from block_store.errors import BlockStoreError
+from block_store.redis.adapter_registry import AdapterRegistry
 from block_store.redis.password import with_password
+from block_store.redis.redis_server import open_client
 from common.api_keys import read_keys
 from common.errors import StartupError
 from common.guard import Check
 from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
+from common.telemetry import Fallbacks
 from common.trust import trust_of
 from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
@@ -43,6 +46,7 @@ from gateway.api.server import (
     watch_readiness,
 )
 from gateway.api.wrong_keys import WrongKeys
+from gateway.fleet.adapters import Adapters
 from gateway.fleet.discovery import Discovery
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
@@ -133,6 +137,8 @@ async def main(settings: GatewaySettings) -> None:
         lambda: admission.num_requests - gate.num_running,
         lambda: admission.wait_s() or 0.0,
     )
+    adapters = adapters_of(settings, workers, assets.name)
+    validator.use_adapters(adapters.find)
     runner = RequestRunner(
         workers,
         gate,
@@ -141,9 +147,10 @@ async def main(settings: GatewaySettings) -> None:
         max_attempts=settings.max_attempts,
         recover_s=settings.recover_s,
         used=admission.used,
+        using=adapters.using,
     )
     planner = ChatPlanner(assets, settings.tool_call_parser, settings.reasoning_parser)
-    front = Front(assets, authenticator, admission, validator, runner, metrics, planner)
+    front = Front(assets, authenticator, admission, validator, runner, metrics, planner, adapters)
     grpc_server.add(
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
         InferenceServicer(front),
@@ -153,9 +160,15 @@ async def main(settings: GatewaySettings) -> None:
         vllm_ports.add_services(front, workers, settings.model)
     grpc_servers = [grpc_server, *(vllm_ports.servers if vllm_ports else ())]
     is_leaving = asyncio.Event()
-    ready = lambda: workers.ready and not is_leaving.is_set()  # noqa: E731
+    has_begun = asyncio.Event()
+
+    def ready() -> bool:
+        return workers.ready and has_begun.is_set()
+
+    is_operator = tenants.is_operator if settings.allow_runtime_lora_updating and adapters.is_enabled else None
     app = HttpApi(front).app(
-        ready,
+        lambda: ready() and not is_leaving.is_set(),
+        is_operator=is_operator,
         show_metrics=settings.metrics,
         timeout_s=settings.request_timeout_s,
         body_budget_bytes=settings.body_budget_bytes,
@@ -172,15 +185,18 @@ async def main(settings: GatewaySettings) -> None:
         logger.info("vLLM's protocol on %s, prefill on %s, decode on %s", *vllm_ports.addresses)
     tasks = [
         asyncio.create_task(discovery.run()),
+        asyncio.create_task(adapters.run()),
         asyncio.create_task(trials.warm()),
         asyncio.create_task(http_server.watch_certificates()),
         asyncio.create_task(watch_blocks(settings.block_store, workers, metrics, trust)),
         asyncio.create_task(
             watch_readiness(
-                workers, grpc_servers, gate.wake, lambda: write_ready_file(settings.ready_file, addresses), is_leaving
+                ready, grpc_servers, gate.wake, lambda: write_ready_file(settings.ready_file, addresses), is_leaving
             )
         ),
     ]
+    await adapters.begin(settings.lora_modules)
+    has_begun.set()
     key_ring = KeyRing(settings.api_key, settings.api_key_file, authenticator, tenants)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, key_ring.reload)
     await wait_for_signal(asyncio.Event())
@@ -213,6 +229,16 @@ def open_vllm_ports(
     except ImportError as error:
         raise StartupError(f"--vllm-grpc: {error}; pip install 'looseleaf[smg]'") from None
     return VllmPorts(settings, authenticator, check_of, protection)
+
+
+def adapters_of(settings: GatewaySettings, workers: Workers, base_name: str) -> Adapters:
+    """Raises StartupError if adapters are named but not enabled."""
+    if not settings.enable_lora:
+        if settings.lora_modules or settings.allow_runtime_lora_updating:
+            raise StartupError("--lora-modules and --allow-runtime-lora-updating need --enable-lora")
+        return Adapters(workers, None, base_name)
+    client = open_client(with_password(settings.redis_url, settings.redis_password_file))
+    return Adapters(workers, AdapterRegistry(client, Fallbacks(logger)), base_name)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,13 @@ class GatewaySettings(ServerSettings):
         repr=False,
         description="secret from which cache salts are derived; must be the same for all gateways",
     )
+    enable_lora: bool = Field(False, description="serve LoRA adapters, which clients choose as their model")
+    lora_modules: list[str] = Field(
+        [], description="adapters to load at start, name=path; may be given several times, or separated by commas"
+    )
+    allow_runtime_lora_updating: bool = Field(
+        False, description="let the operator load and unload adapters over HTTP while requests run"
+    )
     metrics: bool = Field(True, description="serve /metrics and /load")
     strict_fields: bool = Field(
         False, description="refuse unknown fields of request bodies instead of ignoring them with a warning"

@@ -125,6 +125,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     pooling: str
     """How a text's hidden states become its embedding: last or mean."""
+    parent: str | None = None
+    """The model that it adapts, if it is a LoRA adapter."""
 
 
 def delta_from_pb(message: pb.GenerateResponse) -> Delta:
@@ -200,9 +202,8 @@ def _sample(parts: list[Delta]) -> Sample:
 
 
 def model_from_pb(message: pb.Model) -> ModelInfo:
-    return ModelInfo(
-        message.id, message.max_model_len, message.vocab_size, tuple(message.eos_token_ids), message.pooling
-    )
+    sizes, eos_token_ids = (message.max_model_len, message.vocab_size), tuple(message.eos_token_ids)
+    return ModelInfo(message.id, *sizes, eos_token_ids, message.pooling, message.parent or None)
 
 
 def embedding_from_pb(message: pb.EmbedResponse) -> Embedding:

@@ -16,6 +16,7 @@ from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2_grpc
+from worker.adapters import pool_of
 from worker.fair_lock import AnyFairLock, FairFileLock
 from worker.grammars import grammars_of
 from worker.role import WorkerRole, domain_of, longest_group, record_of
@@ -62,11 +63,12 @@ class PrefillRole(WorkerRole):
         )
         worker = PrefillWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)
-        super().__init__(attached, record, worker.step, lambda: worker.load, turns)
+        adapters = pool_of(runner)
+        super().__init__(attached, record, worker.step, lambda: worker.load, turns, adapters)
         limits = RequestLimits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
         grammars = grammars_of(settings.model, runner.config.vocab_size)
         grammars.warm()
-        self._servicer = PrefillServicer(worker, self.thread, limits, grammars)
+        self._servicer = PrefillServicer(worker, self.thread, limits, (grammars, adapters))
 
     def add_to(self, server: RpcServer) -> None:
         add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server

@@ -17,6 +17,7 @@ from prefill_svc.requests import RequestLimits, job_of
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc, types_pb2
+from worker.adapters import AdapterPool
 from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
@@ -27,9 +28,12 @@ logger = logging.getLogger("prefill")
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves one stream per request. While it is `draining`, it refuses new requests."""
 
-    def __init__(self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits, grammars: Grammars) -> None:
+    def __init__(
+        self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits, shared: tuple[Grammars, AdapterPool]
+    ) -> None:
+        """`shared` is what the roles of the process share."""
         self._worker = worker
-        self._grammars = grammars
+        self._grammars, self._adapters = shared
         self._thread = thread
         self._limits = limits
         self.draining = False
@@ -41,6 +45,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise Unavailable("this worker is shutting down", retry_after_s=0.1)
         take_request_id(request.request_id)
         job = job_of(request, self._limits)
+        adapter = self._adapters.get(request.adapter)
+        for sequence in job.sequences:
+            sequence.adapter = adapter
         await self._grammars.prepare(job.sequences)
         logger.debug("attempt %d: %d prompt tokens", request.attempt, len(request.prompt_token_ids))
         events: Outgoing[Event] = Outgoing()

@@ -14,7 +14,7 @@ import torch
 
 from block_store.errors import LedgerUnavailable, NotHolder, Stale
 from block_store.holder.attach import Attached
-from block_store.ledger.prefix_hash import prompt_chain
+from block_store.ledger.prefix_hash import adapter_domain, prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.grammar import GrammarError
 from common.ticket import Ticket
@@ -54,7 +54,9 @@ class PrefillWorker:
 
     def submit(self, job: Job, salt: bytes, emit: Emit, public_tokens: int = 0) -> None:
         """Queues a job. Its events go to `emit`; the last one is Done or an error."""
-        start, rekey = prompt_chain(self._domain, salt, job.trunk.prompt_ids, public_tokens, self._block_size)
+        adapter = job.trunk.adapter
+        domain = adapter_domain(self._domain, b"" if adapter is None else bytes.fromhex(adapter.digest))
+        start, rekey = prompt_chain(domain, salt, job.trunk.prompt_ids, public_tokens, self._block_size)
         job.trunk.hashes = [start]
         for sequence in job.sequences:
             sequence.rekey = rekey

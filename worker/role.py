@@ -20,6 +20,7 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from kernels import cpu
 from kernels.cpu import fallbacks
 from kernels.environment import interprets_triton
+from worker.adapters import AdapterPool, AdapterThread
 from worker.fair_lock import AnyFairLock
 from worker.step_thread import StepThread
 
@@ -90,6 +91,7 @@ class WorkerRole:
         step: Callable[[], float | None],
         load: Callable[[], WorkerLoad],
         turns: AnyFairLock | None,
+        adapters: AdapterPool,
     ) -> None:
         """`turns` is shared by the roles of a process that step one at a time. If it is None, the role steps
         independently.
@@ -101,15 +103,19 @@ class WorkerRole:
         self._record = record
         self._load = load
         self._on_failure: Callable[[], object] = lambda: None
+        attached.adapter_status = adapters.status
+        self._adapters = AdapterThread(adapters, attached.adapters.list)
 
     def start(self, on_failure: Callable[[], object]) -> None:
         self._on_failure = on_failure
         self.thread.start(on_failure)
 
     def announce(self, address: str) -> None:
+        self._adapters.start()
         self._attached.announce(replace(self._record, address=address), self._load, self._on_failure)
 
     def withdraw(self) -> None:
+        self._adapters.stop()
         self._attached.withdraw()
 
     def close(self, timeout_s: float) -> None:

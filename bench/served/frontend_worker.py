@@ -27,6 +27,7 @@ from decode_svc.outputs import AnyOutput, PlainToken, Session
 from decode_svc.scheduler import Group
 from decode_svc.service import DecodeServicer
 from protos.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from worker.adapters import AdapterPool
 from worker.grammars import Grammars
 from worker.step_thread import StepThread
 
@@ -128,7 +129,7 @@ async def main(redis_url: str, model: str) -> None:
     server = RpcServer("127.0.0.1", 0)
     prefill: Any = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
     server.add(prefill, Prefill(), "looseleaf.v1.PrefillService")
-    servicer: Any = DecodeServicer(worker, thread, 1 << 30, Grammars(model, 1))  # type: ignore[arg-type]
+    servicer: Any = DecodeServicer(worker, thread, 1 << 30, (Grammars(model, 1), AdapterPool(None, 1)))  # type: ignore[arg-type]
     server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, servicer, "looseleaf.v1.DecodeService")
     await server.start()
     thread.start(lambda: os._exit(1))

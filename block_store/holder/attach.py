@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -36,6 +36,7 @@ from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
 from block_store.ledger.client import LedgerClient
 from block_store.ledger.scripts import LedgerScripts
+from block_store.redis.adapter_registry import AdapterRegistry
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from common import convert
@@ -99,6 +100,9 @@ class Attached:
         # For a separate thread, with a longer timeout: a worker that cannot publish for three seconds counts as gone.
         self._registry_client = open_client(redis_url)
         self._registry = WorkerRegistry(self._registry_client)
+        self.adapters = AdapterRegistry(self._registry_client, Fallbacks(logger))
+        self.adapter_status: Callable[[], Mapping[str, str]] = dict
+        """Returns `WorkerRecord.adapters`."""
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
@@ -204,7 +208,8 @@ class Attached:
     def _as_of_now(self, record: WorkerRecord, load: WorkerLoad) -> WorkerRecord:
         epoch, fallbacks = self.held.holder.epoch, fallback_counts()
         floor = self.floor_blocks // len(self.arena.layout.groups)
-        return replace(record, load=load, epoch=epoch, max_group_blocks=floor, fallbacks=fallbacks)
+        changes = {"load": load, "epoch": epoch, "max_group_blocks": floor, "fallbacks": fallbacks}
+        return replace(record, adapters=self.adapter_status(), **changes)  # type: ignore[arg-type]
 
     def withdraw(self) -> None:
         """Removes the worker from the registry, so that gateways send it no new work."""

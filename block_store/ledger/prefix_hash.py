@@ -33,6 +33,14 @@ def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes,
     return _digest(b"domain", (model_fingerprint, group.to_bytes(4, "little"), layout_fingerprint, numerics.encode()))
 
 
+def adapter_domain(domain: bytes, adapter: bytes) -> bytes:
+    """Returns the hash domain of sequences that are computed with an adapter, whose digest is `adapter`. Every hash of
+    a chain depends on it, so that no adapter finds another's blocks, and not those of the model as it is, which has an
+    empty digest.
+    """
+    return _digest(b"adapter", (domain, adapter)) if adapter else domain
+
+
 def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
     """Returns the parent of a sequence's first block; `salt` separates tenants."""
     return _digest(b"start", (domain, salt))
@@ -57,7 +65,7 @@ def prompt_chain(
 def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> PrefixHash:
     """Returns the hash of the full block that contains `token_ids` (each as little-endian u32) after `parent`.
 
-    `extra` names anything else that determines the block's content (an adapter, an image). Raises OverflowError if an
+    `extra` names anything else that determines the block's content (an image). Raises OverflowError if an
     id does not fit into u32.
     """
     ids = array("I", token_ids)

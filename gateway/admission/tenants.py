@@ -77,6 +77,10 @@ class Tenants:
         """Returns the largest share of an arena's blocks that stays cached for the tenant, or None for no limit."""
         return self._limits.get(tenant, _NO_LIMITS).cache_percent
 
+    def is_operator(self, tenant: str) -> bool:
+        """Returns whether the tenant may change what is served. Without a key file, every client may."""
+        return tenant not in self._limits or self._limits[tenant].operator == 1
+
     def requests(self, tenant: str) -> Bucket | None:
         """Returns the bucket of requests, or None for no limit."""
         account = self._accounts.get(tenant)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gateway.admission.admission import Admission
 from gateway.api.chat_plan import ChatPlanner
 from gateway.api.credentials import Authenticator
+from gateway.fleet.adapters import Adapters
 from gateway.intake.assets import ModelAssets
 from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
@@ -24,3 +25,4 @@ class Front:
     runner: RequestRunner
     metrics: Metrics
     planner: ChatPlanner
+    adapters: Adapters

@@ -38,6 +38,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._validator = front.validator
         self._runner = front.runner
         self._metrics = front.metrics
+        self._adapters = front.adapters
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         with self._admitted(context) as entry:
@@ -94,14 +95,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         self._authenticator.tenant(authorization(context))
-        model = pb.Model(
-            id=self._assets.name,
-            max_model_len=self._validator.checker().max_model_len,
-            vocab_size=self._assets.vocab_size,
-            eos_token_ids=self._assets.eos_token_ids,
-            pooling=self._validator.pooling,
-        )
-        return pb.ListModelsResponse(models=[model])
+        base = self._assets.name
+        names = [(base, ""), *((ref.name, base) for ref in self._adapters.served)]
+        models = [
+            pb.Model(
+                id=name,
+                max_model_len=self._validator.checker().max_model_len,
+                vocab_size=self._assets.vocab_size,
+                eos_token_ids=self._assets.eos_token_ids,
+                pooling=self._validator.pooling,
+                parent=parent,
+            )
+            for name, parent in names
+        ]
+        return pb.ListModelsResponse(models=models)
 
 
 class _Messages:

@@ -35,6 +35,7 @@ from gateway.api.embedding_reply import EmbeddingAnswer, ScoreAnswer
 from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.front import Front
 from gateway.api.http_about import About
+from gateway.api.http_adapters import AdapterChanges
 from gateway.api.http_frame import framed, warn
 from gateway.api.http_model import ModelApi
 from gateway.api.http_options import DEFAULT_OPTIONS, HttpOptions
@@ -78,9 +79,11 @@ class HttpApi:
         timeout_s: float,
         body_budget_bytes: int = BODY_BUDGET_BYTES,
         options: HttpOptions = DEFAULT_OPTIONS,
+        is_operator: Callable[[str], bool] | None = None,
     ) -> ASGIApp:
         """Builds the application. `ready` says whether requests can be served. `body_budget_bytes` limits the total
-        size of all bodies that have been received but not yet parsed.
+        size of all bodies that have been received but not yet parsed. `is_operator` says whether a tenant may load
+        adapters; if it is None, no one may.
         """
         budget = BodyBudget(body_budget_bytes)
         self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)
@@ -98,10 +101,19 @@ class HttpApi:
             self._route("/v1/models/{model:path}", model.models, "GET"),
             self._route("/tokenize", model.tokenize, "POST"),
             self._route("/detokenize", model.detokenize, "POST"),
+            *([] if is_operator is None else self._adapter_routes(is_operator)),
             *self._about_routes(ready, show_metrics, options),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
         return with_server_send(framed(app, options.origins))
+
+    def _adapter_routes(self, is_operator: Callable[[str], bool]) -> list[Route]:
+        may = lambda request: is_operator(self._tenant(request))  # noqa: E731
+        changes = AdapterChanges(self._front.adapters, self._bodies, may)
+        return [
+            self._route("/v1/load_lora_adapter", changes.load, "POST"),
+            self._route("/v1/unload_lora_adapter", changes.unload, "POST"),
+        ]
 
     def _about_routes(self, ready: Callable[[], bool], show_metrics: bool, options: HttpOptions) -> list[Route]:
         about = About(ready, lambda: self._admission.num_requests, self._validator.checker)
@@ -131,14 +143,14 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response:
         def begin(body: CompletionBody) -> HttpAnswer:
-            envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._assets.name)
+            envelope = Envelope("cmpl-" + secrets.token_hex(12), "text_completion", self._name(body))
             return Answer(self._assets, body, envelope, self._texts)
 
         return await self._ask(request, CompletionBody, begin)
 
     async def chat(self, request: Request) -> Response:
         def begin(body: ChatBody) -> HttpAnswer:
-            envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._assets.name)
+            envelope = Envelope("chatcmpl-" + secrets.token_hex(12), "chat.completion", self._name(body))
             return Answer(self._assets, body, envelope, self._texts, self._planner)
 
         return await self._ask(request, ChatBody, begin)
@@ -147,21 +159,21 @@ class HttpApi:
         def begin(body: ResponsesBody) -> HttpAnswer:
             if body.store:
                 warn(request.scope, "store has no effect: nothing is stored")
-            return ResponsesAnswer(body, self._assets.name, self._planner)
+            return ResponsesAnswer(body, self._name(body), self._planner)
 
         return await self._ask(request, ResponsesBody, begin)
 
     async def messages(self, request: Request) -> Response:
         def begin(body: MessagesBody) -> HttpAnswer:
-            return MessagesAnswer(body, self._assets.name, self._planner)
+            return MessagesAnswer(body, self._name(body), self._planner)
 
         return await self._ask(request, MessagesBody, begin)
 
     async def embeddings(self, request: Request) -> Response:
-        return await self._pool(request, EmbeddingBody, lambda body: EmbeddingAnswer(body, self._assets.name))
+        return await self._pool(request, EmbeddingBody, lambda body: EmbeddingAnswer(body, self._name(body)))
 
     async def score(self, request: Request) -> Response:
-        return await self._pool(request, ScoreBody, lambda body: ScoreAnswer(body, self._assets.name))
+        return await self._pool(request, ScoreBody, lambda body: ScoreAnswer(body, self._name(body)))
 
     async def _pool(self, request: Request, kind: type[B], begin: Callable[[B], WholeAnswer]) -> Response:
         """Does what `_ask` does for an answer that is never streamed."""
@@ -169,6 +181,10 @@ class HttpApi:
             answer = begin(await self._bodies.read(request, kind))
             content = await while_connected(request.receive, self._whole(answer, entry))
             return Response(content, media_type="application/json")
+
+    def _name(self, body: Body) -> str:
+        """Returns the name of the model or adapter that answers. Other names are refused later."""
+        return body.model or self._assets.name
 
     async def _ask(self, request: Request, kind: type[B], begin: Callable[[B], HttpAnswer]) -> Response:
         """Admits the request, reads its body, and answers it in the form that `begin` returns."""

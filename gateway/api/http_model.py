@@ -22,6 +22,7 @@ class ModelApi:
 
     def __init__(self, front: Front, check_key: Callable[[Request], object], bodies: BodyReader) -> None:
         self._name = front.assets.name
+        self._adapters = front.adapters
         self._validator = front.validator
         self._planner = front.planner
         self._check_key = check_key
@@ -30,18 +31,19 @@ class ModelApi:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        entry = {
-            "id": self._name,
+        about = {
             "object": "model",
             "created": self._created,
             "owned_by": "looseleaf",
             "max_model_len": self._validator.checker().max_model_len,
             "pooling": self._validator.pooling,
         }
+        adapters = [{"id": ref.name, **about, "parent": self._name} for ref in self._adapters.served]
+        entries = [{"id": self._name, **about}, *adapters]
         if (name := request.path_params.get("model")) is not None:
             self._validator.check_model(name)
-            return _json(entry)
-        return _json({"object": "list", "data": [entry]})
+            return _json(next(entry for entry in entries if entry["id"] == name))
+        return _json({"object": "list", "data": entries})
 
     async def tokenize(self, request: Request) -> Response:
         self._check_key(request)

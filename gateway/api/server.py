@@ -175,7 +175,7 @@ def grpc_bounds(settings: GatewaySettings, max_files: int) -> Bounds:
 
 
 async def watch_readiness(
-    workers: Workers,
+    is_ready: Callable[[], bool],
     servers: Sequence[RpcServer],
     wake: Callable[[], None],
     on_ready: Callable[[], None],
@@ -186,7 +186,7 @@ async def watch_readiness(
     """
     was_ready = told = False
     while True:
-        ready = workers.ready and not is_leaving.is_set()
+        ready = is_ready() and not is_leaving.is_set()
         if ready != was_ready:
             if not is_leaving.is_set():
                 logger.info("ready" if ready else "no pair of prefill and decode workers is ready")

@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from block_store.errors import BlockStoreError, LedgerUnavailable
 from block_store.ledger.breaker import Breaker
-from block_store.ledger.prefix_hash import hash_blocks, prompt_chain
+from block_store.ledger.prefix_hash import adapter_domain, hash_blocks, prompt_chain
 from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from common.telemetry import Fallbacks
 from common.ticket import Ticket
 from common.types import WorkerRecord
+from gateway.intake.resolved_request import ResolvedRequest
 
 logger = logging.getLogger("discovery")
 T = TypeVar("T")
@@ -99,9 +100,7 @@ class Discovery:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    async def cached_tokens(
-        self, workers: Iterable[WorkerRecord], prompt_ids: Sequence[int], salt: bytes, public_tokens: int = 0
-    ) -> dict[str, int]:
+    async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
         """Returns the number of leading tokens of the prompt that each arena's index contains. The result is empty if
         there is no answer in time; it is empty at once while the breaker is open (`breaker.num_refused` counts these
         calls).
@@ -111,7 +110,7 @@ class Discovery:
         by_arena = {record.arena_id: record for record in workers}
         try:
             async with asyncio.timeout(LOOKUP_BUDGET_S):
-                found = await self._in_thread(lambda: self._lookup(by_arena, prompt_ids, salt, public_tokens))
+                found = await self._in_thread(lambda: self._lookup(by_arena, request))
         except (TimeoutError, BlockStoreError) as error:
             self._lookup_failed(error)
             return {}
@@ -136,15 +135,14 @@ class Discovery:
             self._unanswered = 0
             self.breaker.open(f"{MAX_UNANSWERED} lookups in a row had no answer in {LOOKUP_BUDGET_S * 1000:.0f} ms")
 
-    def _lookup(
-        self, by_arena: dict[str, WorkerRecord], prompt_ids: Sequence[int], salt: bytes, public_tokens: int
-    ) -> dict[str, int]:
+    def _lookup(self, by_arena: dict[str, WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
         found: dict[str, int] = {}
         for arena_id, record in by_arena.items():
             if (ledger := self._ledgers.get(arena_id)) is not None:
-                size, domain = record.block_size, bytes.fromhex(record.hash_domain)
-                start, rekey = prompt_chain(domain, salt, prompt_ids, public_tokens, size)
-                found[arena_id] = ledger.lookup([hash_blocks(start, prompt_ids, size, rekey=rekey)]) * size
+                size, ids = record.block_size, request.prompt_ids
+                domain = adapter_domain(bytes.fromhex(record.hash_domain), bytes.fromhex(request.adapter_digest))
+                start, rekey = prompt_chain(domain, request.salt, ids, request.public_tokens, size)
+                found[arena_id] = ledger.lookup([hash_blocks(start, ids, size, rekey=rekey)]) * size
         return found
 
     def _open_ledgers(self) -> dict[str, LedgerScripts]:

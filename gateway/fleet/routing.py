@@ -89,23 +89,34 @@ class Router:
             return True
         return max(state.suspect_until, state.unreachable_until) > now
 
-    def ready(self, usable: Callable[[WorkerRecord], bool]) -> bool:
-        """Returns whether there is a prefill worker and a usable decode worker that can exchange tickets."""
-        return any(usable(d.record) for p in self._of_role("prefill") for d in self._decodes_for(p.record))
+    def ready(self, usable: Callable[[WorkerRecord], bool], adapter: str = "") -> bool:
+        """Returns whether there is a prefill worker and a usable decode worker that can exchange tickets and have
+        loaded `adapter`.
+        """
+        prefills = [p.record for p in self._of_role("prefill") if p.record.has_adapter(adapter)]
+        decodes = [d.record for p in prefills for d in self._decodes_for(p)]
+        return any(usable(decode) and decode.has_adapter(adapter) for decode in decodes)
 
     def pick_prefill(
-        self, prompt_len: int, cached_tokens: Mapping[str, int], now: float, usable: Callable[[WorkerRecord], bool]
+        self,
+        prompt_len: int,
+        cached_tokens: Mapping[str, int],
+        now: float,
+        usable: Callable[[WorkerRecord], bool],
+        adapter: str = "",
     ) -> WorkerState | None:
         """Picks the prefill worker with the fewest tokens to compute until the prompt is complete, or None if no worker
         has a partner.
 
         `cached_tokens` is by arena: any worker of an arena finds a prefix that another has filled. `usable` says
-        whether a decode worker can be reached.
+        whether a decode worker can be reached. Both workers must have loaded `adapter`.
         """
         partnered = [
             p
             for p in self._of_role("prefill")
-            if p.unreachable_until <= now and any(usable(d.record) for d in self._decodes_for(p.record))
+            if p.unreachable_until <= now
+            and p.record.has_adapter(adapter)
+            and any(usable(d.record) and d.record.has_adapter(adapter) for d in self._decodes_for(p.record))
         ]
 
         def cost(state: WorkerState) -> float:
@@ -114,12 +125,12 @@ class Router:
         return self._least(partnered, cost, now)
 
     def pick_decode(
-        self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool]
+        self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool], adapter: str = ""
     ) -> WorkerState | None:
         """Picks the decode worker with the fewest sequences for its size, among those that accept the prefill worker's
-        tickets and are `usable` for the group.
+        tickets, are `usable` for the group and have loaded `adapter`.
         """
-        candidates = [d for d in self._decodes_for(prefill) if usable(d.record)]
+        candidates = [d for d in self._decodes_for(prefill) if usable(d.record) and d.record.has_adapter(adapter)]
         return self._least(candidates, lambda d: d.sequences(now) / max(1, d.record.max_num_seqs), now)
 
     def capacity(self) -> int:

@@ -92,6 +92,8 @@ def rejected(rejection: int, timeout_s: float) -> Exception:
         return InvalidArgument.of("structured_output", "became too complex after the tokens so far")
     if rejection == decode_pb2.REJECTION_INTERNAL:
         return internal("decode")
+    if rejection == decode_pb2.REJECTION_ADAPTER:
+        return WorkerLost("adapter_missing")
     if rejection == decode_pb2.REJECTION_DRAINING:
         return WorkerLost("draining")
     return WorkerLost("lost", suspect=False)

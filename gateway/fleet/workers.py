@@ -27,7 +27,7 @@ from gateway.intake.resolved_request import ResolvedRequest
 from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
-Lookup = Callable[[Sequence[WorkerRecord], Sequence[int], bytes, int], Awaitable[dict[str, int]]]
+Lookup = Callable[[Sequence[WorkerRecord], ResolvedRequest], Awaitable[dict[str, int]]]
 EndTicket = Callable[[Ticket], Coroutine[Any, Any, None]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
@@ -120,6 +120,17 @@ class Workers:
         records = [state.record for state in self._router.workers.values()]
         return any(record.role == "decode" and GroupRoom.of(record).holds(need) for record in records)
 
+    def have_adapter(self, digest: str) -> bool:
+        """Returns whether some pair of prefill and decode workers has loaded an adapter."""
+        return self._router.ready(self._usable, digest)
+
+    def adapter_states(self, digest: str) -> list[str | None]:
+        """Returns for every worker "" if it has loaded an adapter, the reason why it cannot, or None if it has not
+        tried yet.
+        """
+        records = [state.record for state in self._router.workers.values() if not state.record.draining]
+        return [record.adapters.get(digest) for record in records]
+
     async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> WorkerRecord | None:
         """Picks the worker to prefill on, or None if no ready pair has a decode worker that holds the group. The prefix
         index is consulted only if there is a choice.
@@ -127,8 +138,9 @@ class Workers:
         records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
         cached: dict[str, int] = {}
         if len(records) > 1 and self._lookup is not None:
-            cached = await self._lookup(records, request.prompt_ids, request.salt, request.public_tokens)
-        state = self._router.pick_prefill(len(request.prompt_ids), cached, time.monotonic(), self._usable_for(need))
+            cached = await self._lookup(records, request)
+        usable, now = self._usable_for(need), time.monotonic()
+        state = self._router.pick_prefill(len(request.prompt_ids), cached, now, usable, request.adapter_digest)
         if state is None:
             return None
         return state.record
@@ -166,9 +178,11 @@ class Workers:
         if response.HasField("done") and response.done.HasField("ticket"):
             self.give_up(response.done.ticket)
 
-    def pick_decode(self, prefill: WorkerRecord, need: GroupNeed) -> DecodePlace | None:
-        """Returns a place on a decode worker that accepts this prefill worker's tickets and has room for the group."""
-        state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(need))
+    def pick_decode(self, prefill: WorkerRecord, need: GroupNeed, adapter: str = "") -> DecodePlace | None:
+        """Returns a place on a decode worker that accepts this prefill worker's tickets, has room for the group and has
+        loaded the adapter with this digest.
+        """
+        state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(need), adapter)
         session = None if state is None else self._sessions.get(state.record.worker_id)
         if state is None or session is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from common.adapters import AdapterRef
 from common.types import CacheQuota, Pooling, SamplingParams, StoppingParams
 
 
@@ -35,6 +36,14 @@ class ResolvedRequest:
     """How the prompt becomes an embedding. None: the request asks for tokens."""
     cache_quota: CacheQuota | None = None
     """The tenant's limit on cached blocks, if it has one."""
+
+    adapter: AdapterRef | None = None
+    """The adapter that the client has chosen by its name; None: the model as it is."""
+
+    @property
+    def adapter_digest(self) -> str:
+        """Hex digest of the adapter; "" without one."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def cost(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from common.adapters import AdapterRef
 from common.errors import FieldViolation, InvalidArgument, ModelNotFound
 from common.group_need import GroupRoom
 from common.request_ids import REQUEST_ID, new_request_id
@@ -63,11 +64,16 @@ class Validator:
         self._timeout_s = timeout_s
         self._max_model_len = max_model_len
         self._group_rooms = group_rooms
+        self._find_adapter: Callable[[str], AdapterRef | None] = lambda name: None
         self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
         self._cache_percent: Callable[[str], int | None] = lambda tenant: None
         self.pooling = pooling
         """How a text becomes an embedding."""
         self._try_grammar: Callable[[str, StructuredOutput], Awaitable[None]] = _refuse_grammar
+
+    def use_adapters(self, find: Callable[[str], AdapterRef | None]) -> None:
+        """Sets the function that returns the adapter that is served under a name: `Adapters.find`."""
+        self._find_adapter = find
 
     def use_grammars(self, check: Callable[[str, StructuredOutput], Awaitable[None]]) -> None:
         """Sets the function that tries a grammar: `GrammarTrials.check`. Without it, no grammar is accepted."""
@@ -116,10 +122,10 @@ class Validator:
         return max(1, self._max_model_len() - (default if wanted.max_tokens is None else wanted.max_tokens))
 
     def check_model(self, name: str | None) -> None:
-        """Checks the model name. Raises NotFound for a name other than the served one. A request without a
-        name passes.
+        """Checks the model name. Raises NotFound for a name that is neither the model's nor an adapter's. A request
+        without a name passes.
         """
-        if name and name != self._assets.name:
+        if name and name != self._assets.name and self._find_adapter(name) is None:
             what = f"{name[:100]!r} is not served here; served is {self._assets.name!r}"
             raise ModelNotFound(f"model {what}", violations=(FieldViolation("model", what),))
 
@@ -202,6 +208,7 @@ class Validator:
             public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
             pooling=self.pooling if wanted.embeds else None,
             cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),
+            adapter=self._find_adapter(wanted.model) if wanted.model and wanted.model != self._assets.name else None,
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:

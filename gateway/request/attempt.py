@@ -15,11 +15,13 @@ from typing import Self
 
 from common import convert
 from common.errors import Unavailable
+from common.group_need import GroupNeed
 from common.types import WorkerRecord
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
 from gateway.fleet.workers import Workers
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.head_start import HeadStart
 from gateway.request.isolation import Isolation, IsolationTicket
@@ -145,12 +147,19 @@ class Attempts:
             worker = await self._workers.pick_prefill(request, need)
             if worker is not None:
                 return worker
-            too_small = self._workers.ready and not self._workers.holds(need)
-            waited_s = time.monotonic() - began if too_small else self._workers.missing_for()
+            why = self._objection(request, need)
+            waited_s = time.monotonic() - began if why is not None else self._workers.missing_for()
             if waited_s > self._recover_s:
-                why = "no decode worker holds a group of this size" if too_small else NO_PAIR
-                raise Unavailable(why, retry_after_s=1.0)
+                raise Unavailable(why or NO_PAIR, retry_after_s=1.0)
             await asyncio.sleep(min(WAIT_FOR_WORKERS_S, state.remaining_s()))
+
+    def _objection(self, request: ResolvedRequest, need: GroupNeed) -> str | None:
+        """Returns why the workers that are ready cannot accept a request, if there are any."""
+        if self._workers.ready and not self._workers.holds(need):
+            return "no decode worker holds a group of this size"
+        if self._workers.ready and not self._workers.have_adapter(request.adapter_digest):
+            return "no pair of workers has loaded the request's adapter"
+        return None
 
     async def _call_prefill(self, state: RequestState, worker: WorkerRecord) -> prefill_pb2.PrefillDone:
         message, again = state.prefill_request(), state.attempts > 0
@@ -176,7 +185,7 @@ class Attempts:
         done = prefilled.done
         # Building the message may raise DeadlineExceeded, so it is built before a place is taken.
         message, left_s = state.submit_request(done, going), state.remaining_s()
-        place = self._workers.pick_decode(prefilled.worker, state.need)
+        place = self._workers.pick_decode(prefilled.worker, state.need, state.request.adapter_digest)
         if place is None:
             state.outlet.flush()
             raise WorkerLost("no_decode")

@@ -37,13 +37,14 @@ class HeadStart:
     done: prefill_pb2.PrefillDone
 
     def fits(self, request: ResolvedRequest) -> bool:
-        """Returns whether a request would have had the same prefill: the same prompt, blocks of the same tenant, and
+        """Returns whether a request would have had the same prefill: the same prompt and adapter, blocks of the same tenant, and
         first tokens drawn in the same way. Limits on later tokens may differ.
         """
         own = self.request
         return (
             (own.tenant, own.salt, own.public_tokens) == (request.tenant, request.salt, request.public_tokens)
             and own.prompt_ids == request.prompt_ids
+            and own.adapter == request.adapter
             and own.sampling == request.sampling
             and _masked(own.stopping) == _masked(request.stopping)
         )

@@ -19,9 +19,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from tokenizers import Tokenizer
 
+from common.adapters import AdapterRef
 from common.errors import LooseleafError, Unavailable
 from common.request_ids import REQUEST_ID
 from gateway.admission.gate import Gate, Place
@@ -52,8 +54,11 @@ class RequestRunner:
         max_attempts: int,
         recover_s: float,
         used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
+        using: Callable[[AdapterRef | None], AbstractContextManager[None]] = lambda adapter: nullcontext(),
     ) -> None:
-        """`used(tenant, num_tokens)` is called when a request ends, with the number of tokens in its prompt and its
+        """`using(adapter)` is entered while a request runs, waiting included.
+
+        `used(tenant, num_tokens)` is called when a request ends, with the number of tokens in its prompt and its
         output.
         """
         self._workers = workers
@@ -62,6 +67,7 @@ class RequestRunner:
         self._metrics = metrics
         self._recover_s = recover_s
         self._used = used
+        self._using = using
         self.head_starts = HeadStarts(workers, gate, used)
         """Prefills of `prefill` that no call of `run` has continued."""
         self._isolation = Isolation()
@@ -77,13 +83,14 @@ class RequestRunner:
         Cancelling this cancels the work. Raises any LooseleafError; deltas accepted before it are still pending.
         """
         REQUEST_ID.set(request.request_id)
-        digest = digest_of(request.prompt_ids, request.salt)
+        digest = digest_of(request.prompt_ids, request.salt + bytes.fromhex(request.adapter_digest))
         state = RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics)
         if head_start is not None:
             state.head_start = self.head_starts.take(head_start, request)
         outlet.open(self._interval_s, state.leaves)
         try:
-            await self._produce(state)
+            with self._using(request.adapter):
+                await self._produce(state)
             await outlet.drained()
         except LooseleafError:
             state.outcome = "error"

@@ -237,6 +237,7 @@ class RequestState:
             stopping=convert.stopping_to_pb(request.stopping),
             priority=self.rank,
             pooling=None if request.pooling is None else convert.POOLINGS[request.pooling],
+            adapter=bytes.fromhex(request.adapter_digest),
         )
 
     def submit_request(self, done: prefill_pb2.PrefillDone, going: list[Sample]) -> decode_pb2.Submit:
@@ -258,6 +259,7 @@ class RequestState:
             priority=self.rank,
             timeout_ms=max(1, int(self.remaining_s() * 1000)),
             beam_candidates=done.beam_candidates if self.is_beam_search else None,
+            adapter=bytes.fromhex(request.adapter_digest),
         )
 
     @property

@@ -13,7 +13,8 @@ from looseleaf.serve.settings import ServeSettings
 _WORKER_SETTINGS = (
     "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed", "device",
     "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
-    "gpu_memory_utilization", "model_impl", "allow_variant_numerics", "quantization",
+    "gpu_memory_utilization", "model_impl", "allow_variant_numerics", "quantization", "enable_lora", "max_loras",
+    "max_lora_rank",
 )  # fmt: skip
 """Settings that `serve` passes on to its workers under the same name."""
 _VLLM_GRPC_PORTS = ("vllm_grpc_port", "vllm_grpc_prefill_port", "vllm_grpc_decode_port")
@@ -87,11 +88,14 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "ssl_keyfile",
         "strict_fields",
         "allowed_origins",
+        "enable_lora",
+        "allow_runtime_lora_updating",
         "drain_delay",
         "log_level",
         *(("vllm_grpc", "vllm_grpc_host", "vllm_grpc_tenant", *_VLLM_GRPC_PORTS) if settings.vllm_grpc else ()),
     )
-    return flags_of(
+    modules = [part for module in settings.lora_modules for part in ("--lora-modules", module)]
+    return modules + flags_of(
         {
             "model": source.directory,
             "served_model_name": settings.served_model_name or source.directory.name,

@@ -126,6 +126,15 @@ class ServeSettings(Settings):
     )
     enforce_eager: bool = Field(False, description="disable CUDA graphs")
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the model's; fp8_e4m3 on a GPU")
+    enable_lora: bool = Field(False, description="serve LoRA adapters, which clients choose as their model")
+    lora_modules: list[str] = Field(
+        [], description="adapters to load at start, name=path; may be given several times, or separated by commas"
+    )
+    max_loras: int = Field(8, ge=1, le=1024, description="maximum number of LoRA adapters that are loaded at a time")
+    max_lora_rank: int = Field(16, ge=1, le=512, description="maximum rank of a LoRA adapter")
+    allow_runtime_lora_updating: bool = Field(
+        False, description="let the operator load and unload adapters over HTTP while requests run"
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that may be used")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
     memory_budget: ByteSize | None = Field(

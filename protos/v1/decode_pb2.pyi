@@ -19,6 +19,7 @@ class Rejection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECTION_DRAINING: _ClassVar[Rejection]
     REJECTION_INTERNAL: _ClassVar[Rejection]
     REJECTION_GRAMMAR: _ClassVar[Rejection]
+    REJECTION_ADAPTER: _ClassVar[Rejection]
 REJECTION_UNSPECIFIED: Rejection
 REJECTION_GIVEN_BACK: Rejection
 REJECTION_LOST: Rejection
@@ -28,6 +29,7 @@ REJECTION_TOO_LARGE: Rejection
 REJECTION_DRAINING: Rejection
 REJECTION_INTERNAL: Rejection
 REJECTION_GRAMMAR: Rejection
+REJECTION_ADAPTER: Rejection
 
 class SessionRequest(_message.Message):
     __slots__ = ("submit", "cancel")
@@ -38,7 +40,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "ticket", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "timeout_ms", "beam_candidates")
+    __slots__ = ("handle", "request_id", "attempt", "ticket", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "timeout_ms", "beam_candidates", "adapter")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +55,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     BEAM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -67,7 +70,8 @@ class Submit(_message.Message):
     priority: int
     timeout_ms: int
     beam_candidates: _types_pb2.BeamCandidates
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle", "sample_index")

@@ -22,6 +22,7 @@ from common.ticket import TicketId
 from common.types import BlockRef, Epoch, WorkerLoad, WorkerRecord
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, StoreProcess, chain, content, line, python, view, wait_until
+from worker.adapters import AdapterPool
 from worker.role import WorkerRole
 
 MIB = 1 << 20
@@ -121,7 +122,7 @@ def test_a_restarted_store_makes_a_new_arena_and_workers_end_themselves(
         [attached] = attach(store.address, [needs(cuda_library)])
         refs, lost = fill(attached, "a", 2), threading.Event()
         record = WorkerRecord("p", "prefill", "x:1", "m", attached.arena.arena_id, 16, "", "", 64, 1)
-        member = WorkerRole(attached, record, lambda: None, WorkerLoad, None)
+        member = WorkerRole(attached, record, lambda: None, WorkerLoad, None, AdapterPool(None, 1))
         member.start(lost.set)
         member.announce("x:1")
         store.kill()

@@ -20,6 +20,7 @@ from gateway.admission.tenants import Tenants
 from gateway.api.chat_plan import ChatPlanner
 from gateway.api.credentials import Authenticator
 from gateway.api.front import Front
+from gateway.fleet.adapters import Adapters
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import ModelAssets
@@ -49,10 +50,9 @@ class Rig:
 
     @property
     def front(self) -> Front:
-        planner = ChatPlanner(self.assets)
-        return Front(
-            self.assets, self.authenticator, self.admission, self.validator, self.runner, self.metrics, planner
-        )
+        planner, adapters = ChatPlanner(self.assets), Adapters(self.workers, None, self.assets.name)
+        pipeline = (self.admission, self.validator, self.runner, self.metrics)
+        return Front(self.assets, self.authenticator, *pipeline, planner, adapters)
 
     def metric(self, line_start: str) -> float:
         """Returns the sum of all samples whose line starts with `line_start`."""

@@ -21,13 +21,18 @@ import pytest
 from block_store.ledger.prefix_hash import chain_start, hash_blocks
 from block_store.redis.redis_server import RedisHandle, connect
 from block_store.redis.registry import StoreRecord, WorkerRegistry
-from common.types import WorkerRecord
+from common.types import SamplingParams, StoppingParams, WorkerRecord
 from gateway.fleet.discovery import LOOKUP_BUDGET_S, MAX_UNANSWERED, Discovery
+from gateway.intake.resolved_request import ResolvedRequest
 from testing.gateway.parts import Script, make_record
 from testing.gateway.scripted_workers import ScriptedWorker
 from testing.ledger.store import TestStore
 from tests.gateway.test_chat_template import write_model
 from tests.gateway.test_requests import until
+
+
+def asking(prompt_ids: list[int]) -> ResolvedRequest:
+    return ResolvedRequest("r", prompt_ids, SamplingParams(), StoppingParams(), 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +121,7 @@ async def test_without_redis_the_last_list_stays_and_nothing_hangs(tmp_path: Pat
         handle.close()
         await until(lambda: discovery.fallbacks.counts.get("registry", 0) > 1)
         assert seen[-1][0].worker_id == "p0"
-        assert await asyncio.wait_for(discovery.cached_tokens(seen[-1], [1, 2, 3], b""), 1) == {}
+        assert await asyncio.wait_for(discovery.cached_tokens(seen[-1], asking([1, 2, 3])), 1) == {}
         task.cancel()
         discovery.close()
 
@@ -133,7 +138,7 @@ async def test_while_redis_is_frozen_only_the_first_lookups_wait_for_it(tmp_path
         task = asyncio.create_task(discovery.run())
 
         async def lookups(count: int) -> list[dict[str, int]]:
-            return [await discovery.cached_tokens(seen[-1], ids, b"") for _ in range(count)]
+            return [await discovery.cached_tokens(seen[-1], asking(ids)) for _ in range(count)]
 
         async def is_found() -> None:
             while not seen or await lookups(1) != [{arena_id: 32}]:

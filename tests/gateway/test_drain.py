@@ -134,7 +134,8 @@ async def test_what_finishes_in_time_is_whole_and_ends_the_drain(serve: Any) -> 
 async def test_before_the_ports_close_health_says_no_and_requests_are_served(serve: Any) -> None:
     gateway = await serve(Script(step_s=STEP_S))
     server, leaving = gateway.grpc_server, asyncio.Event()
-    watched = asyncio.create_task(watch_readiness(gateway.rig.workers, [server], lambda: None, lambda: None, leaving))
+    is_ready = lambda: gateway.rig.workers.ready  # noqa: E731
+    watched = asyncio.create_task(watch_readiness(is_ready, [server], lambda: None, lambda: None, leaving))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         health, whole = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
         watch = health.Watch(whole)

@@ -1,0 +1,77 @@
+"""The list of LoRA adapters that operators have asked for, in Redis. Gateways write it; workers load what it names.
+
+The list has a *life*, a random id that the first writer sets. No life means that Redis has lost the list, which is not
+the same as an empty one: workers keep what they have, and a gateway writes its adapters again. Calls block; make them
+in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import redis
+from pydantic import TypeAdapter, ValidationError
+
+from block_store.errors import LedgerUnavailable
+from common.adapters import AdapterRef
+from common.telemetry import Fallbacks
+
+_LIFE = "#life"
+_REF = TypeAdapter(AdapterRef)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterList:
+    """The list at one moment."""
+
+    life: str
+    refs: tuple[AdapterRef, ...]
+
+
+class AdapterRegistry:
+    """The list under one namespace of one Redis. All methods can raise LedgerUnavailable."""
+
+    def __init__(self, client: redis.Redis, fallbacks: Fallbacks, namespace: str = "looseleaf") -> None:
+        """`fallbacks` counts unreadable entries, which are skipped."""
+        self._client = client
+        self._fallbacks = fallbacks
+        self._key = f"{namespace}:adapters"
+
+    def list(self) -> AdapterList | None:
+        """Returns the list by name, or None if Redis has none."""
+        found: dict[bytes, bytes] = self._run(lambda: self._client.hgetall(self._key))
+        life = found.pop(_LIFE.encode(), None)
+        refs = sorted(self._read(found.values()), key=lambda ref: ref.name)
+        return None if life is None else AdapterList(life.decode(errors="replace"), tuple(refs))
+
+    def publish(self, refs: Iterable[AdapterRef]) -> None:
+        """Adds adapters. One that the list has under the same name is replaced."""
+        items = [text for ref in refs for text in (ref.name, json.dumps(asdict(ref)))]
+
+        def write() -> None:
+            self._client.hsetnx(self._key, _LIFE, secrets.token_hex(8))
+            if items:
+                self._client.hset(self._key, items=items)
+
+        self._run(write)
+
+    def withdraw(self, name: str) -> None:
+        """Removes an adapter."""
+        self._run(lambda: self._client.hdel(self._key, name))
+
+    def _read(self, values: Iterable[bytes]) -> Iterable[AdapterRef]:
+        for text in values:
+            try:
+                yield _REF.validate_json(text, strict=True)
+            except ValidationError as error:
+                self._fallbacks.note("adapter entry skipped", f"{text[:100]!r}: {error.errors()[0]['msg']}")
+
+    def _run(self, call: Any) -> Any:
+        try:
+            return call()
+        except redis.RedisError as error:
+            raise LedgerUnavailable(f"adapters: {error}") from error

@@ -1,0 +1,193 @@
+"""The LoRA adapters that clients can choose by name: loading and unloading them, and the requests that use them.
+
+The list of wanted adapters is in Redis (`AdapterRegistry`). Workers load what it names and say so in their records. An
+adapter is served once a pair of workers has loaded it, and until it is unloaded: while a worker restarts, its requests
+wait. All calls to Redis run in threads, one at a time, so that no answer is older than what this gateway has written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from block_store.errors import LedgerUnavailable
+from block_store.redis.adapter_registry import AdapterList, AdapterRegistry
+from common.adapters import AdapterError, AdapterRef, parse_module, read_adapter
+from common.errors import InvalidArgument, LooseleafError, ModelNotFound, StartupError, Unavailable
+from gateway.fleet.workers import Workers
+
+logger = logging.getLogger("adapters")
+T = TypeVar("T")
+LOAD_TIMEOUT_S = 60.0
+_POLL_S = 0.25
+_LOOK_S = 0.05
+
+
+class Adapters:
+    """The adapters that this gateway serves. Used in the event loop."""
+
+    def __init__(self, workers: Workers, registry: AdapterRegistry | None, base_name: str) -> None:
+        """Without a `registry`, adapters are not enabled, and there are never any."""
+        self._workers = workers
+        self._registry = registry
+        self._base_name = base_name
+        self._known: AdapterList | None = None
+        """The list as it was last read."""
+        self._served: dict[str, AdapterRef] = {}
+        self._leaving: set[str] = set()
+        """Names that are being unloaded."""
+        self._in_use: Counter[str] = Counter()
+        """Number of running and waiting requests, by digest."""
+        self._turn = asyncio.Lock()
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._registry is not None
+
+    @property
+    def served(self) -> list[AdapterRef]:
+        """The adapters that can be chosen now, by name."""
+        return [self._served[name] for name in sorted(self._served)]
+
+    def find(self, name: str) -> AdapterRef | None:
+        return self._served.get(name)
+
+    @contextmanager
+    def using(self, ref: AdapterRef | None) -> Iterator[None]:
+        """Keeps an adapter loaded while a request needs it. Raises ModelNotFound if it has been unloaded since the
+        request was checked.
+        """
+        if ref is None:
+            yield
+            return
+        if self._served.get(ref.name) != ref:
+            raise ModelNotFound(f"model {ref.name!r} is not served any more")
+        self._in_use[ref.digest] += 1
+        try:
+            yield
+        finally:
+            self._in_use[ref.digest] -= 1
+
+    async def run(self) -> None:
+        """Follows the list and the workers until cancelled. While Redis is silent, the last list stays valid."""
+        while self.is_enabled:
+            try:
+                await self._look()
+            except LedgerUnavailable as error:
+                logger.debug("%s", error)
+            except Exception:
+                logger.exception("the list of adapters could not be read")
+            await asyncio.sleep(_POLL_S)
+
+    async def begin(self, modules: Sequence[str]) -> None:
+        """Loads the adapters named at start ("name=path"), for as long as it takes. Raises StartupError, which names
+        the adapter that cannot be loaded.
+        """
+        for text in modules:
+            name, path = parse_module(text)
+            try:
+                ref = await asyncio.to_thread(read_adapter, name, path)
+                self._check_name(name)
+                await self._publish(ref)
+                await self._until_loaded(ref, None)
+            except (AdapterError, LooseleafError) as error:
+                raise StartupError(f"--lora-modules {text}: {error}") from None
+
+    async def load(self, name: str, path: str) -> None:
+        """Makes every worker load an adapter, and serves it. If one cannot, none keeps it.
+
+        Raises InvalidArgument, which names the field and the problem, or Unavailable.
+        """
+        try:
+            ref = await asyncio.to_thread(read_adapter, name, path)
+        except AdapterError as error:
+            raise InvalidArgument.of("lora_path", f"cannot be served: {error}") from None
+        self._check_name(name)
+        if name in self._served or name in self._leaving or any(known.name == name for known in self._listed):
+            raise InvalidArgument.of("lora_name", f"{name!r} is loaded already; unload it first")
+        try:
+            await self._publish(ref)
+            await self._until_loaded(ref, LOAD_TIMEOUT_S)
+        except LedgerUnavailable:
+            raise Unavailable("the list of adapters cannot be written now", retry_after_s=1.0) from None
+        except (LooseleafError, asyncio.CancelledError):
+            await asyncio.shield(self._withdraw(name))
+            raise
+
+    async def unload(self, name: str) -> None:
+        """Refuses further requests for an adapter, waits until the running ones have ended, and lets the workers drop
+        it. Raises ModelNotFound if it is not served.
+        """
+        if (ref := self._served.pop(name, None)) is None:
+            raise ModelNotFound(f"model {name[:100]!r} is not a loaded adapter")
+        self._leaving.add(name)
+        while self._in_use[ref.digest]:
+            await asyncio.sleep(_LOOK_S)
+        await self._withdraw(name)
+
+    # --- inside
+
+    @property
+    def _listed(self) -> tuple[AdapterRef, ...]:
+        return () if self._known is None else self._known.refs
+
+    def _check_name(self, name: str) -> None:
+        if name == self._base_name:
+            raise InvalidArgument.of("lora_name", f"must differ from the model's name, {name!r}")
+
+    async def _until_loaded(self, ref: AdapterRef, timeout_s: float | None) -> None:
+        """Waits until all workers have loaded an adapter. Raises InvalidArgument if one cannot."""
+        began = time.monotonic()
+        while True:
+            states = self._workers.adapter_states(ref.digest)
+            if (problem := next(filter(None, states), None)) is not None:
+                raise InvalidArgument.of("lora_path", f"cannot be served: {problem}")
+            if self._served.get(ref.name) == ref and None not in states:
+                return
+            if timeout_s is not None and time.monotonic() - began > timeout_s:
+                raise Unavailable(f"not all workers loaded the adapter within {timeout_s:g} s", retry_after_s=1.0)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look(self) -> None:
+        async with self._turn:
+            found, known = await self._call(lambda registry: registry.list()), self._known
+            if known is not None and (found is None or found.life != known.life):  # Redis has lost the list
+                missing = [ref for ref in known.refs if found is None or ref.name not in {r.name for r in found.refs}]
+                await self._call(lambda registry: registry.publish(missing))
+                found = await self._call(lambda registry: registry.list())
+            self._take(found)
+
+    def _take(self, found: AdapterList | None) -> None:
+        self._known = found or self._known
+        listed = {ref.name: ref for ref in self._listed}
+        self._served = {name: ref for name, ref in self._served.items() if listed.get(name) == ref}
+        for name, ref in listed.items():
+            if name not in self._leaving and self._workers.have_adapter(ref.digest):
+                self._served[name] = ref
+
+    async def _publish(self, ref: AdapterRef) -> None:
+        async with self._turn:
+            await self._call(lambda registry: registry.publish([ref]))
+
+    async def _withdraw(self, name: str) -> None:
+        """Removes an adapter from the list. While Redis is silent, tries again."""
+        self._served.pop(name, None)
+        while True:
+            try:
+                async with self._turn:
+                    await self._call(lambda registry: registry.withdraw(name))
+                    self._take(await self._call(lambda registry: registry.list()))
+                    self._leaving.discard(name)
+                    return
+            except LedgerUnavailable:
+                await asyncio.sleep(_POLL_S)
+
+    async def _call(self, call: Callable[[AdapterRegistry], T]) -> T:
+        if self._registry is None:
+            raise InvalidArgument.of("lora_name", "cannot be used: the server runs without --enable-lora")
+        return await asyncio.to_thread(call, self._registry)

@@ -1,0 +1,119 @@
+"""The LoRA adapters that a worker's process has loaded, and the thread that follows the list of wanted ones.
+
+The roles of a process share them. A sequence keeps its adapter alive, so an adapter that is no longer wanted leaves
+memory with its last sequence. Loading never runs in the step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+
+from block_store.errors import LedgerUnavailable
+from block_store.redis.adapter_registry import AdapterList
+from common.adapters import AdapterError, AdapterRef
+from common.errors import Aborted
+from engine.lora import LoraAdapter, LoraModel
+from engine.model_runner import ModelRunner
+
+logger = logging.getLogger("adapters")
+POLL_S = 0.5
+ReadList = Callable[[], AdapterList | None]
+
+
+class AdapterPool:
+    """The loaded adapters of one model, by digest."""
+
+    def __init__(self, model: LoraModel | None, max_loras: int) -> None:
+        """Without a `model`, there are never any."""
+        self._model = model
+        self._max_loras = max_loras
+        self._loaded: dict[str, LoraAdapter] = {}
+        self._problems: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._model is not None
+
+    def get(self, digest: bytes) -> LoraAdapter | None:
+        """Returns an adapter, or None for the empty digest, which stands for the model as it is.
+
+        Raises Aborted if the adapter is not loaded here: another worker may have it.
+        """
+        if not digest:
+            return None
+        if (adapter := self._loaded.get(digest.hex())) is None:
+            raise Aborted("the request's adapter is not loaded here")
+        return adapter
+
+    def status(self) -> Mapping[str, str]:
+        """Returns every wanted adapter by digest: "" if it is loaded, else the reason why it cannot be."""
+        return {**dict.fromkeys(list(self._loaded), ""), **self._problems}
+
+    def follow(self, wanted: AdapterList | None) -> None:
+        """Loads and drops adapters so that exactly the wanted ones are loaded. A lost list changes nothing."""
+        if self._model is None or wanted is None:
+            return
+        with self._lock:
+            refs = {ref.digest: ref for ref in wanted.refs}
+            self._loaded = {digest: found for digest, found in self._loaded.items() if digest in refs}
+            self._problems = {digest: why for digest, why in self._problems.items() if digest in refs}
+            for digest, ref in refs.items():
+                if digest not in self._loaded and digest not in self._problems:
+                    self._load(self._model, ref)
+
+    def _load(self, model: LoraModel, ref: AdapterRef) -> None:
+        try:
+            if len(self._loaded) >= self._max_loras:
+                raise AdapterError(f"--max-loras {self._max_loras} adapters are loaded already")
+            adapter = model.load(ref)
+        except AdapterError as error:
+            logger.error("adapter %s cannot be loaded: %s", ref.name, error)
+            self._problems = {**self._problems, ref.digest: str(error)}
+        else:
+            logger.info("adapter %s is loaded: %.1f MB", ref.name, adapter.weights.num_bytes / 1e6)
+            self._loaded = {**self._loaded, ref.digest: adapter}
+
+
+@cache
+def _pool_of(model: LoraModel | None, max_loras: int) -> AdapterPool:
+    return AdapterPool(model, max_loras)
+
+
+def pool_of(runner: ModelRunner) -> AdapterPool:
+    """Returns the process' adapters for the model of a runner."""
+    return _pool_of(runner.lora, runner.settings.max_loras)
+
+
+class AdapterThread:
+    """Keeps a pool up to date, until `stop`."""
+
+    def __init__(self, pool: AdapterPool, read: ReadList) -> None:
+        """`read` returns the list of wanted adapters, and may raise LedgerUnavailable."""
+        self._pool = pool
+        self._read = read
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """Loads what is wanted now, and then starts the thread. Does nothing if adapters are not enabled."""
+        if self._pool.is_enabled:
+            self._look()
+            threading.Thread(target=self._run, name="adapters", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            self._pool.follow(self._read())
+        except LedgerUnavailable as error:
+            logger.debug("the list of adapters cannot be read: %s", error)
+        except Exception:
+            logger.exception("the adapters could not be brought up to date")
