@@ -9,11 +9,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
 from kernels.linear import PackedLinear, Provider
+from kernels.lora import LoraPart, LoraRows, LoraWeights, lora
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
@@ -128,6 +130,22 @@ def _linear(rows: int, n_out: int, provider: Provider) -> Work:
     return Work(name, lambda: next(layers)(x), 2.0 * HIDDEN * n_out, flops, limit)
 
 
+def _lora(rows: int, num_adapters: int, rank: int = 16) -> Work:
+    """Returns the corrections of twelve sites in turn. The rows take turns among the adapters."""
+    n_out = 2304
+    sites = [
+        LoraWeights(
+            [[LoraPart(torch.randn(rank, HIDDEN).to(BF16), torch.randn(rank, n_out).to(BF16), 0, 1.0)]] * LAYERS
+        )
+        for _ in range(num_adapters)
+    ]
+    of_rows = LoraRows(sites, np.arange(rows, dtype=np.int32) % num_adapters)
+    x, out, site = torch.randn(rows, HIDDEN).to(BF16), torch.randn(rows, n_out).to(BF16), itertools.cycle(range(LAYERS))
+    flops, num_bytes = 2.0 * rows * rank * (HIDDEN + n_out), 2.0 * num_adapters * rank * (HIDDEN + n_out)
+    name, limit = f"lora rows {rows} adapters {num_adapters} rank {rank}", "memory" if rows <= 32 else "compute"
+    return Work(name, lambda: lora(x, out, of_rows, next(site)), num_bytes, flops, limit)
+
+
 def _rms_norm(rows: int) -> Work:
     x, weight = torch.randn(rows, HIDDEN).to(BF16), torch.ones(HIDDEN).to(BF16)
     return Work(f"rms_norm rows {rows}", lambda: rms_norm(x, weight, 1e-5, x), 8.0 * rows * HIDDEN, 0, "memory")
@@ -155,6 +173,7 @@ CASES: dict[str, Callable[[], list[Work]]] = {
     "write_blocks": lambda: [_write_blocks(32), _write_blocks(1024)],
     "copy_blocks": lambda: [_copy_blocks(8), _copy_blocks(256)],
     "linear": _linears,
+    "lora": lambda: [_lora(1, 1), _lora(32, 1), _lora(32, 8), _lora(512, 8)],
     "rms_norm": lambda: [_rms_norm(32), _rms_norm(1024)],
     "silu_mul": lambda: [_silu_mul(32), _silu_mul(1024)],
     "sampling": lambda: [_sampling(kind, n) for kind in ("greedy", "plain", "top_k_p") for n in (1, 32)],

@@ -40,17 +40,17 @@ class Decoding:
 
     def __init__(self, runner: ModelRunner, num_seqs: int, context: int) -> None:
         tokens = [token % runner.config.vocab_size for token in range(context)]
-        self._runner, self._sequences = runner, Batch.of(runner, [tokens] * num_seqs, 1).sequences
+        self._runner, self.sequences = runner, Batch.of(runner, [tokens] * num_seqs, 1).sequences
         runner.bound_arena.zero_()  # KV is zero, because time does not depend on its values
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             sequence.num_computed = context - 1
         self._rows, self._sampler = DecodeRows(runner.layout.block_size), Sampler()
         self.seconds = list[float]()
 
     def step(self) -> None:
         start = time.perf_counter()
-        logits = self._runner.step(self._rows.lay_out(self._sequences).batch)
-        self._sampler.draw(logits, self._sequences)
+        logits = self._runner.step(self._rows.lay_out(self.sequences).batch)
+        self._sampler.draw(logits, self.sequences)
         self.seconds.append(time.perf_counter() - start)
 
 

@@ -93,7 +93,7 @@ def lora(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
     """
     if x.device.type != "cpu":
         count_fallback("lora", f"no kernel for {x.device.type}", "in torch, adapter by adapter")
-        return _by_adapter(x, out, rows, site)
+        return lora_by_adapter(x, out, rows, site)
     library = current()
     function = cpu.entry(library) if x.dtype in (torch.bfloat16, torch.float32) else None
     if function is None:
@@ -104,7 +104,8 @@ def lora(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
     function(x.data_ptr(), out.data_ptr(), ctypes.addressof(rows.step), *sizes)
 
 
-def _by_adapter(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
+def lora_by_adapter(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
+    """Does the same as `lora` with two products of torch for every adapter. Their bits may depend on its rows."""
     for weights, of_adapter in rows.by_adapter():
         index = torch.tensor(of_adapter, device=x.device)
         for part in weights.products[site]:

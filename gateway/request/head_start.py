@@ -37,8 +37,8 @@ class HeadStart:
     done: prefill_pb2.PrefillDone
 
     def fits(self, request: ResolvedRequest) -> bool:
-        """Returns whether a request would have had the same prefill: the same prompt and adapter, blocks of the same tenant, and
-        first tokens drawn in the same way. Limits on later tokens may differ.
+        """Returns whether a request would have had the same prefill: the same prompt and adapter, blocks of the same
+        tenant, and first tokens drawn in the same way. Limits on later tokens may differ.
         """
         own = self.request
         return (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.lora import LoraPart, LoraRows, LoraWeights, lora
+from kernels.lora import LoraPart, LoraRows, LoraWeights, lora, lora_by_adapter
 
 OUTS = (50, 16, 33)
 
@@ -29,15 +31,16 @@ def corrected_f64(x: Tensor, out: Tensor, weights: LoraWeights) -> Tensor:
     return got
 
 
+@pytest.mark.parametrize("compute", [lora, lora_by_adapter])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rank", "n_in"), [(1, 64), (16, 320), (7, 129), (64, 5)])
-def test_matches_float64(isa: str, dtype: torch.dtype, rank: int, n_in: int) -> None:
+def test_matches_float64(isa: str, dtype: torch.dtype, rank: int, n_in: int, compute: Any) -> None:
     torch.manual_seed(0)
     adapters = [adapter(rank, n_in, dtype), adapter(2 * rank, n_in, dtype)]
     of_row = np.array([0, -1, 1, 0, 0, 1, 0, 0, -1, 0], np.int32)
     x, out = torch.randn(10, n_in).to(dtype), torch.randn(10, sum(OUTS) + 3).to(dtype)
     before = out.clone()
-    lora(x, out, LoraRows(adapters, of_row), 1)
+    compute(x, out, LoraRows(adapters, of_row), 1)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for row, index in enumerate(of_row):
         want = before[row].double() if index < 0 else corrected_f64(x, before, adapters[index])[row]
