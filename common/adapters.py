@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-DIGEST_BYTES = 32
 MAX_CONFIG_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _REFUSED = {
@@ -99,10 +98,10 @@ def read_config(directory: str | Path) -> LoraConfig:
             int(raw["r"]), float(raw["lora_alpha"]), bool(raw.get("use_rslora")),
             _numbers(raw.get("rank_pattern")), _numbers(raw.get("alpha_pattern")),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, re.error) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise AdapterError(f"{path}: r, lora_alpha, rank_pattern or alpha_pattern is missing or invalid") from error
-    if config.rank < 1:
-        raise AdapterError(f"{path}: r must be at least 1, got {config.rank}")
+    if config.rank < 1 or not math.isfinite(config.alpha):
+        raise AdapterError(f"{path}: r must be at least 1 and lora_alpha finite, got {config.rank}, {config.alpha}")
     return config
 
 
@@ -156,8 +155,8 @@ def read_adapter(name: str, directory: str) -> AdapterRef:
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """Splits "name=path". Raises ValueError."""
+    """Splits "name=path". Raises AdapterError."""
     name, separator, path = text.partition("=")
     if not (name and separator and path):
-        raise ValueError(f"--lora-modules takes name=path, got {text[:200]!r}")
+        raise AdapterError("must be name=path")
     return name, path

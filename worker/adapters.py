@@ -54,8 +54,10 @@ class AdapterPool:
         return {**dict.fromkeys(list(self._loaded), ""), **self._problems}
 
     def follow(self, wanted: AdapterList | None) -> None:
-        """Loads and drops adapters so that exactly the wanted ones are loaded. A lost list changes nothing."""
-        if self._model is None or wanted is None:
+        """Loads and drops adapters so that exactly the wanted ones are loaded. A lost or damaged list changes nothing,
+        until a gateway has written it again.
+        """
+        if self._model is None or wanted is None or wanted.damaged:
             return
         with self._lock:
             refs = {ref.digest: ref for ref in wanted.refs}

@@ -30,13 +30,15 @@ class AdapterList:
 
     life: str
     refs: tuple[AdapterRef, ...]
+    damaged: tuple[str, ...] = ()
+    """Names whose entries cannot be read."""
 
 
 class AdapterRegistry:
     """The list under one namespace of one Redis. All methods can raise LedgerUnavailable."""
 
     def __init__(self, client: redis.Redis, fallbacks: Fallbacks, namespace: str = "looseleaf") -> None:
-        """`fallbacks` counts unreadable entries, which are skipped."""
+        """`fallbacks` counts unreadable entries."""
         self._client = client
         self._fallbacks = fallbacks
         self._key = f"{namespace}:adapters"
@@ -45,8 +47,13 @@ class AdapterRegistry:
         """Returns the list by name, or None if Redis has none."""
         found: dict[bytes, bytes] = self._run(lambda: self._client.hgetall(self._key))
         life = found.pop(_LIFE.encode(), None)
-        refs = sorted(self._read(found.values()), key=lambda ref: ref.name)
-        return None if life is None else AdapterList(life.decode(errors="replace"), tuple(refs))
+        refs, damaged = list[AdapterRef](), list[str]()
+        for field, text in sorted(found.items()):
+            name = field.decode(errors="replace")
+            ref = self._read(name, text)
+            damaged += [name] if ref is None else []
+            refs += [] if ref is None else [ref]
+        return None if life is None else AdapterList(life.decode(errors="replace"), tuple(refs), tuple(damaged))
 
     def publish(self, refs: Iterable[AdapterRef]) -> None:
         """Adds adapters. One that the list has under the same name is replaced."""
@@ -63,12 +70,13 @@ class AdapterRegistry:
         """Removes an adapter."""
         self._run(lambda: self._client.hdel(self._key, name))
 
-    def _read(self, values: Iterable[bytes]) -> Iterable[AdapterRef]:
-        for text in values:
-            try:
-                yield _REF.validate_json(text, strict=True)
-            except ValidationError as error:
-                self._fallbacks.note("adapter entry skipped", f"{text[:100]!r}: {error.errors()[0]['msg']}")
+    def _read(self, name: str, text: bytes) -> AdapterRef | None:
+        try:
+            ref = _REF.validate_json(text, strict=True)
+        except ValidationError as error:
+            self._fallbacks.note("adapter entry skipped", f"{text[:100]!r}: {error.errors()[0]['msg']}")
+            return None
+        return ref if ref.name == name else None
 
     def _run(self, call: Any) -> Any:
         try:

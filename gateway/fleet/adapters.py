@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
-from block_store.errors import LedgerUnavailable
+from block_store.errors import BlockStoreError, LedgerUnavailable
 from block_store.redis.adapter_registry import AdapterList, AdapterRegistry
 from common.adapters import AdapterError, AdapterRef, parse_module, read_adapter
 from common.errors import InvalidArgument, LooseleafError, ModelNotFound, StartupError, Unavailable
@@ -89,13 +90,13 @@ class Adapters:
         the adapter that cannot be loaded.
         """
         for text in modules:
-            name, path = parse_module(text)
             try:
+                name, path = parse_module(text)
                 ref = await asyncio.to_thread(read_adapter, name, path)
                 self._check_name(name)
                 await self._publish(ref)
                 await self._until_loaded(ref, None)
-            except (AdapterError, LooseleafError) as error:
+            except (AdapterError, LooseleafError, BlockStoreError) as error:
                 raise StartupError(f"--lora-modules {text}: {error}") from None
 
     async def load(self, name: str, path: str) -> None:
@@ -155,11 +156,9 @@ class Adapters:
 
     async def _look(self) -> None:
         async with self._turn:
-            found, known = await self._call(lambda registry: registry.list()), self._known
-            if known is not None and (found is None or found.life != known.life):  # Redis has lost the list
-                missing = [ref for ref in known.refs if found is None or ref.name not in {r.name for r in found.refs}]
-                await self._call(lambda registry: registry.publish(missing))
-                found = await self._call(lambda registry: registry.list())
+            found = await self._call(lambda registry: registry.list())
+            if self._known is not None and (found is None or found.life != self._known.life or found.damaged):
+                found = await self._call(partial(_repair, self._known, found))
             self._take(found)
 
     def _take(self, found: AdapterList | None) -> None:
@@ -191,3 +190,16 @@ class Adapters:
         if self._registry is None:
             raise InvalidArgument.of("lora_name", "cannot be used: the server runs without --enable-lora")
         return await asyncio.to_thread(call, self._registry)
+
+
+def _repair(known: AdapterList, found: AdapterList | None, registry: AdapterRegistry) -> AdapterList | None:
+    """Writes what a gateway knows, and Redis has lost, into the list again. Returns the list. Entries that nobody can
+    read are removed.
+    """
+    is_lost = found is None or found.life != known.life
+    there = set() if found is None else {ref.name for ref in found.refs}
+    damaged = () if found is None else found.damaged
+    registry.publish([ref for ref in known.refs if ref.name not in there and (is_lost or ref.name in damaged)])
+    for name in set(damaged) - {ref.name for ref in known.refs}:
+        registry.withdraw(name)
+    return registry.list()

@@ -165,7 +165,7 @@ def _of_lm_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (_config(modules_to_save=["lm_head"]), "modules_to_save"),
         (_config(peft_type="IA3"), "peft_type"),
         (_config(init_lora_weights="pissa_niter_4"), "init_lora_weights"),
-        (_config(r=0), "r must be at least 1"),
+        (_config(r=0), "r must be at least 1 and lora_alpha finite"),
         (_config(rank_pattern={"(": 4}), "rank_pattern"),
         (_config(r=32), "the rank of .* is 32, and --max-lora-rank is 16"),
         (_tensors(lambda t: t.update(lora_embedding_A=torch.zeros(4, 4))), "tensor lora_embedding_A is not supported"),

@@ -110,3 +110,18 @@ def test_a_group_goes_where_batch_and_floor_hold_it() -> None:
     assert not GroupRoom.of(make_record("decode", "d", max_num_seqs=3, max_group_blocks=14)).holds(need)
     assert not GroupRoom.of(make_record("decode", "d", max_num_seqs=4, max_group_blocks=13)).holds(need)
     assert GroupRoom.of(make_record("decode", "d", max_num_seqs=4)).holds(need), "a worker that names no floor"
+
+
+def test_only_workers_that_have_loaded_the_adapter_get_its_requests() -> None:
+    made = Router()
+    have, failed = {"aa": ""}, {"aa": "too large"}
+    records = [make_record("prefill", "p0", adapters=have), make_record("prefill", "p1", adapters=failed)]
+    records += [make_record("decode", "d0"), make_record("decode", "d1", adapters=have)]
+    made.update(records, 0.0)
+    for _ in range(3):
+        prefill = made.pick_prefill(1, {}, 0.0, always, "aa")
+        assert prefill is not None and prefill.record.worker_id == "p0"
+        decode = made.pick_decode(prefill.record, 0.0, always, "aa")
+        assert decode is not None and decode.record.worker_id == "d1"
+    assert made.ready(always, "aa") and not made.ready(always, "bb")
+    assert made.pick_prefill(1, {}, 0.0, always, "bb") is None

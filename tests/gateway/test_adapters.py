@@ -1,0 +1,132 @@
+"""The gateway's list of adapters through a real Redis, which loses it, and workers whose records say what they have."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from block_store.redis.adapter_registry import AdapterRegistry
+from block_store.redis.redis_server import RedisHandle, connect
+from common.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, read_adapter
+from common.api_keys import read_keys
+from common.errors import InvalidArgument, ModelNotFound
+from common.telemetry import Fallbacks
+from gateway.admission.tenants import Tenants
+from gateway.api.http_app import HttpApi
+from gateway.fleet import adapters as module
+from gateway.fleet.adapters import Adapters
+from tests.gateway.conftest import MakeRig, Rig
+from tests.gateway.test_requests import until
+
+
+@pytest.fixture(scope="module")
+def redis_handle() -> Iterator[RedisHandle]:
+    with tempfile.TemporaryDirectory(prefix="gw") as directory:
+        handle = connect(None, directory, confined=False)
+        yield handle
+        handle.close()
+
+
+@pytest.fixture
+def registry(redis_handle: RedisHandle) -> AdapterRegistry:
+    redis_handle.client.flushall()
+    return AdapterRegistry(redis_handle.client, Fallbacks(module.logger))
+
+
+@pytest.fixture
+def ref(tmp_path: Path) -> AdapterRef:
+    (tmp_path / CONFIG_FILE).write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    (tmp_path / WEIGHTS_FILE).write_bytes(b"weights")
+    return read_adapter("sql", str(tmp_path))
+
+
+def workers_say(rig: Rig, ref: AdapterRef, state: str) -> None:
+    rig.records[:] = [replace(record, adapters={ref.digest: state}) for record in rig.records]
+
+
+async def test_an_adapter_is_served_from_its_load_to_its_unload(
+    make_rig: MakeRig, registry: AdapterRegistry, ref: AdapterRef
+) -> None:
+    rig = await make_rig()
+    adapters = Adapters(rig.workers, registry, "tiny")
+    following = asyncio.create_task(adapters.run())
+    loading = asyncio.create_task(adapters.load(ref.name, ref.path))
+    await until(lambda: registry.list() is not None)
+    assert adapters.find("sql") is None and not loading.done()  # no worker has it yet
+    workers_say(rig, ref, "")
+    await loading
+    assert adapters.find("sql") == ref
+    with pytest.raises(InvalidArgument, match="loaded already"):
+        await adapters.load(ref.name, ref.path)
+    with adapters.using(ref):
+        unloading = asyncio.create_task(adapters.unload("sql"))
+        await until(lambda: adapters.find("sql") is None)
+        await asyncio.sleep(0.5)  # two polls: the list still has it, but it is not served again
+        assert adapters.find("sql") is None and not unloading.done()
+    await unloading
+    listed = registry.list()
+    assert listed is not None and listed.refs == ()
+    with pytest.raises(ModelNotFound), adapters.using(ref):
+        pass
+    following.cancel()
+
+
+async def test_what_one_worker_cannot_load_no_worker_keeps(
+    make_rig: MakeRig, registry: AdapterRegistry, ref: AdapterRef
+) -> None:
+    rig = await make_rig()
+    workers_say(rig, ref, "the rank is 32")
+    adapters = Adapters(rig.workers, registry, "tiny")
+    await until(lambda: rig.workers.adapter_states(ref.digest)[0])
+    with pytest.raises(InvalidArgument, match="the rank is 32"):
+        await adapters.load(ref.name, ref.path)
+    listed = registry.list()
+    assert listed is not None and listed.refs == ()
+
+
+@pytest.mark.parametrize("damage", ["flushall", "entry"])
+async def test_a_list_that_redis_loses_is_written_again(
+    make_rig: MakeRig, registry: AdapterRegistry, redis_handle: RedisHandle, ref: AdapterRef, damage: str
+) -> None:
+    rig = await make_rig()
+    workers_say(rig, ref, "")
+    adapters = Adapters(rig.workers, registry, "tiny")
+    following = asyncio.create_task(adapters.run())
+    await adapters.load(ref.name, ref.path)
+    if damage == "flushall":
+        redis_handle.client.flushall()
+    else:
+        redis_handle.client.hset("looseleaf:adapters", "sql", "garbage")
+        redis_handle.client.hset("looseleaf:adapters", "unknown", "garbage")
+
+    def is_whole() -> bool:
+        listed = registry.list()
+        return listed is not None and listed.refs == (ref,) and not listed.damaged
+
+    await until(is_whole)
+    assert adapters.find("sql") == ref
+    following.cancel()
+
+
+async def test_only_the_operators_keys_change_what_is_served(make_rig: MakeRig, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ops ops-key operator=1\nacme acme-key\n")
+    file.chmod(0o600)
+    keys = read_keys(None, str(file))
+    rig = await make_rig(keys=keys)
+    is_operator = Tenants(keys.limits, 0.0).is_operator
+    app = HttpApi(rig.front).app(lambda: True, show_metrics=False, timeout_s=20.0, is_operator=is_operator)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        for key, status in (("ops-key", 400), ("acme-key", 403), ("wrong", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"lora_name": "sql", "lora_path": "/nowhere"}
+            assert (await client.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code == status
+        off = HttpApi(rig.front).app(lambda: True, show_metrics=False, timeout_s=20.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(off), base_url="http://gateway") as client:
+        assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 404
