@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from block_store.redis.redis_server import RedisHandle, connect
 from common import convert
 from common.api_keys import ApiKeys
 from common.trust import Trust
@@ -66,6 +68,15 @@ MakeRig = Callable[..., Awaitable[Rig]]
 @pytest.fixture(scope="session")
 def assets() -> ModelAssets:
     return make_assets()
+
+
+@pytest.fixture(scope="module")
+def redis_handle() -> Iterator[RedisHandle]:
+    """A real Redis."""
+    with tempfile.TemporaryDirectory(prefix="gw") as directory:
+        handle = connect(None, directory, confined=False)
+        yield handle
+        handle.close()
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import httpx
 import pytest
 
 from block_store.redis.adapter_registry import AdapterRegistry
-from block_store.redis.redis_server import RedisHandle, connect
+from block_store.redis.redis_server import RedisHandle
 from common.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, read_adapter
 from common.api_keys import read_keys
 from common.errors import InvalidArgument, ModelNotFound
@@ -23,14 +21,6 @@ from gateway.fleet import adapters as module
 from gateway.fleet.adapters import Adapters
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
-
-
-@pytest.fixture(scope="module")
-def redis_handle() -> Iterator[RedisHandle]:
-    with tempfile.TemporaryDirectory(prefix="gw") as directory:
-        handle = connect(None, directory, confined=False)
-        yield handle
-        handle.close()
 
 
 @pytest.fixture

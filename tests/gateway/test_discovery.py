@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,14 +32,6 @@ from tests.gateway.test_requests import until
 
 def asking(prompt_ids: list[int]) -> ResolvedRequest:
     return ResolvedRequest("r", prompt_ids, SamplingParams(), StoppingParams(), 1.0)
-
-
-@pytest.fixture(scope="module")
-def redis_handle() -> Iterator[RedisHandle]:
-    with tempfile.TemporaryDirectory(prefix="gw") as directory:
-        handle = connect(None, directory, confined=False)
-        yield handle
-        handle.close()
 
 
 async def test_workers_are_found_and_missed(redis_handle: RedisHandle) -> None:
