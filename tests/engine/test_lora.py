@@ -177,7 +177,7 @@ def _of_lm_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (_tensors(lambda t: t.update(lora_embedding_A=torch.zeros(4, 4))), "tensor lora_embedding_A is not supported"),
         (
             _tensors(lambda t: t.update(_of_lm_head(t))),
-            "adapts lm_head, which is not",
+            r"adapts model\.lm_head, which is not",
         ),
         (_tensors(lambda t: t.pop(Q0)), "q_proj has only one of"),
         (_tensors(lambda t: t.update({Q0: torch.zeros(4, 63)})), r"lora_A of .*q_proj has shape \[4, 63\]"),
