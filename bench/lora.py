@@ -1,7 +1,7 @@
 """`python -m bench.lora`: the price of LoRA adapters in a decode step on this CPU.
 
 A batch of a 125M Llama shape with random weights, in which no sequence has an adapter, all have the same one, or up to
-eight different ones take turns. The variants take turns step by step, so that other load on the machine affects all of
+eight different ones are used. The variants alternate step by step, so that other load on the machine affects all of
 them. `off` is a runner without --enable-lora. The last line is one JSON object.
 """
 
@@ -47,7 +47,7 @@ def decode_ms(
             sequence.adapter = adapters[index % count]
     for turn in range(steps + 3):
         order = list(arms.values())
-        for arm in order[turn % len(order) :] + order[: turn % len(order)]:  # nobody is always after the same one
+        for arm in order[turn % len(order) :] + order[: turn % len(order)]:  # no variant always follows the same one
             arm.step()
     return {name: statistics.median(arm.seconds[3:]) * 1e3 for name, arm in arms.items()}
 

@@ -46,7 +46,7 @@ class Place:
 
 
 class LoraAdapter:
-    """An adapter, loaded for one model. Whoever uses it keeps it alive."""
+    """An adapter, loaded for one model. It is freed when nothing refers to it."""
 
     __slots__ = ("digest", "weights")
 
@@ -56,7 +56,7 @@ class LoraAdapter:
 
 
 class LoraStep:
-    """The adapters of one step: which token, and which wanted row, has which."""
+    """The adapters of one step: the adapter of each token and of each requested row."""
 
     __slots__ = ("of_rows", "of_tokens")
 

@@ -18,7 +18,7 @@ MOST_PARTS, MOST_RANK, TILE_ROWS = 3, 512, 4
 
 
 class PartOf(Protocol):
-    """What `kernels.lora.LoraPart` holds."""
+    """The fields of `kernels.lora.LoraPart`."""
 
     a: Tensor
     b: Tensor
