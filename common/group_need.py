@@ -5,10 +5,13 @@ The gateway and the workers must agree on this arithmetic.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.types import WorkerRecord
+from common.kv_retention import KvRules, Retention
+from common.types import Role, WorkerRecord
 
 
 def blocks_of(num_tokens: int, block_size: int) -> int:
@@ -26,15 +29,48 @@ class GroupNeed:
     width: int
     """Samples or beams that run at once."""
 
-    def blocks(self, block_size: int) -> int:
-        """Returns the largest number of blocks that the group holds at a time in one KV group.
+    def blocks(self, rules: KvRules) -> int:
+        """Returns the largest number of blocks that the group holds at a time, over all KV groups, in prefill and in
+        decode.
 
-        The prompt's full blocks are shared. Each sequence has private blocks for its other positions. While a
-        sequence's sealed partial block is copied so that it can be written to, the sequence has both the block and the
-        copy. In a returning group, every sequence has such a block.
+        While a sequence's sealed partial block is copied so that it can be written to, the sequence has both the block
+        and the copy. In a returning group, every sequence has such a block.
         """
-        shared = self.prompt_len // block_size
-        return shared + self.width * (blocks_of(self.prompt_len + self.max_tokens, block_size) - shared + 1)
+        return most_held(rules, self.prompt_len, [self.prompt_len + self.max_tokens] * self.width) + self.width * len(
+            rules.groups
+        )
+
+
+def most_held(rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
+    """Returns the most blocks that sequences with a common prompt hold together while they grow to these lengths, over
+    all KV groups, without copies.
+    """
+    return sum(_most_in(group, rules, prompt_len, lengths) for group in rules.groups)
+
+
+def _most_in(group: Retention, rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
+    """Returns the same for one KV group.
+
+    The prompt's full blocks are shared. Each sequence has private blocks for its other positions, but never more blocks
+    than it holds in this group. The tokens of a prefill step are those of all sequences together, so their blocks are
+    counted once; `prefill_step // block_size` is enough, because each sequence may also hold a copy.
+    """
+    size = rules.block_size
+    shared, ends = prompt_len // size, [blocks_of(length, size) for length in lengths]
+    held = [group.most_held(length, size) for length in lengths]
+    together = min(shared, max(held)) + sum(min(end - shared, most) for end, most in zip(ends, held, strict=True))
+    everything = shared + sum(end - shared for end in ends)
+    return min(everything, min(sum(held), together) + rules.prefill_step // size)
+
+
+def floor_of(role: Role, max_model_len: int, rules: KvRules) -> int:
+    """Returns the least floor of a worker: the blocks with which one sequence of full length can always go on. A decode
+    worker copies the sequence's last blocks; a prefill worker does not.
+    """
+    if role == "decode":
+        return GroupNeed(max_model_len - 1, 1, 1).blocks(rules)
+    step = max(1, rules.prefill_step)
+    return sum(group.most_held(max_model_len, rules.block_size, step) for group in rules.groups)
 
 
 class GroupRoom(NamedTuple):
@@ -43,22 +79,22 @@ class GroupRoom(NamedTuple):
     max_sequences: int
     max_blocks: int
     """The worker's floor. 0 means that the floor is unknown and is assumed to suffice."""
-    block_size: int
+    rules: KvRules
 
     @classmethod
     def of(cls, record: WorkerRecord) -> GroupRoom:
-        return cls(record.max_num_seqs, record.max_group_blocks, record.block_size)
+        return cls(record.max_num_seqs, record.max_group_blocks, record.kv_rules)
 
     def holds(self, need: GroupNeed) -> bool:
         """Returns whether the group fits into the worker's batch and floor."""
-        return need.width <= self.max_sequences and (
-            not self.max_blocks or need.blocks(self.block_size) <= self.max_blocks
-        )
+        return need.width <= self.max_sequences and (not self.max_blocks or need.blocks(self.rules) <= self.max_blocks)
 
-    def max_tokens(self, prompt_len: int, width: int) -> int:
-        """Returns how many tokens each of `width` sequences may produce within max_blocks: the inverse of
-        `GroupNeed.blocks`.
-        """
-        shared = prompt_len // self.block_size
-        own = (self.max_blocks - shared) // width - 1
-        return (shared + own) * self.block_size - prompt_len
+    def max_tokens(self, prompt_len: int, width: int, wanted: int) -> int:
+        """Returns how many tokens, up to `wanted`, each of `width` sequences may produce within max_blocks."""
+
+        def blocks(max_tokens: int) -> int:  # never falls as max_tokens grows
+            return GroupNeed(prompt_len, max_tokens, width).blocks(self.rules)
+
+        if blocks(wanted) <= self.max_blocks:
+            return wanted
+        return bisect_right(range(1, wanted), self.max_blocks, key=blocks)

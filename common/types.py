@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, NewType
 
+from common.kv_retention import KvRules, Retention
+
 TokenId = NewType("TokenId", int)
 BlockId = NewType("BlockId", int)
 Generation = NewType("Generation", int)
@@ -68,35 +70,10 @@ class KvSpec:
     def block_bytes(self, block_size: int) -> int:
         return self.num_layers * self.state_bytes or self.bytes_per_token * block_size
 
-    def max_blocks(self, max_model_len: int, block_size: int) -> int:
-        """Returns the largest number of blocks that one sequence of `max_model_len` tokens can hold in this group.
-        Prefill allocates the blocks of a whole prompt together.
-        """
-        return -(-max_model_len // block_size)
-
     @property
-    def slides(self) -> bool:
-        """Whether a sequence stops needing its early blocks as it grows."""
-        return self.kind is not KvKind.FULL
-
-    def first_needed(self, num_computed: int, block_size: int) -> int:
-        """Returns the index of the first block that positions from `num_computed` on read. The last computed block
-        counts as needed in any case. A state is read from that block alone, as if the window were 1.
-
-        A sequence releases the blocks before it, and continues from a cached prefix of that length if the others exist.
-        Schedulers and the ledger use no other property of a kind of attention.
-        """
-        if not self.slides:
-            return 0
-        window = self.window or 1
-        first = max(0, num_computed - window + 1) // block_size
-        return min(first, max(0, -(-num_computed // block_size) - 1))
-
-    def num_needed(self, num_computed: int, block_size: int) -> int:
-        """Returns how many blocks a sequence holds after `num_computed` positions, without those that it no longer
-        needs.
-        """
-        return -(-num_computed // block_size) - self.first_needed(num_computed, block_size)
+    def retention(self) -> Retention:
+        """What the group keeps of a sequence. Schedulers and the ledger use no other property of its kind."""
+        return Retention(1 if self.kind is KvKind.STATE else self.window)
 
 
 KvOrder = Literal["heads_first", "slots_first"]
@@ -118,6 +95,15 @@ class KvLayout:
         one arena of equal blocks.
         """
         return max(g.block_bytes(self.block_size) for g in self.groups)
+
+    def rules(self, prefill_step: int = 0) -> KvRules:
+        """Returns what the groups keep, for counting blocks."""
+        return KvRules(self.block_size, tuple(group.retention for group in self.groups), prefill_step)
+
+    @property
+    def slides(self) -> bool:
+        """Whether a sequence stops needing its early blocks in some group."""
+        return any(group.retention.slides for group in self.groups)
 
     @property
     def has_states(self) -> bool:
@@ -279,9 +265,9 @@ class WorkerLoad:
     num_waiting: int = 0
     waiting_tokens: int = 0
     free_blocks: int = 0
-    """Blocks that are free or evictable in the arena, for each KV group."""
+    """Blocks of the arena that are free or evictable."""
     total_blocks: int = 0
-    """Blocks of the arena, for each KV group."""
+    """Blocks of the arena."""
     num_preempted: int = 0
     """Sequences that are swapped out of the arena and wait to be resumed."""
 
@@ -314,8 +300,8 @@ class WorkerRecord:
     max_model_len: int
     max_num_seqs: int
     max_group_blocks: int = 0
-    """The most blocks of one KV group that a sequence group may need here (`common.group_need.GroupNeed`): the
-    worker's floor, divided by the number of KV groups.
+    """The most blocks of the arena that a sequence group may need here (`common.group_need.GroupNeed`): the worker's
+    floor. 0 if it is unknown.
     """
     epoch: int = 0
     draining: bool = False
@@ -326,6 +312,15 @@ class WorkerRecord:
     """
     fallbacks: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Counts of its process, which may have other roles (`common.telemetry.fallback_counts`)."""
+    kv_windows: tuple[int | None, ...] = (None,)
+    """What each KV group keeps (`Retention.window`)."""
+    prefill_step: int = 0
+    """The most tokens of a prompt that are computed in one step."""
+
+    @property
+    def kv_rules(self) -> KvRules:
+        """What the KV groups keep, for counting blocks."""
+        return KvRules(self.block_size, tuple(map(Retention, self.kv_windows)), self.prefill_step)
 
     def has_adapter(self, digest: str) -> bool:
         """Returns whether it computes requests with this adapter; "" stands for none."""

@@ -47,7 +47,8 @@ def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
     """
     newest = 0 if group.search is not None else 1
     return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
-        [len(table) for table in tables] == [spec.num_needed(num_tokens, layout.block_size) for spec in layout.groups]
+        [len(table) for table in tables]
+        == [spec.retention.num_needed(num_tokens, layout.block_size) for spec in layout.groups]
         and sequence.num_tokens == num_tokens + newest
         and len(sequence.output_ids) >= newest
         for tables, num_tokens, sequence in zip(ticket.tables, ticket.num_tokens, group.sequences, strict=True)

@@ -91,9 +91,9 @@ class Preemption:
     def resume(self, make_way: Callable[[Group], object], needed: Callable[[], int]) -> None:
         """Brings swapped groups back, in order, while enough blocks are available.
 
-        A group comes back only if there are blocks for the group, for this step of the running groups (`needed`), one
-        more for each of the group's sequences, and one more for every fourth running sequence. With fewer blocks, the
-        group would soon preempt a different group or be preempted again.
+        A group comes back only if there are blocks for the group, for this step of the running groups (`needed`), and
+        in each KV group one more for each of the group's sequences and for every fourth running sequence. With fewer
+        blocks, the group would soon preempt a different group or be preempted again.
 
         If nothing runs, waiting groups give up their blocks: `make_way` must preempt one of them. While the ledger does
         not answer, no group comes back, and none is preempted to make room.
@@ -122,15 +122,15 @@ class Preemption:
         if group.search is not None:  # a search that is given back starts over, and prefill cannot spare it any steps
             return True
         num_bytes = num_blocks * self._swap.block_bytes
-        num_tokens = num_blocks * self._swap.block_size // self._swap.num_groups
-        return self._choice == "swap" or self.costs.swap_pays(num_bytes, num_tokens)
+        return self._choice == "swap" or self.costs.swap_pays(num_bytes, _num_tokens(group))
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
         """Returns whether the group got its blocks. While other groups run, this is not attempted in every step."""
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
             return False
-        if self._swap_in(group, needed() + num_running // 4 + len(group.live) if num_running else 0):
+        margin = (num_running // 4 + len(group.live)) * self._swap.num_groups
+        if self._swap_in(group, needed() + margin if num_running else 0):
             self._scheduler.resume(group)
             return True
         self._tried_at = self._clock()
@@ -163,3 +163,9 @@ class Preemption:
         logger.info(
             "no block left: group %d, %d blocks, is swapped out (%.2f ms)", group.handle, num_blocks, seconds * 1e3
         )
+
+
+def _num_tokens(group: Group) -> int:
+    """Returns how many positions prefill would compute for the group. The prompt is computed once."""
+    prompt_len = len(group.live[0].prompt_ids)
+    return prompt_len + sum(sequence.num_computed - prompt_len for sequence in group.live)

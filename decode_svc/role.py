@@ -21,7 +21,7 @@ from protos.v1 import decode_pb2_grpc
 from worker.adapters import pool_of
 from worker.fair_lock import AnyFairLock, FairFileLock
 from worker.grammars import grammars_of
-from worker.role import WorkerRole, domain_of, longest_group, record_of
+from worker.role import WorkerRole, domain_of, least_floor, record_of
 
 
 def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:
@@ -33,8 +33,7 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
         runner.weights_bytes,
         start_up.profile(runner, settings.max_num_seqs, settings.max_num_seqs, graphs=True),
         runner.max_model_len,
-        # copy-on-write holds a source beside its copy, in each KV group, for one step
-        floor_blocks=longest_group(runner) + len(runner.layout.groups),
+        floor_blocks=least_floor("decode", runner, settings),
         reserve_blocks=settings.reserve_blocks,
         device=str(runner.device.torch_device),
     )

@@ -34,7 +34,7 @@ class RunningBlocks:
         self._attached = attached
         self.writes = CopyOnWrite(runner, attached)
         self._layout = runner.layout
-        self._slides = any(group.slides for group in runner.layout.groups)
+        self._slides = runner.layout.slides
 
     # --- before the step, and after it
 

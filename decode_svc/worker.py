@@ -116,7 +116,7 @@ class DecodeWorker:
         if ticket.arena_id != self._attached.arena.arena_id:
             return Rejection.LOST
         need = most_needed(group, self._runner.max_model_len)
-        num_blocks = need.blocks(self._block_size) * self._num_groups
+        num_blocks = need.blocks(self._runner.layout.rules())
         if need.width > self._scheduler.max_num_seqs or num_blocks > self._attached.floor_blocks:
             return Rejection.TOO_LARGE
         return None
@@ -179,8 +179,8 @@ class DecodeWorker:
         return WorkerLoad(
             num_running=queues.num_running,
             num_waiting=queues.num_waiting + sum(g.sequences[0].sampling.width for g in self._claims),
-            free_blocks=self._attached.held.num_free_hint // self._num_groups,
-            total_blocks=self._attached.arena.num_blocks // self._num_groups,
+            free_blocks=self._attached.held.num_free_hint,
+            total_blocks=self._attached.arena.num_blocks,
             num_preempted=queues.num_preempted,
         )
 

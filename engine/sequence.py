@@ -98,7 +98,7 @@ class Sequence:
         """Drops the blocks that no later position reads. Returns them, for release."""
         dropped: list[BlockRef] = []
         for spec, table in zip(layout.groups, self.tables, strict=True):
-            dropped += table.drop(spec.first_needed(self.num_computed, layout.block_size))
+            dropped += table.drop(spec.retention.first_needed(self.num_computed, layout.block_size))
         return dropped
 
     def forget_blocks(self) -> None:

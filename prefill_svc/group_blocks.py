@@ -42,6 +42,9 @@ class GroupBlocks:
     def __init__(self, attached: Attached, layout: KvLayout) -> None:
         self._attached = attached
         self._layout = layout
+        self._rules = layout.rules()
+        self._groups = self._rules.groups
+        self._slides = layout.slides
         self._block_size = layout.block_size
         self._came_back = Burst(_tell_back)
         self.is_short = False
@@ -50,36 +53,35 @@ class GroupBlocks:
     # --- admission
 
     def admit(self, job: Job) -> bool:
-        """Acquires the cached prefixes and allocates the remaining blocks, for all sequences or for none.
+        """Acquires the cached prefixes, and allocates the remaining blocks of the groups that keep everything, for all
+        sequences or for none.
 
-        For a single sequence, `grow` allocates the blocks of groups that slide, because the sequence will release most
-        of them before it needs more. Several sequences share blocks, and get all of them now.
+        `grow` allocates the blocks of groups that slide, because a sequence releases most of them before it needs more.
         """
-        held = self._attached.held
-        at_once = [len(job.sequences) > 1 or not group.slides for group in self._layout.groups]
-        cached: list[CachedPrefix] = []
-        for index in range(len(job.sequences)):
-            cached.append(self._cached_prefix(job, index, cached[0].num_blocks if cached else 0))
-        heads = [prefix.num_blocks or self._shared(job, i, cached[0]) for i, prefix in enumerate(cached)]
+        held, groups = self._attached.held, self._groups
+        cached = self._cached_prefixes(job)
+        heads = [prefix.num_blocks or job.shared_blocks(i, self._block_size) for i, prefix in enumerate(cached)]
         missing = [
             blocks_of(s.num_tokens, self._block_size) - head for s, head in zip(job.sequences, heads, strict=True)
         ]
         try:
-            fresh = iter(held.alloc(sum(missing) * sum(at_once)))
+            fresh = iter(held.alloc(sum(missing) * sum(not group.slides for group in groups)))
         except (Exhausted, LedgerUnavailable):
             held.release_many(table for prefix in cached for table in prefix.tables)
             return False
-        for index, prefix in enumerate(cached):
-            if prefix.num_blocks < heads[index]:
-                prefix = self._trunk_prefix(job.trunk, heads[index])
-                held.share(ref for table in prefix.tables for ref in table)
-            own = [[next(fresh) for _ in range(missing[index] if now else 0)] for now in at_once]
-            self._begin(job.sequences[index], prefix, own)
+        for sequence, prefix, head, count in zip(job.sequences, cached, heads, missing, strict=True):
+            own = [[next(fresh) for _ in range(0 if group.slides else count)] for group in groups]
+            self._begin(sequence, prefix if prefix.num_blocks else self._share(job.trunk, head), own)
         return True
 
     def grow(self, chunk: Chunk) -> bool:
         """Allocates the blocks that a chunk needs and that `admit` did not allocate, all or none. Returns whether the
-        chunk has all its blocks."""
+        chunk has all its blocks.
+
+        Also returns False if the sequence waits for the trunk to compute the blocks that both share (`_follow`).
+        """
+        if self._awaits_trunk(chunk.sequence):
+            return False
         num_blocks = blocks_of(chunk.end, self._block_size)
         missing = [max(0, num_blocks - len(table)) for table in chunk.sequence.tables]
         if not any(missing):
@@ -96,21 +98,38 @@ class GroupBlocks:
                 table.append(next(fresh))
         return True
 
-    def _shared(self, job: Job, index: int, trunk: CachedPrefix) -> int:
-        """Returns the number of leading blocks that a sequence takes from the trunk, whose own prefix was cached. With
-        a window, only the end of a cached prefix is held, so a sequence that diverges earlier shares nothing.
-        """
-        shared = job.shared_blocks(index, self._block_size)
-        if shared < trunk.num_blocks and any(group.slides for group in self._layout.groups):
-            return 0
-        return shared
+    def _cached_prefixes(self, job: Job) -> list[CachedPrefix]:
+        """Returns the cached prefix of each sequence. It is empty for a sequence that takes its first blocks from the
+        trunk.
 
-    def _trunk_prefix(self, trunk: Sequence, num_blocks: int) -> CachedPrefix:
-        """Returns the part of the trunk's first blocks that another sequence needs."""
-        num_tokens = num_blocks * self._block_size
-        firsts = [group.first_needed(num_tokens, self._block_size) for group in self._layout.groups]
-        tables = [table[first:num_blocks] for table, first in zip(trunk.tables, firsts, strict=True)]
+        With a window, only the end of a cached prefix is held. If a sequence leaves the trunk before that end and has
+        no cached prefix of its own, all of them start from a shorter one, and the trunk computes what they share.
+        """
+        trunk = self._cached_prefix(job, 0, 0)
+        cached = [trunk, *(self._cached_prefix(job, i, trunk.num_blocks) for i in range(1, len(job.sequences)))]
+        shared = [job.shared_blocks(i, self._block_size) for i in range(len(cached))]
+        pairs = zip(shared, cached, strict=True)
+        if self._slides and any(0 < n < trunk.num_blocks and not prefix.num_blocks for n, prefix in pairs):
+            self._attached.held.release_many(table for prefix in cached for table in prefix.tables)
+            trunk = find_prefix(self._attached.held, job.trunk.hashes[1 : min(filter(None, shared)) + 1], self._layout)
+            cached = [trunk, *(CachedPrefix.nothing(self._layout) for _ in cached[1:])]
+        return cached
+
+    def _share(self, trunk: Sequence, num_blocks: int) -> CachedPrefix:
+        """Returns the trunk's first blocks, as far as another sequence needs them, and counts them once more. The
+        blocks of groups that slide are left out until the trunk has them (`_follow`).
+        """
+        if not num_blocks:
+            return CachedPrefix.nothing(self._layout)
+        tables = [
+            [] if len(table) < num_blocks else table[self._rules.first_needed(group, num_blocks) : num_blocks]
+            for group, table in enumerate(trunk.tables)
+        ]
+        self._attached.held.share(ref for table in tables for ref in table)
         return CachedPrefix(num_blocks, tables)
+
+    def _awaits_trunk(self, sequence: Sequence) -> bool:
+        return any(len(table) * self._block_size < sequence.num_computed for table in sequence.tables)
 
     def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> CachedPrefix:
         """Returns the blocks that are cached under a sequence's prefix hashes. The last position is always computed, so
@@ -134,8 +153,11 @@ class GroupBlocks:
         return found
 
     def _begin(self, sequence: Sequence, head: CachedPrefix, fresh: list[list[BlockRef]]) -> None:
-        pairs = zip(head.tables, fresh, strict=True)
-        sequence.set_tables(BlockTable([*cached, *own], head.num_blocks - len(cached)) for cached, own in pairs)
+        pairs = [[*cached, *own] for cached, own in zip(head.tables, fresh, strict=True)]
+        sequence.set_tables(
+            BlockTable(refs, head.num_blocks - len(cached) if refs else 0)
+            for refs, cached in zip(pairs, head.tables, strict=True)
+        )
         sequence.num_sealed = head.num_blocks
         sequence.num_computed = sequence.num_cached = head.num_blocks * self._block_size
         if sequence.output_ids:
@@ -146,7 +168,7 @@ class GroupBlocks:
 
     def seal(self, plan: Plan) -> None:
         """Seals every block that this step filled, and the partial last block of each complete sequence. Releases
-        blocks that have slid out of a window.
+        blocks that have slid out of a window, except those that another sequence of the job continues.
         """
         items: list[SealItem] = []
         places: list[tuple[Job, int, int]] = []
@@ -165,9 +187,29 @@ class GroupBlocks:
             for (job, group, block), item, ref in zip(places, items, self._attached.held.seal(items), strict=True):
                 if ref != item.ref:  # a different block already has the hash
                     _replace(job, group, block, item.ref, ref)
+        if not self._slides:
+            return
+        for job in dict.fromkeys(job for job, _ in plan):
+            self._follow(job)
         dropped = [chunk.sequence.drop_unneeded(self._layout) for _, chunk in plan]
         if any(dropped):
             self._attached.held.release_many(dropped)
+
+    def _follow(self, job: Job) -> None:
+        """Gives the sequences that continue blocks of the trunk those in the groups that slide, as soon as the trunk
+        has computed them and before it drops them.
+        """
+        for sequence in job.sequences:
+            if self._awaits_trunk(sequence) and job.trunk.num_computed >= sequence.num_computed:
+                head = sequence.num_computed // self._block_size
+                firsts = [self._rules.first_needed(group, head) for group in range(len(self._groups))]
+                tables = zip(sequence.tables, job.trunk.tables, firsts, strict=True)
+                taken = [[] if len(own) else trunk[first:head] for own, trunk, first in tables]
+                self._attached.held.share(ref for refs in taken for ref in refs)
+                sequence.set_tables(
+                    BlockTable(refs, first) if refs else own
+                    for own, refs, first in zip(sequence.tables, taken, firsts, strict=True)
+                )
 
     def fork(self, job: Job) -> list[Sequence]:
         """Returns one sequence per branch, in the request's order. Branches that continue the same sequence share its

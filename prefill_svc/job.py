@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from block_store.ledger.lane import Attempt
-from common.group_need import blocks_of
+from common.group_need import most_held
+from common.kv_retention import KvRules
 from common.types import Branch, SamplingParams, StoppingParams
 from engine.beam_search import Candidates
 from engine.sequence import Sequence
@@ -116,12 +117,9 @@ class Job:
         """
         return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
 
-    def num_blocks(self, block_size: int) -> int:
-        """Number of different blocks that the sequences take together if nothing is cached."""
-        return sum(
-            blocks_of(s.num_tokens, block_size) - self.shared_blocks(i, block_size)
-            for i, s in enumerate(self.sequences)
-        )
+    def num_blocks(self, rules: KvRules) -> int:
+        """Largest number of different blocks that the sequences hold together, over all KV groups."""
+        return most_held(rules, len(self.trunk.prompt_ids), [sequence.num_tokens for sequence in self.sequences])
 
     def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
         """Returns (place in `branches`, sample index) of the branches that continue `sequence`."""

@@ -19,7 +19,7 @@ from protos.v1 import prefill_pb2_grpc
 from worker.adapters import pool_of
 from worker.fair_lock import AnyFairLock, FairFileLock
 from worker.grammars import grammars_of
-from worker.role import WorkerRole, domain_of, longest_group, record_of
+from worker.role import WorkerRole, domain_of, least_floor, record_of
 
 
 def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:
@@ -31,7 +31,7 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
         runner.weights_bytes,
         start_up.profile(runner, settings.max_num_batched_tokens, settings.max_num_seqs),
         runner.max_model_len,
-        floor_blocks=longest_group(runner),  # so that the head of the queue eventually gets its blocks
+        floor_blocks=least_floor("prefill", runner, settings),  # so that the first prompt eventually gets its blocks
         device=str(runner.device.torch_device),
     )
 

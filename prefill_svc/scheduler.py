@@ -2,8 +2,8 @@
 
 Prompts of one priority are served in order of arrival, in chunks under a token budget, with several prompts per step. A
 prompt is admitted, with all branches of its group, only if blocks for all of it are available, except for those that it
-will release again while it is computed: these are allocated chunk by chunk. While the first prompt of the queue waits
-for blocks, no other prompt overtakes it.
+will release again while it is computed: these are allocated chunk by chunk. While the first prompt of the queue or a
+running prompt waits for blocks, no other prompt overtakes it.
 """
 
 from __future__ import annotations
@@ -54,16 +54,21 @@ class PrefillScheduler:
         """
         budget = self._budget
         plan: list[tuple[Job, Chunk]] = []
+        is_short = False
         for running in self._running:
-            budget -= self._take(running.job, budget, plan, grow)
+            taken = self._take(running.job, budget, plan, grow)
+            is_short |= taken == 0 < budget
+            budget -= taken
         places = self._max_num_seqs - self._num_running
-        while budget > 0 and places > 0:
+        while budget > 0 and places > 0 and not is_short:
             head = self._head()
             if head is None or head.width > places or not admit(head):
                 break
             self._running.append(heapq.heappop(self._waiting))
             places -= head.width
-            budget -= self._take(head, budget, plan, grow)
+            taken = self._take(head, budget, plan, grow)
+            is_short = taken == 0
+            budget -= taken
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]], grow: Callable[[Chunk], bool]) -> int:
@@ -82,11 +87,11 @@ class PrefillScheduler:
                 taken += num_tokens
         return taken
 
-    def give_way(self) -> Job | None:
-        """Moves the prompt that was admitted last back to its place in the queue, so that those before it get its
-        blocks. Returns it; None if there is only one.
+    def give_way(self, *, even_alone: bool = False) -> Job | None:
+        """Moves the prompt that was admitted last back to its place in the queue, so that others get its blocks.
+        Returns it; None if there is none, or only one unless `even_alone`.
         """
-        if len(self._running) < 2:
+        if len(self._running) < (1 if even_alone else 2):
             return None
         heapq.heappush(self._waiting, last := self._running.pop())
         return last.job

@@ -32,6 +32,8 @@ from prefill_svc.scheduler import PrefillScheduler
 from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners
 
 logger = logging.getLogger("prefill")
+MAX_STUCK = 200
+"""Number of steps without a block after which even a single prompt starts over: about a second (RETRY_ALLOC_S)."""
 
 
 class PrefillWorker:
@@ -49,6 +51,8 @@ class PrefillWorker:
         """Prompts that have been computed and are waiting for the ledger to accept their hand-over. For each of them,
         the remaining work.
         """
+        self._num_stuck = 0
+        """Number of consecutive steps in which no running prompt got the blocks that it needs."""
         self.load = WorkerLoad()
         """Load as of the last step; other threads may read it."""
 
@@ -60,10 +64,13 @@ class PrefillWorker:
         job.trunk.hashes = [start]
         for sequence in job.sequences:
             sequence.rekey = rekey
-        num_blocks = self._attached.arena.num_blocks // len(self._runner.layout.groups)
-        if job.num_blocks(self._block_size) > num_blocks:
-            limit = num_blocks * self._block_size
-            emit(InvalidArgument.of("prompt", f"must fit the KV cache of {limit} tokens, with all its branches"))
+        needed = job.num_blocks(self._runner.layout.rules())
+        if needed > (num_blocks := self._attached.arena.num_blocks):
+            emit(
+                InvalidArgument.of(
+                    "prompt", f"needs {needed} blocks of KV with all its branches, the arena has {num_blocks}"
+                )
+            )
             return
         try:
             self._scheduler.add(job)
@@ -93,10 +100,10 @@ class PrefillWorker:
             conclude()
         self._blocks.is_short = False
         planned = self._scheduler.plan(self._admit, self._blocks.grow)
-        if not planned and self._blocks.is_short and (job := self._scheduler.give_way()) is not None:
-            logger.info("no block left: a prompt gives up its blocks and waits again")
-            self._blocks.release(job.sequences)
-            job.start_over()
+        if not planned and self._blocks.is_short:
+            self._make_way()
+        else:
+            self._num_stuck = 0
         plan = self._constrained(planned)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
@@ -105,6 +112,20 @@ class PrefillWorker:
     def _guarded(self, plan: Plan, run: Callable[[Plan], None]) -> None:
         if plan:
             guarded_run(lambda: run(plan), lambda: self._fail_all(plan), self._runner, logger)
+
+    def _make_way(self) -> None:
+        """Takes the blocks of the prompt that was admitted last, because no running prompt can get those that it needs.
+
+        A single prompt keeps its blocks and waits at first: a floor is enough for it. Branches that came back may need
+        more than a floor. Two prefill workers with such branches could wait for each other's blocks, so after a while
+        these branches start over too.
+        """
+        self._num_stuck += 1
+        if (job := self._scheduler.give_way(even_alone=self._num_stuck > MAX_STUCK)) is not None:
+            logger.info("no block left: a prompt gives up its blocks and waits again")
+            self._num_stuck = 0
+            self._blocks.release(job.sequences)
+            job.start_over()
 
     def _fail_all(self, plan: Plan) -> None:
         for job, _ in plan:

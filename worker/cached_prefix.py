@@ -1,7 +1,7 @@
 """Finds the longest cached prefix that every KV group of a model can continue from, and takes references to it.
 
 A group with full attention needs all blocks of the prefix. A group with a window needs only the blocks that the next
-position still reads (`KvSpec.first_needed`).
+position still reads (`Retention.first_needed`).
 
     full     x x x x x x x .      7 blocks from the start
     window   . . x x . x x .      reads 2 blocks back: usable at 4 and at 7 blocks, so 7 is taken
@@ -37,7 +37,8 @@ def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> 
 
     If the ledger does not answer, it returns what it has found so far, as `HeldBlocks.acquire` does.
     """
-    windowed = {number for number, group in enumerate(layout.groups) if group.slides}
+    rules = layout.rules()
+    windowed = {number for number, group in enumerate(rules.groups) if group.slides}
     named = [[group_hash(one, group) for one in hashes] for group in range(len(layout.groups))]
     full = [hashes_of for group, hashes_of in enumerate(named) if group not in windowed]
     found = iter(held.acquire(full) if full else ())
@@ -46,21 +47,8 @@ def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> 
     if not windowed:
         return CachedPrefix(reach, tables)
     present = {group: held.present(named[group][:reach]) for group in windowed}
-    length = usable_length(present, layout)
+    length = rules.usable_length(present)
     return _with_windows(held, tables, {group: named[group][:length] for group in windowed}, layout)
-
-
-def usable_length(present: dict[int, list[bool]], layout: KvLayout) -> int:
-    """Returns the length, in blocks, of the longest prefix that all groups can continue from. `present` says for each
-    group, block by block, what is cached.
-    """
-    best, runs = 0, dict.fromkeys(present, 0)  # number of blocks without a gap, up to the current one
-    for length in range(1, min(map(len, present.values())) + 1):
-        for group, marks in present.items():
-            runs[group] = runs[group] + 1 if marks[length - 1] else 0
-        if all(run >= length - _first(layout, group, length) for group, run in runs.items()):
-            best = length
-    return best
 
 
 def _with_windows(
@@ -71,7 +59,8 @@ def _with_windows(
     worker's floor, the prefix is given up.
     """
     length = len(next(iter(named.values())))
-    wanted = {group: hashes[_first(layout, group, length) :] for group, hashes in named.items()}
+    rules = layout.rules()
+    wanted = {group: hashes[rules.first_needed(group, length) :] for group, hashes in named.items()}
     [refs] = held.acquire([[one for hashes in wanted.values() for one in hashes]])
     if len(refs) < sum(map(len, wanted.values())):
         held.release_many([refs, *tables])
@@ -80,7 +69,3 @@ def _with_windows(
     left = iter(refs)
     parts = {group: [next(left) for _ in hashes] for group, hashes in wanted.items()}
     return CachedPrefix(length, [parts.get(group, table[:length]) for group, table in enumerate(tables)])
-
-
-def _first(layout: KvLayout, group: int, num_blocks: int) -> int:
-    return layout.groups[group].first_needed(num_blocks * layout.block_size, layout.block_size)

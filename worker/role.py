@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from block_store.holder.attach import Attached, Needs
 from block_store.ledger.prefix_hash import hash_domain
+from common.group_need import floor_of
 from common.settings import WorkerSettings
 from common.telemetry import count_fallbacks_of
 from common.types import KvLayout, Role, WorkerLoad, WorkerRecord
@@ -52,10 +53,9 @@ def load_model(settings: WorkerSettings) -> ModelRunner:
     return runner
 
 
-def longest_group(model: Model) -> int:
-    """Returns the number of blocks of one full-length sequence, over all KV groups."""
-    layout = model.layout
-    return sum(group.max_blocks(model.max_model_len, layout.block_size) for group in layout.groups)
+def least_floor(role: Role, model: Model, settings: WorkerSettings) -> int:
+    """Returns the floor that a role asks for: the blocks of one sequence of full length (`group_need.floor_of`)."""
+    return floor_of(role, model.max_model_len, model.layout.rules(settings.max_num_batched_tokens))
 
 
 def domain_of(model: Model) -> bytes:
@@ -78,6 +78,8 @@ def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSe
         model.max_model_len,
         settings.max_num_seqs,
         attached.floor_blocks,
+        kv_windows=tuple(group.retention.window for group in model.layout.groups),
+        prefill_step=settings.max_num_batched_tokens,
     )
 
 

@@ -25,6 +25,7 @@ from bench.served.server import Request, WatchedServer, send_all
 from bench.served.steps import StepRecord
 from common.errors import StartupError
 from common.group_need import GroupNeed, blocks_of
+from common.kv_retention import KvRules
 from common.settings import Settings, settings_config
 from loadtest.workload import Lengths, Workload
 from looseleaf.results import Completion
@@ -103,7 +104,7 @@ def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
 def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
     """Returns the smallest arena whose decode worker accepts every one of these requests (`sizing.granted_floor`)."""
     needs = [GroupNeed(len(r.prompt_ids), r.options["max_tokens"], r.options["n"]) for r in wanted]
-    largest = max(need.blocks(block_size) for need in needs)
+    largest = max(need.blocks(KvRules(block_size)) for need in needs)
     asked = blocks_of(MAX_MODEL_LEN, block_size) + 1
     return 2 * asked + max(0, 4 * (largest - asked))
 

@@ -207,8 +207,7 @@ class Attached:
 
     def _as_of_now(self, record: WorkerRecord, load: WorkerLoad) -> WorkerRecord:
         epoch, fallbacks = self.held.holder.epoch, fallback_counts()
-        floor = self.floor_blocks // len(self.arena.layout.groups)
-        changes = {"load": load, "epoch": epoch, "max_group_blocks": floor, "fallbacks": fallbacks}
+        changes = {"load": load, "epoch": epoch, "max_group_blocks": self.floor_blocks, "fallbacks": fallbacks}
         return replace(record, adapters=self.adapter_status(), **changes)  # type: ignore[arg-type]
 
     def withdraw(self) -> None:

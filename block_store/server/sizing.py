@@ -66,15 +66,20 @@ class Sizing:
     max_model_len: int
 
     @property
+    def blocks_of_sequence(self) -> int:
+        """Number of blocks, over all KV groups, that a sequence of full length holds while it is decoded."""
+        size = self.layout.block_size
+        return sum(group.retention.num_needed(self.max_model_len, size) for group in self.layout.groups)
+
+    @property
     def num_tokens(self) -> int:
-        """Number of token positions; each takes a slot in every KV group."""
-        return self.num_blocks * self.layout.block_size // len(self.layout.groups)
+        """Number of token positions, in sequences of full length."""
+        return self.num_blocks * self.max_model_len // self.blocks_of_sequence
 
     @property
     def max_concurrency(self) -> float:
         """Number of sequences of full length that fit at the same time while they are decoded."""
-        size = self.layout.block_size
-        return self.num_blocks / sum(group.num_needed(self.max_model_len, size) for group in self.layout.groups)
+        return self.num_blocks / self.blocks_of_sequence
 
     def lines(self) -> list[str]:
         """Returns lines for the log."""

@@ -18,10 +18,11 @@ from typing import TypeVar
 
 from block_store.errors import BlockStoreError, LedgerUnavailable
 from block_store.ledger.breaker import Breaker
-from block_store.ledger.prefix_hash import adapter_domain, hash_blocks, prompt_chain
-from block_store.ledger.scripts import LedgerScripts
+from block_store.ledger.prefix_hash import adapter_domain, group_hash, hash_blocks, prompt_chain
+from block_store.ledger.scripts import CHUNK, LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
+from common.kv_retention import KvRules
 from common.telemetry import Fallbacks
 from common.ticket import Ticket
 from common.types import WorkerRecord
@@ -101,8 +102,8 @@ class Discovery:
         self._client.close()
 
     async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
-        """Returns the number of leading tokens of the prompt that each arena's index contains. The result is empty if
-        there is no answer in time; it is empty at once while the breaker is open (`breaker.num_refused` counts these
+        """Returns the number of leading tokens of the prompt that prefill would find in each arena. The result is empty
+        if there is no answer in time; it is empty at once while the breaker is open (`breaker.num_refused` counts these
         calls).
         """
         if self.breaker.refuses():
@@ -142,7 +143,8 @@ class Discovery:
                 size, ids = record.block_size, request.prompt_ids
                 domain = adapter_domain(bytes.fromhex(record.hash_domain), bytes.fromhex(request.adapter_digest))
                 start, rekey = prompt_chain(domain, request.salt, ids, request.public_tokens, size)
-                found[arena_id] = ledger.lookup([hash_blocks(start, ids, size, rekey=rekey)]) * size
+                hashes = hash_blocks(start, ids, size, rekey=rekey)[: (len(ids) - 1) // size]
+                found[arena_id] = _cached_blocks(ledger, hashes, record.kv_rules) * size
         return found
 
     def _open_ledgers(self) -> dict[str, LedgerScripts]:
@@ -175,3 +177,23 @@ class Discovery:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _cached_blocks(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules) -> int:
+    """Returns the length of the longest cached prefix that all KV groups can continue from, as `find_prefix` of a
+    worker decides it.
+
+    With full attention beside windows or states, only the end of the prefix that full attention finds is checked: the
+    blocks that the groups need there, or what one call asks about if that is more. Earlier blocks of windows and states
+    are evicted before later ones.
+    """
+    sliding = [number for number, group in enumerate(rules.groups) if group.slides]
+    full = [number for number, group in enumerate(rules.groups) if not group.slides]
+    reach = ledger.lookup([[group_hash(each, number) for each in hashes] for number in full]) if full else len(hashes)
+    if not sliding or not reach:
+        return reach
+    needed = max(reach - rules.first_needed(number, reach) for number in sliding)
+    start = max(0, reach - max(needed, CHUNK // len(sliding))) if full else 0
+    asked = [group_hash(each, number) for number in sliding for each in hashes[start:reach]]
+    marks = iter(ledger.present(asked))
+    return rules.usable_length({number: [next(marks) for _ in hashes[start:reach]] for number in sliding}, start)

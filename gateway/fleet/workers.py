@@ -13,6 +13,7 @@ from typing import Any
 
 from common import convert
 from common.group_need import GroupNeed, GroupRoom
+from common.kv_retention import KvRules
 from common.ticket import Ticket
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
@@ -33,8 +34,8 @@ GATE_FACTOR = 1.25
 GATE_EXTRA = 8
 """Number of sequences at the workers beyond those that decode can batch, because some are in prefill."""
 ROOM_PER_SEQUENCE = 2
-"""Free blocks required per sequence of a returning group, in addition to those that it had. With fewer, it would soon
-be given back again.
+"""Free blocks required per KV group and sequence of a returning group, in addition to those that it had. With fewer, it
+would soon be given back again.
 """
 
 
@@ -188,17 +189,18 @@ class Workers:
             return None
         return DecodePlace(session, state, self._router, need.width)
 
-    def promise(self, place: Place, num_blocks: Callable[[int], int]) -> bool:
+    def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other
-        sequence of this gateway is at workers. `num_blocks` maps a block size to the number of blocks. A promise counts
+        sequence of this gateway is at workers. `num_blocks` takes what a worker's KV groups keep. A promise counts
         until `keep_promise`.
 
         Also returns True, without a promise, if there is no decode worker: that wait is limited elsewhere.
         """
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:
-            needed, load = num_blocks(state.record.block_size), state.load
-            room = ROOM_PER_SEQUENCE * place.weight + load.num_running  # otherwise it would soon be given back again
+            rules, load = state.record.kv_rules, state.load
+            needed = num_blocks(rules)
+            room = (ROOM_PER_SEQUENCE * place.weight + load.num_running) * len(rules.groups)
             free = load.free_blocks - sum(self._promised.values()) - room
             if not load.total_blocks or free >= needed or self._nothing_there:
                 self._promised[place] = needed

@@ -102,12 +102,13 @@ def max_tokens_within(
     takers = [limit for limit in limits if limit.max_sequences >= width]
     if not all(limit.max_blocks for limit in takers):
         return max_tokens
-    limit = max(takers, key=lambda limit: limit.max_tokens(prompt_len, width), default=None)
-    if limit is None or max_tokens <= (room := limit.max_tokens(prompt_len, width)):
+    rooms = {limit: limit.max_tokens(prompt_len, width, max_tokens) for limit in takers}
+    limit = max(rooms, key=lambda limit: (rooms[limit], limit.max_blocks), default=None)
+    if limit is None or max_tokens <= (room := rooms[limit]):
         return max_tokens
     if clip and room >= 1:
         return room
-    blocks = GroupNeed(prompt_len, max_tokens, width).blocks(limit.block_size)
+    blocks = GroupNeed(prompt_len, max_tokens, width).blocks(limit.rules)
     which, first = ("max_tokens", "of") if name == "n" and width == 1 else (name, f"of {width}, max_tokens")
     raise InvalidArgument.of(
         which,

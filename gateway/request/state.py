@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from common import convert
-from common.group_need import GroupNeed, blocks_of
+from common.group_need import GroupNeed, most_held
+from common.kv_retention import KvRules
 from common.types import Branch, PromptSources, SamplingParams, Timings
 from gateway.fleet.worker_lost import internal, too_late
 from gateway.intake.resolved_request import ResolvedRequest
@@ -105,16 +106,15 @@ class RequestState:
         prompt_len = len(self.request.prompt_ids)
         return Summary(prompt_len, self.output_len, sources, self.handed_over, self.times, self.attempts)
 
-    def blocks_to_come_back(self, block_size: int) -> int:
+    def blocks_to_come_back(self, rules: KvRules) -> int:
         """Returns the number of blocks that the group needs to continue. A beam search starts over, so it needs enough
         blocks to reach its end.
         """
         need = self.need
         if self.is_beam_search:
-            return need.blocks(block_size)
-        shared = need.prompt_len // block_size
+            return need.blocks(rules)
         lengths = [need.prompt_len + len(sample.output_ids) + 1 for sample in self.open_samples]
-        return shared + sum(blocks_of(length, block_size) - shared for length in lengths)
+        return most_held(rules, need.prompt_len, lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
         """Counts a delta's tokens and times when it is sent. The request's first delta carries the prompt's

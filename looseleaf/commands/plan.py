@@ -77,7 +77,7 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     yield f"weights  {factors} = {sizing.gib(weights)}"
     total = 0
     for group, count in Counter(layout.groups).items():
-        blocks = group.num_needed(context, layout.block_size)
+        blocks = group.retention.num_needed(context, layout.block_size)
         total += count * blocks * layout.block_bytes
         if group.kind is KvKind.STATE:
             yield f"states   {count} x {group.num_layers} layers x {group.state_bytes:,} bytes, at any length"

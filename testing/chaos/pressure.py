@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Literal
 
 from common.group_need import GroupNeed
+from common.kv_retention import KvRules
 from common.types import SamplingParams
 from testing.chaos.book import Case
 from testing.chaos.kills import BACK
@@ -77,7 +78,7 @@ def pressure_part(run: Run, report: Report, workers: int, mode: Mode, seconds: f
 
 def blocks_needed(case: Case) -> int:
     """Returns the largest number of blocks that a request may need."""
-    return GroupNeed(len(case.prompt_ids), case.max_tokens, case.sampling.width).blocks(BLOCK_SIZE)
+    return GroupNeed(len(case.prompt_ids), case.max_tokens, case.sampling.width).blocks(KvRules(BLOCK_SIZE))
 
 
 def _watch(traffic: Traffic, seconds: float) -> float:

@@ -9,6 +9,7 @@ happen on command; nothing waits for a clock.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ from block_store.ledger.inspection import inspect
 from block_store.ledger.reaper import sweep
 from block_store.ledger.rebuild import open_ledger, rebuild
 from common.errors import Aborted
+from common.group_need import GroupNeed
 from common.types import BlockRef, Epoch
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.preemption import Choice, Preemption
@@ -48,10 +50,17 @@ class RoughWorld:
     """The workers and their faults. Moves are methods; `finish` ends every request and checks everything."""
 
     def __init__(
-        self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int, preemption: Choice, reserve: int
+        self, runner: ModelRunner, directory: Path, client: Any, *, largest: Sequence[GroupNeed], spare_blocks: int,
+        preemption: Choice, reserve: int,
     ) -> None:  # fmt: skip
+        """The arena has room for the largest of these needs, for the reserves of both roles, and for `spare_blocks` in
+        each KV group. The reserve is also per KV group.
+        """
         self.runner, self._client, self._choice = runner, client, preemption
-        self.arena = Arena.create(directory, runner.layout, num_blocks * len(runner.layout.groups))
+        self._rules = runner.layout.rules(TOKEN_BUDGET)
+        num_blocks = max(need.blocks(self._rules) for need in largest)
+        num_blocks += (2 * reserve + spare_blocks) * len(runner.layout.groups)
+        self.arena = Arena.create(directory, runner.layout, num_blocks)
         self._ledger = open_ledger(client, self.arena)
         runner.bind(self.arena.data)
         self.attachments: dict[Role, RoughAttachment] = {}
@@ -291,10 +300,9 @@ class RoughWorld:
         """Sends waiting requests to prefill: all requests that fit, or one if decode is idle."""
         for request in self.requests:
             if self.phase(request) == "nowhere" and not request.is_over:
-                load, layout = self.decode.load, self.runner.layout
+                load = self.decode.load
                 busy = load.num_running + load.num_waiting + load.num_preempted > 0
-                needed = request.num_blocks(layout.block_size) * len(layout.groups)
-                if busy and self.attachments["decode"].held.num_free_hint < needed:
+                if busy and self.attachments["decode"].held.num_free_hint < request.num_blocks(self._rules):
                     return
                 self._send(request)
                 if not busy:

@@ -7,10 +7,11 @@ decode are prefilled again with their output so far, in order of arrival, as soo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from block_store.arena.arena import Arena
@@ -24,6 +25,7 @@ from block_store.ledger.rebuild import open_ledger, rebuild
 from block_store.ledger.scripts import LedgerScripts
 from common.errors import Aborted
 from common.group_need import GroupNeed
+from common.kv_retention import KvRules
 from common.types import Branch, WorkerLoad
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.preemption import Choice, Preemption
@@ -43,6 +45,7 @@ from worker.grammars import Grammars
 DOMAIN = b"domain"
 MAX_NUM_SEQS = 64
 MAX_STEPS = 3000
+NO_FLOORS: Mapping[str, int] = MappingProxyType({})
 
 
 class Attachment:
@@ -50,11 +53,14 @@ class Attachment:
 
     def __init__(
         self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
-        budget_s: float = BUDGET_S,
+        budget_s: float = BUDGET_S, floor: int | None = None,
     ) -> None:  # fmt: skip
-        """Sets up the attachment. If `beat_s` is None, the holder beats only when `held.holder.probe` is called."""
+        """Sets up the attachment. If `beat_s` is None, the holder beats only when `held.holder.probe` is called. If
+        `floor` is None, there are no floors, and a group may need the whole arena.
+        """
         self.arena = arena
-        self.floor_blocks = arena.num_blocks
+        self.floor_blocks = arena.num_blocks if floor is None else floor
+        self._floor = floor or 0
         self._ledger, self._name, self._reserve = ledger, name, reserve
         self._beat_s, self._budget_s = beat_s, budget_s
         self.held = self._register()
@@ -63,7 +69,7 @@ class Attachment:
         slot = self.arena.acquire_writer_slot()
         ledger = self._ledger.under(self.arena.fixed.dataset)
         holder = LedgerClient.register(
-            ledger, self._name, writer_slot=slot.number, beat_s=self._beat_s, budget_s=self._budget_s
+            ledger, self._name, writer_slot=slot.number, floor=self._floor, beat_s=self._beat_s, budget_s=self._budget_s
         )
         return HeldBlocks(holder, self.arena, slot, self._reserve)
 
@@ -75,6 +81,10 @@ class Attachment:
         """Works like `Attached.renew`."""
         self.held.close()
         self.held = self._register()
+
+
+def need_of(case: Case) -> GroupNeed:
+    return GroupNeed(len(case.prompt), case.stopping.max_tokens, case.sampling.width)
 
 
 @dataclass(slots=True)
@@ -108,10 +118,9 @@ class Asked:
             return [Branch(index) for index in range(self.case.sampling.num_sequences)]
         return [Branch(i, tuple(t.token_ids)) for i, t in sorted(self.texts.items()) if t.finish_reason is None]
 
-    def num_blocks(self, block_size: int) -> int:
+    def num_blocks(self, rules: KvRules) -> int:
         """Returns the largest number of blocks that the request can need."""
-        case = self.case
-        return GroupNeed(len(case.prompt), case.stopping.max_tokens, case.sampling.width).blocks(block_size)
+        return need_of(self.case).blocks(rules)
 
 
 class Workers:
@@ -123,20 +132,23 @@ class Workers:
         directory: Path,
         client: Any,
         *,
-        num_blocks: int = 512,
+        num_blocks: int | None = None,
         budget: int = 512,
         preemption: Choice = "give-back",
         grammars: Grammars | None = None,
+        floors: Mapping[str, int] = NO_FLOORS,
     ) -> None:
-        """Starts the workers. `client` is a Redis client; `num_blocks` is the number of blocks for each KV group;
-        `budget` is the maximum number of prompt tokens in a step; `grammars` is for structured output.
+        """Starts the workers. `client` is a Redis client; `num_blocks` is the size of the arena, by default
+        more than enough; `budget` is the maximum number of prompt tokens in a step; `grammars` is for structured
+        output; `floors` are those of the roles.
         """
-        self._grammars = grammars
+        self._grammars, self._floors = grammars, floors
         self.runner = runner
-        self.arena = Arena.create(directory, runner.layout, num_blocks * len(runner.layout.groups))
+        self._rules = runner.layout.rules(budget)
+        self.arena = Arena.create(directory, runner.layout, num_blocks or 512 * len(runner.layout.groups))
         self._client, self._ledger, self._choice = client, open_ledger(client, self.arena), preemption
         runner.bind(self.arena.data)
-        self.attachments = [Attachment(self.arena, self._ledger, "prefill")]
+        self.attachments = [self._attach("prefill")]
         scheduler = PrefillScheduler(max_num_batched_tokens=budget, max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_NUM_SEQS)
         self.prefill = PrefillWorker(runner, cast(Any, self.attachments[0]), scheduler, DOMAIN)
         self._start_decode()
@@ -206,8 +218,11 @@ class Workers:
 
     # --- the gateway's part
 
+    def _attach(self, role: str) -> Attachment:
+        return Attachment(self.arena, self._ledger, role, floor=self._floors.get(role))
+
     def _start_decode(self) -> None:
-        attached: Any = Attachment(self.arena, self._ledger, "decode")
+        attached: Any = self._attach("decode")
         self.attachments.append(attached)
         scheduler = DecodeScheduler(max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_NUM_SEQS)
         swap = SwapSpace(self.runner, attached, self.arena.num_blocks * self.arena.block_bytes)
@@ -275,9 +290,7 @@ class Workers:
         while self._returned:
             load = self.decode.load
             busy = load.num_running + load.num_waiting + load.num_preempted > 0
-            layout = self.runner.layout
-            needed = self._returned[0].num_blocks(layout.block_size) * len(layout.groups)
-            if busy and self.attachments[-1].held.num_free_hint < needed:
+            if busy and self.attachments[-1].held.num_free_hint < self._returned[0].num_blocks(self._rules):
                 return
             self._send(self._returned.pop(0))
             if not busy:

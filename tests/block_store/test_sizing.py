@@ -15,7 +15,7 @@ OPT_13B = KvLayout(16, (KvSpec(num_layers=40, num_kv_heads=40, head_dim=128, dty
 def test_opt_13b_needs_what_the_paper_says() -> None:
     """819,200 bytes per token and 1.5625 GiB for 2,048 tokens (Kwon et al., 2023: 800 KB and 1.6 GB)."""
     assert OPT_13B.groups[0].bytes_per_token == 819_200
-    assert OPT_13B.groups[0].max_blocks(2048, 16) * OPT_13B.block_bytes == 1.5625 * GIB
+    assert OPT_13B.groups[0].retention.most_held(2048, 16) * OPT_13B.block_bytes == 1.5625 * GIB
 
 
 def test_blocks_are_what_is_left_of_the_budget() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.group_need import GroupNeed
+from common.kv_retention import KvRules, Retention
 from common.types import SamplingParams, StoppingParams
 from decode_svc.outputs import Rejection
 from decode_svc.preemption import Preemption
@@ -20,6 +21,7 @@ from decode_svc.scheduler import DecodeScheduler, Group
 from engine.sequence import Sequence
 
 BLOCK = 4
+FULL = KvRules(BLOCK)
 STEP_S = 0.006
 """Simulated time per step. Several steps pass between two attempts to resume."""
 
@@ -34,31 +36,41 @@ class Request:
     priority: int
 
     @property
-    def most(self) -> int:
-        return GroupNeed(self.prompt_len, self.max_tokens, len(self.lengths)).blocks(BLOCK)
+    def need(self) -> GroupNeed:
+        return GroupNeed(self.prompt_len, self.max_tokens, len(self.lengths))
 
 
 @dataclass
 class Use:
-    """The blocks of a group."""
+    """The blocks of a group. Those that have slid out of a window are released when a block is full."""
 
+    rules: KvRules
     shared: int
     tail: int
     """1 for the prompt's partial block, until the samples have copied it."""
     own: dict[Sequence, int] = field(default_factory=dict)
+    """By sample, the blocks after those that are shared, released or not."""
+    released_at: dict[Sequence, int] = field(default_factory=dict)
+    """By sample, its positions when it last released blocks."""
 
     @property
     def total(self) -> int:
-        return self.shared + self.tail + sum(self.own.values())
+        return sum(self._held(group) for group in self.rules.groups)
+
+    def _held(self, group: Retention) -> int:
+        firsts = {s: group.first_needed(self.released_at[s], BLOCK) for s in self.own}
+        own = sum(count - max(0, firsts[s] - self.shared) for s, count in self.own.items())
+        return max(0, self.shared - min(firsts.values(), default=0)) + self.tail + own
 
 
 class Tier:
     """A host tier with the interface that `Preemption` needs of `SwapSpace`."""
 
-    block_size, block_bytes, num_groups = BLOCK, 1024, 1
+    block_size, block_bytes = BLOCK, 1024
 
     def __init__(self, world: World, num_blocks: int) -> None:
         self._world = world
+        self.num_groups = world.num_groups
         self.num_blocks = self.num_free = num_blocks
         self.swapped: dict[Group, int] = {}
 
@@ -87,8 +99,11 @@ class Tier:
 class World:
     """One decode worker and its requests."""
 
-    def __init__(self, num_blocks: int, floor: int, num_swap: int, requests: list[Request]) -> None:
-        self.num_blocks, self.floor = num_blocks, floor
+    def __init__(
+        self, num_blocks: int, floor: int, num_swap: int, requests: list[Request], rules: KvRules = FULL
+    ) -> None:
+        self.num_blocks, self.floor, self.rules = num_blocks, floor, rules
+        self.num_groups = len(rules.groups)
         self.others = 0
         self.now = 0.0
         self.tier = Tier(self, num_swap)
@@ -122,21 +137,24 @@ class World:
         while self.returning:
             request, group = self.returning[0]
             fresh = Group(group.handle, group.attempt + 1, list(group.live), request.priority, live=list(group.live))
-            use = Use(request.prompt_len // BLOCK, 0, {s: self._own(request, s.num_computed) for s in group.live})
+            own = {s: self._own(request, s.num_computed) for s in group.live}
+            use = Use(self.rules, request.prompt_len // BLOCK, 0, own, {s: s.num_computed for s in group.live})
             if use.total > self.room_of_others:
                 return
             self.returning.pop(0)
             self._enter(request, fresh, use)
         while self.coming and self.coming[0].at_step <= step:
             request = self.coming[0]
-            use = Use(request.prompt_len // BLOCK, int(request.prompt_len % BLOCK > 0))
-            if use.total > self.room_of_others:
-                return
-            self.coming.pop(0)
             live = [Sequence([], [], SamplingParams(), StoppingParams(), i) for i in range(len(request.lengths))]
             for sequence in live:
                 sequence.num_computed = request.prompt_len
-            use.own = dict.fromkeys(live, 0)
+            use = Use(
+                self.rules, request.prompt_len // BLOCK, int(request.prompt_len % BLOCK > 0), dict.fromkeys(live, 0),
+                dict.fromkeys(live, request.prompt_len),
+            )  # fmt: skip
+            if use.total > self.room_of_others:
+                return
+            self.coming.pop(0)
             self._enter(request, Group(step, 0, live, request.priority, live=list(live)), use)
 
     def _own(self, request: Request, num_computed: int) -> int:
@@ -155,7 +173,7 @@ class World:
         ran_before = set(self.scheduler.running)
         while (group := self.scheduler.in_the_way()) is not None:
             self.preempt(group)
-        self.preemption.resume(self.preempt, lambda: sum(len(self._needy(g)) for g in self.scheduler.running))
+        self.preemption.resume(self.preempt, self._needed)
         resumed = set(self.scheduler.running) - ran_before
         self.scheduler.admit(self._fits)
         admitted = set(self.scheduler.running) - ran_before - resumed
@@ -184,7 +202,10 @@ class World:
             self.returning.sort(key=lambda item: (item[0].priority, item[0].at_step))
 
     def _fits(self, group: Group) -> bool:
-        return not self.scheduler.running or self.room >= 2 * len(group.live)
+        return not self.scheduler.running or self.room >= 2 * len(group.live) * self.num_groups
+
+    def _needed(self) -> int:
+        return sum(len(self._needy(group)) for group in self.scheduler.running) * self.num_groups
 
     def _needy(self, group: Group) -> list[Sequence]:
         own, request = self.uses[group].own, self.requests[group]
@@ -192,7 +213,7 @@ class World:
 
     def _reserve(self, group: Group) -> bool:
         needing_block = self._needy(group)
-        while len(needing_block) > self.room:
+        while len(needing_block) * self.num_groups > self.room:
             victim = self.scheduler.victim()
             if victim is None or victim is group:
                 return False
@@ -206,6 +227,8 @@ class World:
         use.tail = 0
         for sequence in list(group.live):
             sequence.num_computed += 1
+            if sequence.num_computed % BLOCK == 0:
+                use.released_at[sequence] = sequence.num_computed
             if sequence.num_computed - request.prompt_len >= request.lengths[sequence.sample_index]:
                 group.live.remove(sequence)
                 del use.own[sequence]
@@ -220,10 +243,10 @@ class World:
 
 
 @st.composite
-def requests_of(draw: st.DrawFn, floor: int) -> Request:
+def requests_of(draw: st.DrawFn, floor: int, rules: KvRules) -> Request:
     prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 30))
     width = draw(st.integers(1, 4))
-    while GroupNeed(prompt_len, max_tokens, width).blocks(BLOCK) > floor:
+    while GroupNeed(prompt_len, max_tokens, width).blocks(rules) > floor:
         width, max_tokens, prompt_len = max(1, width - 1), max(1, max_tokens // 2), max(1, prompt_len // 2)
     lengths = tuple(draw(st.integers(1, max_tokens)) for _ in range(width))
     return Request(draw(st.integers(0, 40)), prompt_len, lengths, max_tokens, draw(st.integers(0, 1)))
@@ -232,12 +255,14 @@ def requests_of(draw: st.DrawFn, floor: int) -> Request:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_the_oldest_goes_on_and_everything_ends(data: st.DataObject) -> None:
-    floor = data.draw(st.integers(6, 20), label="floor")
+    windows = data.draw(st.sampled_from([(None,), (None, 5, 5), (9,), (None, 1)]), label="KV groups")
+    rules = KvRules(BLOCK, tuple(map(Retention, windows)))
+    floor = data.draw(st.integers(6 * len(windows), 20 * len(windows)), label="floor")
     num_blocks = data.draw(st.integers(2 * floor, 3 * floor), label="blocks")
     num_swap = data.draw(st.sampled_from([0, floor // 2, num_blocks]), label="host tier")
-    requests = data.draw(st.lists(requests_of(floor), min_size=1, max_size=16), label="requests")
+    requests = data.draw(st.lists(requests_of(floor, rules), min_size=1, max_size=16), label="requests")
     pressure = data.draw(st.lists(st.integers(0, num_blocks), min_size=1, max_size=20), label="others")
-    run(World(num_blocks, floor, num_swap, requests), pressure)
+    run(World(num_blocks, floor, num_swap, requests, rules), pressure)
 
 
 def run(world: World, pressure: list[int]) -> None:

@@ -58,21 +58,22 @@ def test_as_many_states_share_a_block_as_fit_beside_keys_and_values() -> None:
 
 def test_a_state_is_needed_where_it_stands_and_nowhere_else() -> None:
     spec = KvSpec(1, 0, 0, "bfloat16", KvKind.STATE, state_bytes=64)
-    assert spec.slides and spec.bytes_per_token == 0 and spec.block_bytes(16) == spec.block_bytes(32) == 64
-    assert [spec.first_needed(n, 16) for n in (0, 1, 15, 16, 17, 32, 33)] == [0, 0, 0, 0, 1, 1, 2]
-    assert all(spec.num_needed(n, 16) == 1 for n in range(1, 100))
+    assert spec.bytes_per_token == 0 and spec.block_bytes(16) == spec.block_bytes(32) == 64
+    kept = spec.retention
+    assert kept.slides and [kept.first_needed(n, 16) for n in (0, 1, 15, 16, 17, 32, 33)] == [0, 0, 0, 0, 1, 1, 2]
+    assert all(kept.num_needed(n, 16) == 1 for n in range(1, 100))
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 1024])
 def test_what_is_needed_is_what_later_positions_read(window: int) -> None:
-    spec, size = windowed(window), 16
+    spec, size = windowed(window).retention, 16
     for num_computed in (*range(100), 1023, 1024, 1025, 4096, 5000):
         first = spec.first_needed(num_computed, size)
         oldest = max(0, num_computed - window + 1)  # the first position that the next one reads
         last = max(0, -(-num_computed // size) - 1)
         assert first == min(oldest // size, last)
         assert spec.num_needed(num_computed, size) == -(-num_computed // size) - first <= -(-(window - 1) // size) + 1
-    assert FULL.first_needed(5000, size) == 0 and not FULL.slides
+    assert FULL.retention.first_needed(5000, size) == 0 and not FULL.retention.slides
 
 
 def test_a_table_drops_its_head_and_keeps_its_places() -> None:
@@ -113,7 +114,7 @@ def test_a_sequence_drops_what_no_later_position_reads() -> None:
         held -= set(dropped)
         assert held == set(sequence.live_refs()) and len(held) == len(sequence.live_refs())
         for spec, table in zip(layout.groups, sequence.tables, strict=True):
-            assert len(table.live) == spec.num_needed(position + 1, size)
+            assert len(table.live) == spec.retention.num_needed(position + 1, size)
             oldest = 0 if spec.window is None else max(0, position + 2 - spec.window)
             assert table.first <= oldest // size, "the next position reads it"
     fork = sequence.fork(1)

@@ -29,6 +29,7 @@ from engine.tiny import make_checkpoint
 from testing.equality.cases import Answer, Case, differences, expect
 from testing.equality.meddler import Meddler, When
 from testing.equality.rough import Phase, Request, Role, RoughWorld
+from testing.equality.workers import need_of
 from testing.oracle import Oracle
 from testing.zoo import ZOO, make_foreign
 from tests.model_check import SHARDS, explore
@@ -49,6 +50,9 @@ CASES = [
     for tail in (0, 3, 14)
     for kind in range(4)
 ]
+LARGEST = [need_of(case) for case in CASES]
+SPARE_BLOCKS = (0, 20, 70)
+"""Blocks per KV group beyond those that the largest request needs."""
 NUMBER, DRAW = st.integers(0, 30), st.randoms(use_true_random=True)
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 PHASES: tuple[Phase, ...] = ("queued", "prefilled", "parked", "under way", "claimed", "decoded")
@@ -166,8 +170,8 @@ def test_each_event_in_each_phase(
     for seed in range(WORLDS):
         draw = random.Random(f"{phase} {how} {seed}")
         world = RoughWorld(
-            runner, shm / str(seed), redis_client, num_blocks=draw.choice((26, 40, 90)), preemption=how,
-            reserve=draw.choice((0, 2)),
+            runner, shm / str(seed), redis_client, preemption=how, spare_blocks=draw.choice(SPARE_BLOCKS),
+            reserve=draw.choice((0, 2)), largest=LARGEST,
         )  # fmt: skip
         try:
             for event in draw.sample(EVENTS, len(EVENTS)):
@@ -188,12 +192,13 @@ def make_machine(
     class Machine(RuleBasedStateMachine):
         world: RoughWorld | None = None
 
-        @initialize(room=st.sampled_from((26, 40, 90)), how=st.sampled_from(("swap", "give-back")), reserve=NUMBER)
-        def start(self, room: int, how: Choice, reserve: int) -> None:
+        @initialize(spare=st.sampled_from(SPARE_BLOCKS), how=st.sampled_from(("swap", "give-back")), reserve=NUMBER)
+        def start(self, spare: int, how: Choice, reserve: int) -> None:
             self.directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="ll-test-"))
             self.world = RoughWorld(
-                runner, self.directory, client, num_blocks=room, preemption=how, reserve=(0, 0, 2)[reserve % 3]
-            )
+                runner, self.directory, client, preemption=how, spare_blocks=spare, reserve=(0, 0, 2)[reserve % 3],
+                largest=LARGEST,
+            )  # fmt: skip
 
         @property
         def there(self) -> RoughWorld:

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from common.group_need import GroupNeed
+from block_store.server.sizing import granted_floor
+from common.group_need import floor_of
+from common.kv_retention import KvRules
 from common.types import SamplingParams, StoppingParams
 from decode_svc.preemption import Choice
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.equality.cases import Case, differences, expect
-from testing.equality.workers import Workers
+from testing.equality.workers import NO_FLOORS, Workers, need_of
 from testing.oracle import Oracle
 from testing.zoo import ZOO, make_foreign
 
@@ -81,8 +83,16 @@ def random_cases(rng: random.Random, block_size: int) -> list[Case]:
     return [Case(str(i), prompt, random_sampling(rng), random_stopping(rng)) for i, prompt in enumerate(prompts)]
 
 
-def needed(case: Case, block_size: int) -> int:
-    return GroupNeed(len(case.prompt), case.stopping.max_tokens, case.sampling.width).blocks(block_size)
+def room_for(cases: list[Case], rules: KvRules) -> tuple[int, dict[str, int]]:
+    """Returns the smallest arena in which a store grants floors with which these requests are accepted, and the
+    floors.
+    """
+    longest = max(len(case.prompt) + case.stopping.max_tokens for case in cases)
+    prefill, decode = floor_of("prefill", longest, rules), floor_of("decode", longest, rules)
+    num_blocks = prefill + decode
+    while (granted := granted_floor(decode, "decode", num_blocks, 2)) < max(need_of(c).blocks(rules) for c in cases):
+        num_blocks += 1
+    return num_blocks, {"prefill": prefill, "decode": granted}
 
 
 @pytest.mark.parametrize("seed", range(NUM_WORLDS))
@@ -93,14 +103,18 @@ def test_a_random_world_answers_as_the_oracle(
     runner = rng.choice(runners)
     block_size = runner.layout.block_size
     cases = random_cases(rng, block_size)
-    num_blocks = max(needed(case, block_size) for case in cases) + rng.choice((0, 1, 5, 20, 200))
+    budget = rng.choice((5, 16, 33, 512))
+    num_blocks, floors = room_for(cases, runner.layout.rules(budget))
+    if rng.random() < 0.5:
+        num_blocks, floors = num_blocks + rng.choice((1, 5, 20, 200)), rng.choice((NO_FLOORS, floors))
     kills = set(rng.sample(range(2, 60), rng.choice((0, 0, 1, 2))))
     workers = Workers(
         runner,
         tmp_path,
         redis_client,
         num_blocks=num_blocks,
-        budget=rng.choice((5, 16, 33, 512)),
+        budget=budget,
+        floors=floors,
         preemption=rng.choice(CHOICES),
     )
 

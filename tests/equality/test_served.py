@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from bench.served.server import Request, WatchedServer, send_all
+from common.group_need import floor_of
+from common.types import StoppingParams
 from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
 from looseleaf.results import Completion, Delta, join
 from looseleaf.serve.model_source import BUILT_IN, gguf_directory
-from testing.equality.cases import Answer, Case, answer_of, differences, expect, make_cases
+from testing.equality.cases import KINDS, Answer, Case, answer_of, differences, expect, make_cases
 from testing.gguf_files import make_gguf
 from testing.oracle import Oracle
 from testing.quantized import FORMATS, make_quantized
@@ -117,6 +120,27 @@ async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[C
 @pytest.mark.parametrize("name", [*FOREIGN, *(pytest.param(name, marks=pytest.mark.families) for name in MORE_FOREIGN)])
 async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_midway(name: str, tmp_path: Path) -> None:
     await served_swapped_and_killed(make_foreign(tmp_path, ZOO[name], dtype=torch.bfloat16), 512)
+
+
+async def test_a_window_is_served_at_full_length_in_the_smallest_arena(tmp_path: Path) -> None:
+    """Two prompts and answers of full length, one after the other through prefill, in an arena of two floors."""
+    animal, length, step = ZOO["gemma3"], 1024, 64
+    animal = replace(animal, changes=animal.changes | {"sliding_window": 64, "max_position_embeddings": length})
+    model = make_foreign(tmp_path, animal, dtype=torch.bfloat16)
+    settings: dict[str, Any] = {"max_model_len": length, "block_size": 16}
+    runner = ModelRunner(RunnerSettings(model, num_threads=1, device="cpu", **settings))
+    rules = runner.layout.rules(step)
+    floors = [floor_of(role, length, rules) for role in ("prefill", "decode")]
+    assert sum(floors) < len(rules.groups) * length // 16, "as before, not even one sequence would fit"
+    cases = [
+        Case(str(first), tuple(first + i % 97 for i in range(length - 24)), KINDS["greedy"], StoppingParams(24, 24))
+        for first in (10, 200)
+    ]
+    expected = [expect(Oracle(runner), case) for case in cases]
+    settings |= {"num_blocks": sum(floors), "max_num_batched_tokens": step}
+    with LLM(str(model), roles="split", **settings) as llm:
+        check(cases, expected, await answers(llm.addresses.grpc, cases))
+        assert_nothing_held(llm.addresses.block_store)
 
 
 @pytest.mark.parametrize("how", ["awq", "int4", "gguf"])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.kv_retention import Retention
 from common.types import KvKind, KvSpec
 from decode_svc import swap
 from decode_svc.copy_on_write import CopyOnWrite
@@ -42,7 +43,7 @@ QUANTIZED = ("qwen3-awq", "llama-int8", "gemma3-int4")
 """A 4-bit checkpoint, and weights that are rounded at load: of a native model, and of one defined by transformers."""
 FAMILIES = (*ARCHITECTURES.values(), *FOREIGN, *QUANTIZED)
 TIGHT = 26
-"""Fewer blocks than the requests need together. The largest group needs 15."""
+"""Blocks for each KV group, fewer than the requests need together. The largest group needs 15."""
 
 
 @dataclass
@@ -136,7 +137,7 @@ def test_handed_over_cold_and_cached(subject: Subject, make_workers: Make, budge
 
 
 def test_preempted_by_swap(subject: Subject, make_workers: Make) -> None:
-    workers = make_workers(subject, num_blocks=TIGHT, preemption="swap")
+    workers = make_workers(subject, num_blocks=TIGHT * len(subject.runner.layout.groups), preemption="swap")
     subject.check([asked.answer for asked in workers.answer(subject.cases)])
     counts = workers.preemption.counts
     assert counts.swapped_groups == counts.resumed_groups > 0 and counts.given_back_groups == 0
@@ -145,7 +146,7 @@ def test_preempted_by_swap(subject: Subject, make_workers: Make) -> None:
 
 
 def test_preempted_and_given_back(subject: Subject, make_workers: Make) -> None:
-    workers = make_workers(subject, num_blocks=TIGHT)
+    workers = make_workers(subject, num_blocks=TIGHT * len(subject.runner.layout.groups))
     subject.check([asked.answer for asked in workers.answer(subject.cases)])
     assert workers.preemption.counts.given_back_groups > 0
     workers.assert_idle()
@@ -196,13 +197,13 @@ def test_one_skipped_copy_shows(llama: Subject, make_workers: Make, monkeypatch:
 
 def drop_too_early(patch: pytest.MonkeyPatch) -> None:
     """Releases a block that the next position still reads."""
-    first_needed = KvSpec.first_needed
+    first_needed = Retention.first_needed
 
-    def one_later(spec: KvSpec, num_computed: int, block_size: int) -> int:
+    def one_later(spec: Retention, num_computed: int, block_size: int) -> int:
         first = first_needed(spec, num_computed, block_size)
         return first + 1 if 0 < first < -(-num_computed // block_size) - 1 else first
 
-    patch.setattr(KvSpec, "first_needed", one_later)
+    patch.setattr(Retention, "first_needed", one_later)
 
 
 def take_the_window_of_another_length(patch: pytest.MonkeyPatch) -> None:
@@ -263,11 +264,20 @@ def test_a_bug_in_the_handling_of_windows_and_states_shows(
     raise AssertionError("it does not show")
 
 
-class Lazy(KvSpec):
-    """A layout in which a window's blocks are kept longer than necessary."""
+class Lazy(Retention):
+    """A window whose blocks are kept longer than necessary."""
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
         return super().first_needed(num_computed, block_size) // 2 * 2
+
+    def most_held(self, num_tokens: int, block_size: int, step: int = 1) -> int:
+        return super().most_held(num_tokens, block_size, step) + 1
+
+
+class LazySpec(KvSpec):
+    @property
+    def retention(self) -> Retention:
+        return Lazy(self.window)
 
 
 def test_another_kind_of_group_needs_no_change_elsewhere(
@@ -275,10 +285,11 @@ def test_another_kind_of_group_needs_no_change_elsewhere(
 ) -> None:
     subject = subject_of("gemma3")
     layout = subject.runner.layout
-    groups = tuple(Lazy(**asdict(group)) if group.slides else group for group in layout.groups)
+    groups = tuple(LazySpec(**asdict(group)) if group.window else group for group in layout.groups)
     monkeypatch.setattr(subject.runner, "layout", replace(layout, groups=groups))
     for tight in (None, TIGHT):
-        workers = make_workers(subject, **({} if tight is None else {"num_blocks": tight, "preemption": "swap"}))
+        size = None if tight is None else tight * len(groups)
+        workers = make_workers(subject, num_blocks=size, preemption="swap")
         for _ in ("cold", "cached"):
             subject.check([asked.answer for asked in workers.answer(subject.cases)])
         workers.assert_idle()

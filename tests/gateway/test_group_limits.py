@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidArgument
 from common.group_need import GroupNeed, GroupRoom
+from common.kv_retention import KvRules
 from gateway.api.openai_parse import parse_body
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import GenerationDefaults
@@ -44,6 +45,10 @@ def validator() -> Iterator[Validator]:
 def no_workers() -> Iterator[None]:
     yield
     LIMITS.clear()
+
+
+def room(max_sequences: int, max_blocks: int) -> GroupRoom:
+    return GroupRoom(max_sequences, max_blocks, KvRules(16))
 
 
 async def resolve(validator: Validator, **wanted: Any) -> ResolvedRequest:
@@ -122,7 +127,7 @@ async def test_the_models_defaults_for_drawing_do_not_reach_a_beam_search(valida
 
 async def test_no_group_is_wider_than_what_some_decode_worker_runs(validator: Validator) -> None:
     await resolve(validator, n=128)  # without a worker, no limit is known
-    LIMITS[:] = [GroupRoom(4, 0, 16), GroupRoom(8, 0, 16)]
+    LIMITS[:] = [room(4, 0), room(8, 0)]
     for field in ("n", "beam_width"):
         assert (await resolve(validator, **{field: 8})).sampling.width == 8
         told = await refusal(validator, **{field: 9})
@@ -131,40 +136,40 @@ async def test_no_group_is_wider_than_what_some_decode_worker_runs(validator: Va
 
 
 async def test_no_group_needs_more_blocks_than_some_decode_worker_grants(validator: Validator) -> None:
-    small, large = GroupRoom(8, 9, 16), GroupRoom(8, 24, 16)
+    small, large = room(8, 9), room(8, 24)
     LIMITS[:] = [small, large]
     # 2 shared blocks, 4 each for 64 tokens of the prompt's tail and the output, 1 each for the tail during its copy
-    assert GroupNeed(40, 56, 4).blocks(16) == 22 and GroupNeed(40, 57, 4).blocks(16) == 26
+    assert GroupNeed(40, 56, 4).blocks(KvRules(16)) == 22 and GroupNeed(40, 57, 4).blocks(KvRules(16)) == 26
     await resolve(validator, n=4, max_tokens=56)
     told = await refusal(validator, n=4, max_tokens=57)
     assert told == (
         "n of 4, max_tokens 57 and a prompt of 40 tokens need 26 blocks of KV, the limit of a decode worker is 24"
     )
     assert (await refusal(validator, beam_width=4, max_tokens=57)).startswith("beam_width of 4, max_tokens 57")
-    LIMITS[:] = [small, GroupRoom(2, 100, 16)]  # the worker with enough blocks does not run so many sequences
+    LIMITS[:] = [small, room(2, 100)]  # the worker with enough blocks does not run so many sequences
     assert "limit of a decode worker is 9" in await refusal(validator, n=4, max_tokens=57)
     LIMITS[:] = [small]
     assert (await refusal(validator, max_tokens=400)).startswith("max_tokens of 400 and a prompt of 40 tokens need 29")
-    LIMITS[:] = [small, GroupRoom(8, 0, 16)]  # one of them does not state its limit
+    LIMITS[:] = [small, room(8, 0)]  # one of them does not state its limit
     await resolve(validator, n=4, max_tokens=57)
 
 
 async def test_a_default_max_tokens_is_clipped_to_the_blocks_of_a_group(validator: Validator) -> None:
-    LIMITS[:] = [GroupRoom(8, 21, 16)]
+    LIMITS[:] = [room(8, 21)]
     chat = ChatPrompt([{"role": "user", "content": "hi"}])
     one, four = [await resolve(validator, prompt=chat, n=n) for n in (1, 4)]
     prompt_len = len(four.prompt_ids)
     assert one.stopping.max_tokens == 20 * 16 - prompt_len
-    assert GroupNeed(prompt_len, four.stopping.max_tokens, 4).blocks(16) <= 21
-    assert GroupNeed(prompt_len, four.stopping.max_tokens + 1, 4).blocks(16) > 21
-    LIMITS[:] = [GroupRoom(8, 3, 16)]
+    assert GroupNeed(prompt_len, four.stopping.max_tokens, 4).blocks(KvRules(16)) <= 21
+    assert GroupNeed(prompt_len, four.stopping.max_tokens + 1, 4).blocks(KvRules(16)) > 21
+    LIMITS[:] = [room(8, 3)]
     assert (await refusal(validator, n=8)).startswith("n of 8, max_tokens 16 and")
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 40), st.sampled_from([8, 16, 64]), st.integers(1, 500))
 def test_room_is_what_group_blocks_says(prompt_len: int, max_tokens: int, width: int, size: int, limit: int) -> None:
-    fits = GroupNeed(prompt_len, max_tokens, width).blocks(size) <= limit
-    assert fits == (max_tokens <= GroupRoom(64, limit, size).max_tokens(prompt_len, width))
+    fits = GroupNeed(prompt_len, max_tokens, width).blocks(KvRules(size)) <= limit
+    assert fits == (max_tokens <= GroupRoom(64, limit, KvRules(size)).max_tokens(prompt_len, width, 400))
 
 
 def test_limits_come_from_decode_workers_that_take_requests() -> None:
@@ -173,7 +178,7 @@ def test_limits_come_from_decode_workers_that_take_requests() -> None:
         decode, replace(decode, worker_id="d1"), replace(decode, worker_id="d2", draining=True, max_num_seqs=9),
         make_record("prefill", "p0", max_num_seqs=99),
     ]  # fmt: skip
-    assert rooms_of(records) == {GroupRoom(4, 30, 16)}
+    assert rooms_of(records) == {room(4, 30)}
 
 
 PROMPT_LIMITS = PromptLimits(text_bytes=1000, fitting_bytes=1000, max_model_len=100)

@@ -156,7 +156,7 @@ def test_a_group_that_does_not_fit_waits_and_holds_nothing(make_world: Make, out
 def test_a_group_that_can_never_fit_is_refused(make_world: Make, outputs: list[list[int]]) -> None:
     world = make_world(num_blocks=5)
     [error] = world.submit(PROMPT, returned(outputs, [3, 40])[0], SAMPLED, STOPPING)
-    assert isinstance(error, InvalidArgument) and "fit the KV cache of 80 tokens" in str(error)
+    assert isinstance(error, InvalidArgument) and "needs 6 blocks of KV with all its branches" in str(error)
 
 
 def test_branches_that_end_with_their_token_are_not_handed_over(make_world: Make, oracle: Oracle) -> None:

@@ -55,6 +55,26 @@ def test_nobody_overtakes_a_head_that_waits_for_blocks() -> None:
     assert [item for item, _ in target.plan(lambda _: True)] == [big, small]
 
 
+def test_nobody_overtakes_a_running_prompt_that_waits_for_blocks() -> None:
+    """Otherwise many short prompts could take all blocks that it waits for."""
+    target, long, short = scheduler(budget=40), job(60), job(1)
+    target.add(long)
+    assert run(target) == [(long, 40)]
+    target.add(short)
+    assert target.plan(lambda _: True, lambda chunk: chunk.sequence is not long.trunk) == []
+    assert target.give_way() is None and target.give_way(even_alone=True) is long
+    long.start_over()
+    assert [item for item, _ in target.plan(lambda _: True)] == [long], "back in its place"
+
+
+def test_a_prompt_that_gets_no_block_in_its_first_step_keeps_others_from_being_admitted() -> None:
+    target, jobs = scheduler(), [job(20), job(20), job(20)]
+    for item in jobs:
+        target.add(item)
+    plan = target.plan(lambda _: True, lambda chunk: chunk.sequence is jobs[0].trunk)
+    assert [item for item, _ in plan] == jobs[:1] and target.num_waiting == 1
+
+
 def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     target = scheduler(max_queue=2)
     target.add(job(1))
@@ -121,15 +141,6 @@ def test_branches_begin_once_the_trunk_is_computed() -> None:
         if all(s.num_computed == s.num_tokens for s in some.sequences):
             target.remove(some)
     assert chunks == [[(0, 40)], [(0, 13), (1, 6), (2, 7)]]
-
-
-def test_a_prompt_that_cannot_grow_waits_and_lets_others_go_on() -> None:
-    target, stuck, small = scheduler(), job(100), job(20)
-    target.add(stuck)
-    target.add(small)
-    assert run(target) == [(stuck, 64)]
-    plan = target.plan(lambda _: True, lambda chunk: chunk.sequence is small.trunk)
-    assert [item for item, _ in plan] == [small]
 
 
 def test_of_prompts_that_cannot_grow_the_last_one_gives_way_and_keeps_its_place() -> None:

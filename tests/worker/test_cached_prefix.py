@@ -16,7 +16,7 @@ from block_store.ledger.scripts import CHUNK
 from block_store.redis import redis_server
 from common.types import BlockRef, KvKind, KvLayout, KvSpec
 from testing.ledger.store import TestStore, chain, content
-from worker.cached_prefix import CachedPrefix, find_prefix, usable_length
+from worker.cached_prefix import CachedPrefix, find_prefix
 
 SIZE = 16
 
@@ -64,7 +64,9 @@ def test_usable_is_what_the_next_position_can_read(seed: int) -> None:
                 return False
         return True
 
-    assert usable_length(present, layout) == max((n for n in range(1, num_blocks + 1) if is_usable(n)), default=0)
+    assert layout.rules().usable_length(present) == max(
+        (n for n in range(1, num_blocks + 1) if is_usable(n)), default=0
+    )
 
 
 def test_the_picture_in_the_docstring(store: TestStore) -> None:
