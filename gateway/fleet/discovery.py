@@ -144,7 +144,7 @@ class Discovery:
                 domain = adapter_domain(bytes.fromhex(record.hash_domain), bytes.fromhex(request.adapter_digest))
                 start, rekey = prompt_chain(domain, request.salt, ids, request.public_tokens, size)
                 hashes = hash_blocks(start, ids, size, rekey=rekey)[: (len(ids) - 1) // size]
-                found[arena_id] = _cached_blocks(ledger, hashes, record.kv_rules) * size
+                found[arena_id] = cached_blocks(ledger, hashes, record.kv_rules) * size
         return found
 
     def _open_ledgers(self) -> dict[str, LedgerScripts]:
@@ -179,7 +179,7 @@ class Discovery:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _cached_blocks(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules) -> int:
+def cached_blocks(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules) -> int:
     """Returns the length of the longest cached prefix that all KV groups can continue from, as `find_prefix` of a
     worker decides it.
 

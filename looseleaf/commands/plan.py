@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
 
 from block_store.server import sizing
+from common.group_need import floor_of
 from common.settings import Settings, settings_config
 from common.types import DTYPE_BYTES, DType, KvKind, KvSpec
 from looseleaf.serve.model_source import resolve
@@ -42,6 +43,7 @@ class PlanSettings(Settings):
         le=256,
         description="number of token positions in a block; default: 16, more for recurrent states",
     )
+    max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
     memory: float | None = Field(None, gt=0, description="GiB of memory of a host; default: what is available here")
 
     @field_validator("context", mode="before")
@@ -92,6 +94,11 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
         yield f"         {places - needed} of {places} layers' places in blocks stay empty"
     together = sizing.gib(total * settings.sequences)
     yield f"         {sizing.gib(total)} a sequence, x {settings.sequences:,} = {together}"
+    rules = layout.rules(settings.max_num_batched_tokens)
+    prefill, decode = floor_of("prefill", context, rules), floor_of("decode", context, rules)
+    least = prefill + decode
+    yield f"arena    at least {prefill:,} + {decode:,} = {least:,} blocks = {sizing.gib(least * layout.block_bytes)}:"
+    yield "         the floors of one prefill and one decode worker; --num-blocks counts the blocks of all KV groups"
     yield from _hosts(settings, weights, total)
     if context > config.max_model_len:
         yield f"note     the model has {config.max_model_len:,} positions; it was not made for {context:,} tokens"

@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from common.group_need import GroupNeed, floor_of
+from common.kv_retention import KvRules, Retention
 from common.types import BlockRef, KvKind, KvLayout, KvSpec, SamplingParams, StoppingParams
 from engine.block_table import BlockTable
 from engine.kv_groups import LayerGroup, LayerMemory, cut, layout_of
@@ -74,6 +76,45 @@ def test_what_is_needed_is_what_later_positions_read(window: int) -> None:
         assert first == min(oldest // size, last)
         assert spec.num_needed(num_computed, size) == -(-num_computed // size) - first <= -(-(window - 1) // size) + 1
     assert FULL.retention.first_needed(5000, size) == 0 and not FULL.retention.slides
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 18, 40])
+@pytest.mark.parametrize("step", [1, 2, 15, 16, 17, 40])
+def test_the_most_that_is_held_is_what_a_sequence_holds_at_some_time(window: int | None, step: int) -> None:
+    """However its steps are cut. Decode, with steps of 1, releases blocks only when it has filled one."""
+    kept, size, rng = Retention(window), 16, random.Random(step)
+    for num_tokens in (1, 16, 17, 50, 400):
+        most = 0
+        for _ in range(60):
+            position = released_at = 0
+            while position < num_tokens:
+                end = min(num_tokens, position + rng.choice((step, rng.randint(1, step))))
+                most = max(most, -(-end // size) - kept.first_needed(released_at, size))
+                position = end
+                if step > 1 or position % size == 0:
+                    released_at = position
+        assert most <= kept.most_held(num_tokens, size, step)
+    assert most == kept.most_held(400, size, step), "no less is enough"
+
+
+def test_floors_count_what_is_held_at_a_time() -> None:
+    """Of Gemma 3 1B at 32,768 tokens, of Mamba alone, and of a model that keeps everything."""
+    gemma = KvRules(16, (Retention(), *[Retention(512)] * 6), prefill_step=512)
+    assert floor_of("prefill", 32768, gemma) == 2048 + 6 * (64 + 1), "511 positions that 512 read"
+    assert floor_of("decode", 32768, gemma) == 2048 + 6 * (33 + 32) + 7, "copies too"
+    assert floor_of("decode", 32768, KvRules(256, (Retention(1),), 512)) == 2 + 2 + 1
+    for step in (0, 512):
+        assert floor_of("prefill", 2048, KvRules(16, prefill_step=step)) == 128
+        assert floor_of("decode", 2048, KvRules(16, prefill_step=step)) == 129
+
+
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_samples_in_a_window_need_no_more_than_with_full_attention(width: int) -> None:
+    for prompt_len, max_tokens in ((5, 300), (300, 5), (200, 200)):
+        need = GroupNeed(prompt_len, max_tokens, width)
+        full, windowed = need.blocks(KvRules(16)), need.blocks(KvRules(16, (Retention(40),), 32))
+        assert windowed <= full and windowed <= width * (4 + 1) + 2
+    assert GroupNeed(3200, 5, 8).blocks(KvRules(16, (Retention(40),))) == 4 + 8 * 2, "they share the prompt's blocks"
 
 
 def test_a_table_drops_its_head_and_keeps_its_places() -> None:

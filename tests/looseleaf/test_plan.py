@@ -31,6 +31,7 @@ def test_opt_13b_as_in_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "2 x 40 layers x 40 KV heads x 128 x 2 bytes = 819,200 bytes a token" in said
     assert "2,048 tokens / 16 = 128 blocks of 13,107,200 bytes" in said
     assert "1.56 GiB a sequence, x 20 = 31.25 GiB" in said
+    assert "at least 128 + 129 = 257 blocks = 3.14 GiB" in said
     assert "12,853,473,280 parameters x 2 bytes = 23.94 GiB" in said
     assert "room for 10 such sequences; hosts for 20: 2" in said
 
