@@ -143,7 +143,9 @@ class ServeSettings(Settings):
         description="memory for weights, activations and KV, in bytes or as 4GiB, 512MiB; default: the "
         "block store's choice",
     )
-    num_blocks: int | None = Field(None, ge=1, description="number of KV blocks, instead of a memory budget")
+    num_blocks: int | None = Field(
+        None, ge=1, description="number of blocks in the arena, of all KV groups together, instead of a memory budget"
+    )
     directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")
     redis_url: str | None = Field(
         None, description="URL of the Redis server; default: a private redis-server is started"

@@ -53,9 +53,14 @@ class Use:
     released_at: dict[Sequence, int] = field(default_factory=dict)
     """By sample, its positions when it last released blocks."""
 
+    sealed_tails: set[Sequence] = field(default_factory=set)
+    """Samples that have come back from prefill and must copy their partial last block before they write."""
+    num_copies: int = 0
+    """Copies of this step, whose sources are still held."""
+
     @property
     def total(self) -> int:
-        return sum(self._held(group) for group in self.rules.groups)
+        return sum(self._held(group) + self.num_copies for group in self.rules.groups)
 
     def _held(self, group: Retention) -> int:
         firsts = {s: group.first_needed(self.released_at[s], BLOCK) for s in self.own}
@@ -138,7 +143,10 @@ class World:
             request, group = self.returning[0]
             fresh = Group(group.handle, group.attempt + 1, list(group.live), request.priority, live=list(group.live))
             own = {s: self._own(request, s.num_computed) for s in group.live}
-            use = Use(self.rules, request.prompt_len // BLOCK, 0, own, {s: s.num_computed for s in group.live})
+            use = Use(
+                self.rules, request.prompt_len // BLOCK, 0, own, {s: s.num_computed for s in group.live},
+                {s for s in group.live if s.num_computed % BLOCK},
+            )  # fmt: skip
             if use.total > self.room_of_others:
                 return
             self.returning.pop(0)
@@ -195,6 +203,7 @@ class World:
     def preempt(self, group: Group) -> None:
         running = self.scheduler.running
         assert not running or running[0].rank < group.rank, "the oldest is a victim"
+        self.uses[group].sealed_tails.clear()  # what is swapped in again is a copy
         if (rejection := self.preemption.preempt(group)) is not None:
             assert rejection is Rejection.GIVEN_BACK
             self._leave(group)
@@ -208,8 +217,9 @@ class World:
         return sum(len(self._needy(group)) for group in self.scheduler.running) * self.num_groups
 
     def _needy(self, group: Group) -> list[Sequence]:
-        own, request = self.uses[group].own, self.requests[group]
-        return [s for s in group.live if self._own(request, s.num_computed + 1) > own[s]]
+        use, request = self.uses[group], self.requests[group]
+        grows = {s for s in group.live if self._own(request, s.num_computed + 1) > use.own[s]}
+        return [s for s in group.live if s in grows | use.sealed_tails]
 
     def _reserve(self, group: Group) -> bool:
         needing_block = self._needy(group)
@@ -218,13 +228,18 @@ class World:
             if victim is None or victim is group:
                 return False
             self.preempt(victim)
+        use = self.uses[group]
         for sequence in needing_block:
-            self.uses[group].own[sequence] += 1
+            if sequence in use.sealed_tails:
+                use.num_copies += 1
+            else:
+                use.own[sequence] += 1
+        use.sealed_tails.clear()
         return True
 
     def _go_on(self, group: Group) -> None:
         use, request = self.uses[group], self.requests[group]
-        use.tail = 0
+        use.tail = use.num_copies = 0
         for sequence in list(group.live):
             sequence.num_computed += 1
             if sequence.num_computed % BLOCK == 0:
