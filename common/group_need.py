@@ -36,9 +36,8 @@ class GroupNeed:
         While a sequence's sealed partial block is copied so that it can be written to, the sequence has both the block
         and the copy. In a returning group, every sequence has such a block.
         """
-        return most_held(rules, self.prompt_len, [self.prompt_len + self.max_tokens] * self.width) + self.width * len(
-            rules.groups
-        )
+        lengths = [self.prompt_len + self.max_tokens] * self.width
+        return most_held(rules, self.prompt_len, lengths) + self.width * len(rules.groups)
 
 
 def most_held(rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:

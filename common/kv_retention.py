@@ -16,7 +16,8 @@ class Retention:
 
     window: int | None = None
     """The number of positions that a position reads, itself included; None for all. A recurrent state counts as a
-    window of 1, because it is read from the block of the position before."""
+    window of 1, because it is read from the block of the position before.
+    """
 
     @property
     def slides(self) -> bool:
