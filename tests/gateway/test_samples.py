@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import DeadlineExceeded, Unavailable
+from common.kv_retention import KvRules
 from common.types import FinishReason
 from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.resolved_request import ResolvedRequest
@@ -165,7 +166,7 @@ async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: M
         expected_ids(PROMPT, 3, 1),
     ]
     # 4 + 5 + 1 and 4 + 3 + 1 tokens without shared blocks: three and two blocks of four
-    assert state.blocks_to_come_back(4) == 1 + (3 - 1) + (2 - 1)
+    assert state.blocks_to_come_back(KvRules(4)) == 1 + (3 - 1) + (2 - 1)
     with pytest.raises(WorkerLost):
         state.accept(pb.SequenceOutput(sample_index=2, token_ids=[5]))
 
