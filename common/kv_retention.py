@@ -29,7 +29,7 @@ class Retention:
         counts as needed in any case.
 
         A sequence releases the blocks before it, and continues from a cached prefix of that length if the others are
-        there. Schedulers and the ledger know nothing more of a kind of group.
+        there. Schedulers and the ledger use no other property of a kind of group.
         """
         if self.window is None:
             return 0
