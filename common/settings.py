@@ -17,8 +17,10 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from common.command_line import hide_values
+from common.types import KvCacheDType
 
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
+KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take half the bytes of bfloat16"
 
 
 class Settings(BaseSettings):
@@ -146,7 +148,7 @@ class WorkerSettings(ServerSettings):
         False, description="make a row's bits independent of its batch; on the CPU they always are"
     )
     enforce_eager: bool = Field(False, description="disable CUDA graphs")
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the model's; fp8_e4m3 on a GPU")
+    kv_cache_dtype: KvCacheDType = Field("auto", description=KV_CACHE_DTYPE)
     enable_lora: bool = Field(False, description="serve LoRA adapters; memory for --max-loras of them is set aside")
     max_loras: int = Field(8, ge=1, le=1024, description="maximum number of LoRA adapters that are loaded at a time")
     max_lora_rank: int = Field(16, ge=1, le=512, description="maximum rank of a LoRA adapter")

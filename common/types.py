@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, NewType
+from typing import Literal, NamedTuple, NewType, cast
 
 from common.kv_retention import KvRules, Retention
 
@@ -21,9 +21,21 @@ Generation = NewType("Generation", int)
 Epoch = NewType("Epoch", int)
 PrefixHash = NewType("PrefixHash", bytes)
 
-DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn"]
-"""Data types of weights, activations and KV, by torch's names; float8_e4m3fn is for KV only."""
-DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
+DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn", "int8"]
+"""Data types of weights, activations and KV, by torch's names; float8_e4m3fn and int8 are for KV only."""
+DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
+KV_SCALE_BYTES: dict[str, int] = {"int8": 4}
+"""Bytes of the scale behind the keys or values of one token and head (`kernels.kv_cache`); other types have none."""
+KvCacheDType = Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"]
+"""Types of KV that a user can choose, by vLLM's names. auto: the model's dtype; fp8 is fp8_e4m3."""
+
+
+def kv_dtype(chosen: KvCacheDType, dtype: DType) -> DType:
+    """Returns the type of the KV of a model that computes in `dtype`."""
+    named: dict[str, DType] = {"auto": dtype, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+    return named.get(chosen) or cast(DType, chosen)
+
+
 Role = Literal["prefill", "decode"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 Pooling = Literal["last", "mean"]
@@ -64,8 +76,13 @@ class KvSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the size of one position's keys and values: 2 * layers * kv_heads * head_dim * dtype bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Returns the size of one position's keys and values: 2 * layers * kv_heads * bytes of a row."""
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Returns the size of one position's keys, or values, of one head in one layer, with their scale if any."""
+        return self.head_dim * DTYPE_BYTES[self.dtype] + KV_SCALE_BYTES.get(self.dtype, 0)
 
     def block_bytes(self, block_size: int) -> int:
         return self.num_layers * self.state_bytes or self.bytes_per_token * block_size
@@ -104,6 +121,16 @@ class KvLayout:
     def slides(self) -> bool:
         """Whether a sequence stops needing its early blocks in some group."""
         return any(group.retention.slides for group in self.groups)
+
+    @property
+    def kv_dtype(self) -> DType | None:
+        """Returns the type of the keys and values; None if blocks hold recurrent states only."""
+        return next((g.dtype for g in self.groups if g.kind is not KvKind.STATE), None)
+
+    @property
+    def summary(self) -> str:
+        """Describes a block in a few words."""
+        return f"{self.block_size} tokens, {self.kv_dtype or 'states only'}, {self.block_bytes:,} bytes a block"
 
     @property
     def has_states(self) -> bool:

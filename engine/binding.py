@@ -18,12 +18,14 @@ from engine.graphs import DecodeGraphs
 from engine.kv_groups import LayerGroup
 from engine.models.attention import LayerCache
 from engine.models.fused import FusedDecoder
+from kernels.kv_cache import row_width
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 
 
@@ -74,7 +76,8 @@ def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
 
 
 def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup]) -> dict[int, LayerCache]:
-    """Returns strided per-layer views [num_blocks, kv_heads, block_size, head_dim] of the block-major arena.
+    """Returns strided per-layer views [num_blocks, kv_heads, block_size, row_width] of the block-major arena
+    (`kernels.kv_cache`).
 
     The layers of a group lie one after the other in its blocks. A view covers blocks of other groups too.
     """
@@ -100,9 +103,10 @@ def state_caches(
 
 def _places(arena: torch.Tensor, layout: KvLayout, spec: KvSpec) -> list[LayerCache]:
     num_blocks, block_size = arena.shape[0], layout.block_size
-    used = arena[:, : spec.block_bytes(block_size)].view(TORCH_DTYPES[spec.dtype])
+    dtype = TORCH_DTYPES[spec.dtype]
+    used = arena[:, : spec.block_bytes(block_size)].view(dtype)
     inner = (spec.num_kv_heads, block_size) if layout.order == "heads_first" else (block_size, spec.num_kv_heads)
-    kv = used.view(num_blocks, spec.num_layers, 2, *inner, spec.head_dim)
+    kv = used.view(num_blocks, spec.num_layers, 2, *inner, row_width(spec.head_dim, dtype))
     if layout.order == "slots_first":
         kv = kv.transpose(3, 4)
     return [LayerCache(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(spec.num_layers)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from common.types import DTYPE_BYTES, DType, KvLayout
+from common.types import DType, KvLayout, KvSpec
 from engine.errors import ModelError, UnsupportedModel
 from engine.kv_groups import LayerGroup, LayerMemory, default_block_size, layout_of
 from engine.rope_config import RopeConfig
@@ -161,7 +161,7 @@ class ModelConfig:
 
     def default_block_size(self, dtype: DType) -> int:
         """Returns the block size in tokens if the user has chosen none."""
-        return default_block_size(self.layers, 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype])
+        return default_block_size(self.layers, KvSpec(1, self.num_kv_heads, self.head_dim, dtype).bytes_per_token)
 
     @property
     def scale_of_scores(self) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from common.group_need import blocks_of
 from common.settings import AttentionBackend, WorkerSettings
-from common.types import DType
+from common.types import DType, KvCacheDType, kv_dtype
 from engine.attention_choice import Model, choose_by_layer, spec_by_layer
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
@@ -70,8 +70,8 @@ class RunnerSettings:
     deterministic: bool = False
     """Always true on a CPU."""
     enforce_eager: bool = False
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """fp8_e4m3: values are rounded and saturated without a scale; half the bytes."""
+    kv_cache_dtype: KvCacheDType = "auto"
+    """Type of keys and values in blocks (`kernels.kv_cache`): int8 and fp8 take half the bytes of bfloat16."""
     enable_lora: bool = False
     max_loras: int = 8
     max_lora_rank: int = 16
@@ -97,7 +97,7 @@ class ModelRunner:
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
         self.device = open_device(settings.device, settings.num_threads, urgent)
-        self._kv_dtype: DType = self.dtype if settings.kv_cache_dtype == "auto" else "float8_e4m3fn"
+        self._kv_dtype = kv_dtype(settings.kv_cache_dtype, self.dtype)
         self._block_size = settings.block_size or self.config.default_block_size(self._kv_dtype)
         self.device.enter()
         self.attention = self._choose_attention()
@@ -232,12 +232,12 @@ class ModelRunner:
 
     def _attention_spec(self) -> AttentionSpec:
         c, settings, device = self.config, self.settings, self.device
-        dtype, kv_dtype = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self._kv_dtype]
+        dtype, stored = TORCH_DTYPES[self.dtype], TORCH_DTYPES[self._kv_dtype]
         if device.compute_capability is None and dtype == torch.float16:
             raise ModelError("dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
         return AttentionSpec(
             device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
-            self._block_size, dtype, kv_dtype, c.scale_of_scores, c.window, self.max_model_len,
+            self._block_size, dtype, stored, c.scale_of_scores, c.window, self.max_model_len,
             settings.deterministic, c.softcap,
         )  # fmt: skip
 

@@ -126,6 +126,12 @@ class Metrics:
         self._blocks = Gauge(
             "looseleaf_blocks", "Blocks of the arena by state", [*labels, "state"], registry=self._registry
         )
+        self._block_bytes = Gauge(
+            "looseleaf_block_bytes",
+            "Bytes of a block, by the type of its keys and values",
+            [*labels, "kv_dtype", "block_size"],
+            registry=self._registry,
+        )
         self._dispatched = Counter(
             "looseleaf_worker_requests",
             "Requests sent to a worker",
@@ -214,6 +220,10 @@ class Metrics:
             self._blocks.labels(self._model, state).set(count)
         used = counts.get("reserved", 0) + counts.get("sealed", 0) + counts.get("quarantine", 0)
         self._kv_usage.set(used / max(1, sum(counts.values())))
+
+    def set_block_bytes(self, num_bytes: int, kv_dtype: str, block_size: int) -> None:
+        """Sets the size of a block of `block_size` tokens."""
+        self._block_bytes.labels(self._model, kv_dtype, str(block_size)).set(num_bytes)
 
     def set_workers(self, loads: Iterable[tuple[str, str, int, int]]) -> None:
         """Sets (worker, role, running, waiting) of all workers. Removes the series of other workers."""

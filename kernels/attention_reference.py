@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.kv_cache import dequantize_rows
+
 
 def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-    """Gathers one sequence: [num_blocks, kv_heads, block_size, head_dim] -> fp32 [kv_heads, context_len, head_dim]."""
+    """Gathers one sequence: [num_blocks, kv_heads, block_size, row_width] -> fp32 [kv_heads, context_len, head_dim]."""
     rows = cache[block_ids.long()].transpose(0, 1).flatten(1, 2)
-    return rows[:, :context_len].float()
+    return dequantize_rows(rows[:, :context_len])
 
 
 def _attend(

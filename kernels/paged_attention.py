@@ -30,8 +30,8 @@ def paged_attention(
     """Computes attention for one query per sequence.
 
     q: [num_seqs, num_heads, head_dim] bf16 or fp32, last dimension contiguous; head_dim a multiple of 8.
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], last dimension contiguous, otherwise any
-        strides.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, row_width] of q's dtype, int8 or float8_e4m3fn
+        (`kernels.kv_cache`), last dimension contiguous, otherwise any strides.
     block_table: int32 [num_seqs, max_blocks]; entries of blocks without a visible key are not read.
     context_lens: int32 [num_seqs], including the current token, whose K and V are already written; 0 gives a row of
         zeros.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import count_fallback
+from kernels.kv_cache import EIGHT_BITS, head_dim_of, quantize_rows
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -35,12 +36,12 @@ def write_blocks_reference(
     """Reference for `write_blocks`, in plain torch."""
     if cos_sin is not None:
         q.copy_(_rotate(q, positions, cos_sin))
-        k = _rotate(k, positions, cos_sin)
+        k = _rotate(k.float() if key_cache.dtype in EIGHT_BITS else k, positions, cos_sin)  # rounded once
     kept = slot_mapping >= 0
     slots, block_size = slot_mapping[kept], key_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, offsets] = k[kept]
-    value_cache[blocks, :, offsets] = v[kept]
+    key_cache[blocks, :, offsets] = quantize_rows(k[kept], key_cache.dtype)
+    value_cache[blocks, :, offsets] = quantize_rows(v[kept], value_cache.dtype)
 
 
 def write_blocks(
@@ -58,21 +59,21 @@ def write_blocks(
     q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; may be strided views of a fused qkv output.
     positions: int64 [T].
     slot_mapping: int64 [T] = block * block_size + offset; for a negative slot, nothing is written.
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], strided, of q's dtype; on a GPU also
-        float8_e4m3fn, to which values are rounded, saturating at +-448.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, row_width], strided, of q's dtype or float8_e4m3fn,
+        on a CPU also int8 (`kernels.kv_cache`). Rotated numbers are rounded once.
     cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.
     Raises ValueError if shapes or dtypes do not fit. The C++ path also raises it for a slot or position out of range,
     before anything is written.
     """
     triton = on_triton(q)
-    cache_dtypes = (q.dtype, torch.float8_e4m3fn) if triton else (q.dtype,)
+    cache_dtypes = (q.dtype, torch.float8_e4m3fn) if triton else (q.dtype, *EIGHT_BITS)
     if not (q.dtype == k.dtype == v.dtype and key_cache.dtype == value_cache.dtype in cache_dtypes):
         raise ValueError("q, k, v and the caches differ in dtype")
     if not (positions.dtype == slot_mapping.dtype == torch.int64 and positions.shape == slot_mapping.shape):
         raise ValueError("positions and slot_mapping must be int64 [T]")
     if not q.shape[0] == k.shape[0] == v.shape[0] == positions.shape[0]:
         raise ValueError("q, k, v and positions differ in the number of tokens")
-    if k.shape != v.shape or k.shape[1:] != (key_cache.shape[1], key_cache.shape[3]) or q.shape[2] != k.shape[2]:
+    if k.shape != v.shape or k.shape[1:] != (key_cache.shape[1], head_dim_of(key_cache)) or q.shape[2] != k.shape[2]:
         raise ValueError("k, v [T, kv_heads, head_dim] do not fit the caches")
     if cos_sin is not None and (cos_sin.dtype != torch.float32 or cos_sin.shape[1] > q.shape[2]):
         raise ValueError("cos_sin must be fp32 [max_pos, rotary_dim <= head_dim]")

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from common.errors import StartupError
 from common.settings import AttentionBackend, Settings, settings_config
+from common.types import KvCacheDType
 from loadtest.batching import MODEL
 from loadtest.latency import percentile_ms
 from looseleaf import LLM, AsyncClient
@@ -45,7 +46,7 @@ class ThroughputSettings(Settings):
     attention_library: str | None = None
     deterministic: bool = False
     enforce_eager: bool = False
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    kv_cache_dtype: KvCacheDType = "auto"
     max_num_batched_tokens: int = Field(512, ge=1, description="most tokens in a prefill step")
 
 

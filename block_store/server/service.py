@@ -73,7 +73,8 @@ class BlockStoreServicer:
             )
         if arena.layout.fingerprint != layout.fingerprint:
             raise FailedPrecondition(
-                f"worker {request.worker_id} has a different KV layout from the arena in {arena.directory}"
+                f"worker {request.worker_id} has a different KV layout ({layout.summary}) from the arena in "
+                f"{arena.directory} ({arena.layout.summary})"
             )
         if request.floor_blocks > arena.num_blocks:
             raise FailedPrecondition(
@@ -137,7 +138,10 @@ class BlockStoreServicer:
         if self._made.done():  # the future of an arena that has since been lost
             self._made = asyncio.get_running_loop().create_future()
         if self._needs and self._layout is not None and self._layout.fingerprint != layout.fingerprint:
-            raise FailedPrecondition(f"worker {request.worker_id} has a different KV layout from the workers before it")
+            raise FailedPrecondition(
+                f"worker {request.worker_id} has a different KV layout ({layout.summary}) from the workers before it "
+                f"({self._layout.summary})"
+            )
         if self._needs and self._device_uuid != request.device_uuid:
             raise FailedPrecondition(
                 f"worker {request.worker_id} runs on a different device from the workers before it"
@@ -222,6 +226,7 @@ def _inspect_response(arena: Arena, moment: Inspection) -> pb.InspectResponse:
         blocks=[_block_info(i, block) for i, block in enumerate(moment.blocks)],
         block_size=arena.layout.block_size, block_bytes=arena.block_bytes,
         memory=cast("pb.ArenaMemory", int(arena.placement.memory)), device_uuid=arena.placement.device_uuid,
+        kv_dtype=arena.layout.kv_dtype or "",
     )  # fmt: skip
 
 

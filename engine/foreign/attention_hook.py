@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.errors import UnsupportedModel
 from engine.models.attention import LayerCache, StepMetadata
+from kernels.kv_cache import head_dim_of
 from kernels.recurrence import Recurrence, StateBatch, convolution, recurrence
 from kernels.write_blocks import write_blocks
 
@@ -183,7 +184,7 @@ class Pass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
         """Answers one layer (see `Call.attend`)."""
         step, cache = self.step, self.caches[layer]
-        wide, value_dim = cache.keys.shape[3], v.shape[2]
+        wide, value_dim = head_dim_of(cache.keys), v.shape[2]
         q, k, v = _padded(q, wide), _padded(k, wide), _padded(v, wide)
         provider, group = step.by_layer[layer]
         write_blocks(q, k, v, step.positions, group.slot_mapping, cache.keys, cache.values, None)

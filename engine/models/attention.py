@@ -61,7 +61,7 @@ class StepMetadata:
 class LayerCache:
     """One layer's view of the arena."""
 
-    keys: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim], strided
+    keys: torch.Tensor  # [num_blocks, kv_heads, block_size, row_width] (kernels.kv_cache), strided
     values: torch.Tensor  # as keys
 
 

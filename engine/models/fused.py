@@ -22,6 +22,7 @@ from engine.step import StepInput
 from kernels.cpu import amx, linear_int
 from kernels.cpu.forward import Group, Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
 from kernels.cpu.loader import current
+from kernels.cpu.ops import kv_type
 from kernels.linear import PackedLinear
 
 
@@ -30,8 +31,8 @@ def objection(decoder: Decoder, caches: Sequence[LayerCache]) -> str | None:
     if entry(current()) is None:
         return "no C++ kernels are in use"
     dtype = decoder.embed.dtype
-    if dtype not in (torch.bfloat16, torch.float32) or caches[0].keys.dtype != dtype:
-        return f"it takes neither {dtype} nor blocks of another type"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"it does not take {dtype}"
     found = {linear.how for linear in _linears(decoder)} - {"amx", "simd", "int4", "int8"}
     return f"linears run on {', '.join(sorted(found))}" if found else None
 
@@ -123,8 +124,8 @@ def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.
         num_experts=experts.count if experts else 0, per_token=experts.per_token if experts else 0,
         renormalize=experts.renormalize if experts else 0, round_weights=experts.round_weights if experts else 0,
         num_blocks=keys.shape[0], block_size=keys.shape[2], cache_block=block, cache_head=head, cache_slot=slot,
-        eps=c.norm_eps, scale=c.scale_of_scores, softcap=c.softcap or 0.0, logits_softcap=c.logits_softcap or 0.0,
-        embed_scale=torch.tensor(c.embed_scale, dtype=dtype).item(),
+        kv_type=kv_type(keys, decoder.embed), eps=c.norm_eps, scale=c.scale_of_scores, softcap=c.softcap or 0.0,
+        logits_softcap=c.logits_softcap or 0.0, embed_scale=torch.tensor(c.embed_scale, dtype=dtype).item(),
     )  # fmt: skip
 
 

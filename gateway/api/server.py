@@ -235,4 +235,6 @@ async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) ->
         return False
     names = ("free", "reserved", "sealed", "cached", "quarantine")
     metrics.set_blocks({name: getattr(reply, name) for name in names})
+    if reply.arena_id:
+        metrics.set_block_bytes(reply.block_bytes, reply.kv_dtype, reply.block_size)
     return True

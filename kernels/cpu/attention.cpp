@@ -15,10 +15,11 @@ namespace {
 std::atomic<bool> prefetching{true};
 constexpr int TILE_ROWS = 48;  // query rows that share packed keys; no effect on bits
 
-template <class T>
+template <class T, class E>
 struct Attention {
     T* out;
-    const T *q, *k, *v;
+    const T* q;
+    const E *k, *v;
     const int32_t *block_table, *context_lens, *cu;
     int64_t out_token, out_head, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row;
     int64_t num_blocks, max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window;
@@ -34,6 +35,15 @@ struct Attention {
     int64_t q_len(int64_t seq) const { return cu ? cu[seq + 1] - cu[seq] : 1; }
     int64_t position(int64_t seq, int64_t i) const { return context_lens[seq] - q_len(seq) + i; }
     int64_t first_key(int64_t pos) const { return window && pos >= window ? pos - window + 1 : 0; }
+
+    void pack_q(Tile<T, E>& t, int row, const T* from) const {
+        if constexpr (IN_INTEGERS<T, E>)
+            t.q_scales[row] = DotOf<T, E>::pack_q(t.q_row(row), from, int(d));
+        else if constexpr (IS_8_BITS<E>)
+            Words<T>::pack_q(t.q_row(row), from, int(d));
+        else
+            Dot<T>::pack_q(t.q_row(row), from, int(d));
+    }
 
     int check() const {
         if (cu && (cu[0] != 0 || cu[num_seqs] != total_q)) return 2;
@@ -52,12 +62,12 @@ struct Attention {
     }
 
     // Sets the tile up for query tokens [i0, i0 + n) of a sequence and the heads of one KV head.
-    void begin(Tile<T>& t, Scratch& scratch, int64_t seq, int64_t kv_head, int64_t i0, int n) const {
+    void begin(Tile<T, E>& t, Scratch& scratch, int64_t seq, int64_t kv_head, int64_t i0, int n) const {
         const int g = group(), rows = n * g;
-        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale, softcap);
+        t.place(scratch.reserve(Tile<T, E>::bytes(rows, int(d))), rows, int(d), scale, softcap);
         for (int r = 0; r < rows; ++r) {
             const T* row = q + (q_begin(seq) + i0 + r / g) * q_token + (kv_head * g + r % g) * q_head;
-            Dot<T>::pack_q(t.q_row(r), row, int(d));
+            pack_q(t, r, row);
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f;
         }
         if (!shared_pieces.empty() && shared_pieces[seq]) {
@@ -69,7 +79,7 @@ struct Attention {
     }
 
     // Computes the piece of keys [base, base + PIECE) for the tile; returns false if no row sees any of it.
-    bool piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i0, int64_t base) const {
+    bool piece(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t i0, int64_t base) const {
         const int g = group();
         int lo = PIECE, hi = 0;
         for (int r = 0; r < t.rows; ++r) {
@@ -86,46 +96,55 @@ struct Attention {
         return true;
     }
 
-    // Lists pointers to the keys and values of positions [from, to).
-    void locate(const T** keys, const T** values, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
-        for (int64_t at = from; at < to;) {
-            int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
-            const T* key = k + id * k_block + kv_head * k_head;
-            const T* value = v + id * v_block + kv_head * v_head;
-            for (; at < to && slot < block_size; ++at, ++slot)
-                *keys++ = key + slot * k_slot, *values++ = value + slot * v_slot;
+    // Lists pointers to the keys and values of positions [base + lo, base + hi), with their scales.
+    void locate(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
+        for (int at = lo; at < hi;) {
+            int64_t slot = (base + at) % block_size, id = block_table[seq * table_row + (base + at) / block_size];
+            const E* key = k + id * k_block + kv_head * k_head + slot * k_slot;
+            const E* value = v + id * v_block + kv_head * v_head + slot * v_slot;
+            for (; at < hi && slot < block_size; ++at, ++slot, key += k_slot, value += v_slot) {
+                t.keys[at] = key, t.values[at] = value;
+                if constexpr (IS_8_BITS<E>) t.key_scales[at] = scale_of(key, d), t.value_scales[at] = scale_of(value, d);
+            }
         }
     }
 
     // Adds the keys and values of positions [from, to) to the memory that is prefetched.
     void locate(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
-        const bool in_one = k_slot == d && v_slot == d;  // a block's slots are contiguous
+        const int64_t width = d + SCALE_WIDTH<E>;
+        const bool in_one = k_slot == width && v_slot == width;  // a block's slots are contiguous
         for (int64_t at = from, n; at < to; at += n) {
             const int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
             n = in_one ? std::min(to - at, block_size - slot) : 1;
-            ahead.add(k + id * k_block + kv_head * k_head + slot * k_slot, n * d);
-            ahead.add(v + id * v_block + kv_head * v_head + slot * v_slot, n * d);
+            ahead.add(k + id * k_block + kv_head * k_head + slot * k_slot, n * width);
+            ahead.add(v + id * v_block + kv_head * v_head + slot * v_slot, n * width);
         }
     }
 
     // Sets the piece's pointers. Keys outside [lo, hi) point to zeros: those slots and blocks may hold anything.
-    void locate_piece(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
+    void locate_piece(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
         std::fill(t.keys, t.keys + lo, t.zeros), std::fill(t.keys + hi, t.keys + PIECE, t.zeros);
-        locate(t.keys + lo, t.values + lo, seq, kv_head, base + lo, base + hi);
+        if constexpr (IS_8_BITS<E>)
+            for (float* scales : {t.key_scales, t.value_scales})
+                std::fill(scales, scales + lo, 0.f), std::fill(scales + hi, scales + PIECE, 0.f);
+        if constexpr (IN_INTEGERS<T, E>)
+            std::fill(t.values + lo / 4 * 4, t.values + lo, t.zeros),
+                std::fill(t.values + hi, t.values + (hi + 3) / 4 * 4, t.zeros);
+        locate(t, seq, kv_head, base, lo, hi);
     }
 
     T* out_row(int64_t seq, int64_t i, int64_t head) const {
         return out + (q_begin(seq) + i) * out_token + head * out_head;
     }
 
-    void finish(Tile<T>& t, int64_t seq, int64_t kv_head, int64_t i0) const {
+    void finish(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t i0) const {
         const int g = group();
         for (int r = 0; r < t.rows; ++r)
-            finish_row(out_row(seq, i0 + r / g, kv_head * g + r % g), t.total_o + size_t(r) * t.dpad, t.total_m[r],
-                       t.total_l[r], sinks ? sinks[kv_head * g + r % g] * LOG2E : NEG_INF, t.d);
+            finish_row<E>(out_row(seq, i0 + r / g, kv_head * g + r % g), t.total_o + size_t(r) * t.dpad, t.total_m[r],
+                          t.total_l[r], sinks ? sinks[kv_head * g + r % g] * LOG2E : NEG_INF, t.d);
     }
 
-    void merge(Tile<T>& t) const {
+    void merge(Tile<T, E>& t) const {
         for (int r = 0; r < t.rows; ++r)
             merge_row(t.total_o + size_t(r) * t.dpad, t.total_m[r], t.total_l[r], t.o + size_t(r) * t.dpad, t.m[r],
                       t.l[r], t.dpad);
@@ -167,7 +186,7 @@ struct Attention {
         }
 
         // Selects the keys to prefetch while the next piece is computed: the n keys before `to` of unit `current`.
-        void fill(Tile<T>& t, int64_t current, int64_t to, int n) {
+        void fill(Tile<T, E>& t, int64_t current, int64_t to, int n) {
             lead -= n;
             if (in < 0 || lead < 0) in = stretch, unit = current, key = to, lead = 0;
             const int want = int(std::min<int64_t>({PIECE, 2 * n, n + PIECE - lead}));
@@ -196,7 +215,7 @@ struct Attention {
         const int64_t together = std::max<int64_t>(1, most);
         team(count > 1 ? threads : 1, [&](Claims& claims) {
             static thread_local Scratch scratch;
-            Tile<T> t;
+            Tile<T, E> t;
             Following next{*this, units, tile, together, 0, claims.next()};
             while (next.first_of(next.stretch = next.next_stretch) >= 0) {
                 next.next_stretch = claims.next();
@@ -206,7 +225,7 @@ struct Attention {
         });
     }
 
-    void compute(Tile<T>& t, Scratch& scratch, Following& next, int64_t u) const {
+    void compute(Tile<T, E>& t, Scratch& scratch, Following& next, int64_t u) const {
         const Unit& w = next.units[u];
         const int n = queries(w, next.tile);
         begin(t, scratch, w.seq, w.kv_head, w.at, n);
@@ -222,7 +241,7 @@ struct Attention {
 
     // --- decode: pieces that several sequences share
 
-    size_t totals_width() const { return size_t(group()) * ((d + W - 1) / W * W + 2); }
+    size_t totals_width() const { return size_t(group()) * (Tile<T, E>::padded(int(d)) + 2); }
     const float* totals_of(int64_t seq, int64_t kv_head) const {
         return shared_totals.data() + (seq * kv_heads + kv_head) * totals_width();
     }
@@ -303,7 +322,7 @@ struct Attention {
         shared_totals.resize(num_seqs * kv_heads * totals_width());
         team(threads, [&](Claims& claims) {
             static thread_local Scratch scratch;
-            Tile<T> t;
+            Tile<T, E> t;
             for (int64_t u; (u = claims.next()) < int64_t(tiles.size()) * kv_heads;) {
                 const Together& tile = tiles[u / kv_heads];
                 together(t, scratch, tile.seqs, tile.n, tile.pieces, u % kv_heads);
@@ -312,15 +331,15 @@ struct Attention {
         shared_pieces = std::move(pieces);
     }
 
-    void together(Tile<T>& t, Scratch& scratch, const int64_t* seqs, int n, int64_t pieces, int64_t kv_head) {
+    void together(Tile<T, E>& t, Scratch& scratch, const int64_t* seqs, int n, int64_t pieces, int64_t kv_head) {
         const int g = group(), rows = n * g;
-        t.place(scratch.reserve(Tile<T>::bytes(rows, int(d))), rows, int(d), scale, softcap);
+        t.place(scratch.reserve(Tile<T, E>::bytes(rows, int(d))), rows, int(d), scale, softcap);
         for (int r = 0; r < rows; ++r) {
-            Dot<T>::pack_q(t.q_row(r), q + q_begin(seqs[r / g]) * q_token + (kv_head * g + r % g) * q_head, int(d));
+            pack_q(t, r, q + q_begin(seqs[r / g]) * q_token + (kv_head * g + r % g) * q_head);
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f, t.lo[r] = 0, t.hi[r] = PIECE;
         }
         for (int64_t p = 0; p < pieces; ++p) {
-            locate(t.keys, t.values, seqs[0], kv_head, p * PIECE, (p + 1) * PIECE);
+            locate(t, seqs[0], kv_head, p * PIECE, 0, PIECE);
             t.ahead.count = 0;
             if (prefetch && p + 1 < pieces) {
                 locate(t.ahead, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
@@ -357,12 +376,12 @@ struct Attention {
                 for (int64_t p = begins / PIECE; p * PIECE < ends; ++p) units.push_back({s, h, p});
             }
         first[num_seqs * kv_heads] = units.size();
-        const int g = group(), dpad = int((d + W - 1) / W * W);
+        const int g = group(), dpad = Tile<T, E>::padded(int(d));
         const size_t width = totals_width();
         std::vector<float> partial(units.size() * width);
         team(threads, [&](Claims& claims) {
             static thread_local Scratch scratch;
-            Tile<T> t;
+            Tile<T, E> t;
             for (size_t u; (u = claims.next()) < units.size();) {
                 begin(t, scratch, units[u].seq, units[u].kv_head, 0, 1);
                 t.ahead.count = 0;
@@ -374,7 +393,7 @@ struct Attention {
         });
         team_for(threads, num_seqs * kv_heads, [&](int64_t w) {
             static thread_local Scratch scratch;
-            Tile<T> t;
+            Tile<T, E> t;
             begin(t, scratch, w / kv_heads, w % kv_heads, 0, 1);
             for (size_t u = first[w]; u < first[w + 1]; ++u) {
                 const float* p = partial.data() + u * width;
@@ -408,22 +427,22 @@ LL_EXPORT int ll_attention_prefetch(int64_t on) {
 }
 
 // Layouts are as in kernels/paged_prefill.py. A null cu_seqlens_q: one query per sequence. A window or softcap of 0, or null
-// sinks: none. Strides are in elements.
+// sinks: none. Strides are in elements. kv_type: that of k and v, see entries.h.
 LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
                            const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
                            int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,
                            int64_t k_slot, int64_t v_block, int64_t v_head, int64_t v_slot, int64_t table_row,
                            int64_t num_blocks, int64_t max_blocks, int64_t total_q, int64_t num_seqs, int64_t heads,
                            int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t is_bf16,
-                           int64_t threads, const float* sinks, float scale, float softcap) {
-    auto run = [&](auto tag) {
-        using T = decltype(tag);
-        ll::Attention<T> a{static_cast<T*>(out), static_cast<const T*>(q), static_cast<const T*>(k),
-                           static_cast<const T*>(v), block_table, context_lens, cu_seqlens_q, out_token, out_head,
-                           q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row, num_blocks,
-                           max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale, softcap, sinks,
-                           ll::prefetching};
+                           int64_t kv_type, int64_t threads, const float* sinks, float scale, float softcap) {
+    return ll::for_types(is_bf16, kv_type, [&](auto q_tag, auto kv_tag) {
+        using T = decltype(q_tag);
+        using E = decltype(kv_tag);
+        ll::Attention<T, E> a{static_cast<T*>(out), static_cast<const T*>(q), static_cast<const E*>(k),
+                              static_cast<const E*>(v), block_table, context_lens, cu_seqlens_q, out_token, out_head,
+                              q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row, num_blocks,
+                              max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale, softcap,
+                              sinks, ll::prefetching};
         return a.run(int(threads));
-    };
-    return is_bf16 ? run(ll::bf16{}) : run(float{});
+    });
 }

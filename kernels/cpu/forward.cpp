@@ -37,7 +37,7 @@ struct Model {
     Linear lm_head;
     int64_t num_layers, vocab, heads, kv_heads, d, max_pos, rotary, is_bf16;
     int64_t inner, gelu, wide_norms, num_experts, per_token, renormalize, round_weights;
-    int64_t num_blocks, block_size, cache_block, cache_head, cache_slot;
+    int64_t num_blocks, block_size, cache_block, cache_head, cache_slot, kv_type;
     float eps, scale, softcap, logits_softcap, embed_scale;  // scale and softcap of attention's scores; softcap 0: none
 };
 
@@ -155,13 +155,13 @@ struct Forward {
                                         qkv_width, m.d, qkv_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head,
                                         m.cache_slot, m.cache_block, m.cache_head, m.cache_slot, p.num_tokens, m.heads,
                                         m.kv_heads, m.d, m.num_blocks, m.block_size, m.max_pos, m.rotary, m.is_bf16,
-                                        p.threads))
+                                        m.kv_type, p.threads))
             return error;
         return ll_attention(attended, qkv, layer.keys, layer.values, group.table, p.context_lens, p.cu_seqlens_q,
                             q_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block,
                             m.cache_head, m.cache_slot, group.table_row, m.num_blocks, group.table_width, p.num_tokens,
-                            p.num_seqs, m.heads, m.kv_heads, m.block_size, m.d, layer.window, m.is_bf16, p.threads,
-                            nullptr, m.scale, m.softcap);
+                            p.num_seqs, m.heads, m.kv_heads, m.block_size, m.d, layer.window, m.is_bf16, m.kv_type,
+                            p.threads, nullptr, m.scale, m.softcap);
     }
 
     // Moves row rows[i] of `from` to row i, in place; rows ascend, which the caller has checked.

@@ -57,6 +57,7 @@ class Model(ctypes.Structure):
         *((name, I64) for name in ("is_bf16", "inner", "gelu", "wide_norms")),
         *((name, I64) for name in ("num_experts", "per_token", "renormalize", "round_weights")),
         *((name, I64) for name in ("num_blocks", "block_size", "cache_block", "cache_head", "cache_slot")),
+        ("kv_type", I64),
         *((name, F32) for name in ("eps", "scale", "softcap", "logits_softcap", "embed_scale")),
     ]
 

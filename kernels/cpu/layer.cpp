@@ -1,6 +1,8 @@
 // The rest of a layer: RMS norm, the elementwise half of a gated MLP, RoPE with the write into slots, and block copies.
 // One thread always computes a whole row (or token, or block), in an order fixed by its length.
-#include "simd.h"
+#include <vector>
+
+#include "eight_bits.h"
 #include "team.h"
 
 namespace ll {
@@ -57,8 +59,8 @@ void gate_mul_row(T* out, const T* x, int64_t n) {
 }
 
 // Rotates src into dst, which may be src. Dimensions from `rotary` on are copied.
-template <class T>
-void rotate(T* dst, const T* src, const float* cos_sin, int64_t rotary, int64_t d) {
+template <class D, class T>
+void rotate(D* dst, const T* src, const float* cos_sin, int64_t rotary, int64_t d) {
     const int64_t half = rotary / 2;
     for_vectors(half, [&](int64_t i, auto n) {
         vf cos = load_upto(cos_sin + i, n), sin = load_upto(cos_sin + half + i, n);
@@ -66,15 +68,34 @@ void rotate(T* dst, const T* src, const float* cos_sin, int64_t rotary, int64_t 
         store_upto(dst + i, a * cos - b * sin, n);
         store_upto(dst + half + i, b * cos + a * sin, n);
     });
-    if (dst != src) std::memcpy(dst + 2 * half, src + 2 * half, (d - 2 * half) * sizeof(T));
+    if constexpr (std::is_same_v<D, T>) {
+        if (dst != src) std::memcpy(dst + 2 * half, src + 2 * half, (d - 2 * half) * sizeof(T));
+    } else {
+        for_vectors(d - 2 * half, [&](int64_t i, auto n) {
+            store_upto(dst + 2 * half + i, load_upto(src + 2 * half + i, n), n);
+        });
+    }
 }
 
-template <class T>
+// Rotates src into a row of a cache, rounded once. A rotary of 0 copies.
+template <class E, class T>
+void write_row(E* row, const T* src, const float* cos_sin, int64_t rotary, int64_t d) {
+    if constexpr (IS_8_BITS<E>) {
+        static thread_local std::vector<float> exact;
+        exact.resize(d);
+        rotate(exact.data(), src, cos_sin, rotary, d);
+        store_row(row, exact.data(), d);
+    } else {
+        rotate(row, src, cos_sin, rotary, d);
+    }
+}
+
+template <class T, class E>
 struct Write {
     T *q;
     const T *k, *v;
     const int64_t *positions, *slots;
-    T *key_cache, *value_cache;
+    E *key_cache, *value_cache;
     const float* cos_sin;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot;
     int64_t tokens, heads, kv_heads, d, num_blocks, block_size, max_pos, rotary;
@@ -97,14 +118,10 @@ struct Write {
         if (slots[t] < 0) return;
         const int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
         for (int64_t h = 0; h < kv_heads; ++h) {
-            T* key = key_cache + block * kc_block + h * kc_head + slot * kc_slot;
-            const T* from = k + t * k_token + h * k_head;
-            if (row)
-                rotate(key, from, row, rotary, d);
-            else
-                std::memcpy(key, from, d * sizeof(T));
-            std::memcpy(value_cache + block * vc_block + h * vc_head + slot * vc_slot, v + t * v_token + h * v_head,
-                        d * sizeof(T));
+            E* key = key_cache + block * kc_block + h * kc_head + slot * kc_slot;
+            E* value = value_cache + block * vc_block + h * vc_head + slot * vc_slot;
+            write_row(key, k + t * k_token + h * k_head, row, row ? rotary : 0, d);
+            write_row(value, v + t * v_token + h * v_head, nullptr, 0, d);
         }
     }
 
@@ -184,16 +201,16 @@ LL_EXPORT int ll_write_blocks(void* q, const void* k, const void* v, const int64
                               int64_t kc_block, int64_t kc_head, int64_t kc_slot, int64_t vc_block, int64_t vc_head,
                               int64_t vc_slot, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
                               int64_t num_blocks, int64_t block_size, int64_t max_pos, int64_t rotary,
-                              int64_t is_bf16, int64_t threads) {
-    auto run = [&](auto tag) {
-        using T = decltype(tag);
-        ll::Write<T> w{static_cast<T*>(q), static_cast<const T*>(k), static_cast<const T*>(v), positions, slots,
-                       static_cast<T*>(key_cache), static_cast<T*>(value_cache), cos_sin, q_token, q_head, k_token,
-                       k_head, v_token, v_head, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, tokens,
-                       heads, kv_heads, d, num_blocks, block_size, max_pos, rotary};
+                              int64_t is_bf16, int64_t kv_type, int64_t threads) {
+    return ll::for_types(is_bf16, kv_type, [&](auto q_tag, auto kv_tag) {
+        using T = decltype(q_tag);
+        using E = decltype(kv_tag);
+        ll::Write<T, E> w{static_cast<T*>(q), static_cast<const T*>(k), static_cast<const T*>(v), positions, slots,
+                          static_cast<E*>(key_cache), static_cast<E*>(value_cache), cos_sin, q_token, q_head, k_token,
+                          k_head, v_token, v_head, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, tokens,
+                          heads, kv_heads, d, num_blocks, block_size, max_pos, rotary};
         return w.run(int(threads));
-    };
-    return is_bf16 ? run(ll::bf16{}) : run(float{});
+    });
 }
 
 LL_EXPORT int ll_copy_blocks(const char* src, char* dst, const int64_t* src_ids, const int64_t* dst_ids,

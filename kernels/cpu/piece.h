@@ -76,16 +76,16 @@ struct Ahead {
 };
 
 // A tile of query rows, with all intermediate results. A row is a pair of a query token and a head of the KV head's
-// group.
-template <class T>
+// group. Queries have the type T; keys and values have the type E, which is T or a type of 8 bits.
+template <class T, class E>
 struct Tile {
-    int rows, d, dpad, words;  // dpad: head_dim rounded up to a multiple of W; words: 32-bit words of a key
+    int rows, d, dpad, words;  // dpad: padded(d); words: 32-bit words of a key
     float scale, softcap;      // softcap 0: none
     float* qpack;              // [rows, words, TERMS]
     float* kpack;              // [words, PANEL, W]
     float* scores;             // [rows, PIECE], then weights
     float* o;                  // [rows, dpad] output of this piece, with columns in the order of Columns
-    T* zeros;                  // [d]
+    E* zeros;                  // [d]
     float* m;                  // [rows] maximum in this piece, in log2 units; NEG_INF: the row sees no key in it
     float* l;                  // [rows] sum of weights in this piece
     float* total_o;            // [rows, dpad] output of all pieces so far; likewise total_m, total_l
@@ -93,102 +93,134 @@ struct Tile {
     float* total_l;
     int* lo;                   // [rows] first visible key, relative to the piece
     int* hi;                   // [rows] one past the last visible key
-    const T* keys[PIECE];      // [d] each; `zeros` for a key that no row of the tile sees
-    const T* values[PIECE];
+    const E* keys[PIECE];      // [d] each; `zeros` for a key that no row of the tile sees
+    const E* values[PIECE];
+    float key_scales[PIECE];   // of keys and values of 8 bits; 0 for a key that no row of the tile sees
+    float value_scales[PIECE];
+    int16_t* weights;          // [rows, PIECE], if IN_INTEGERS; likewise the scales of each row's query and weights
+    float *q_scales, *weight_scales;
     Ahead ahead;
 
+    // The number of columns of an output: d, rounded up to those that are computed together.
+    static int padded(int d) {
+        constexpr int TO = IN_INTEGERS<T, E> ? INTEGER_COLUMNS : W;
+        return (d + TO - 1) / TO * TO;
+    }
     static size_t bytes(int rows, int d) {
-        size_t dpad = (d + W - 1) / W * W;
-        size_t floats = size_t(rows) * (d + PIECE + 2 * dpad + 8) + size_t(PANEL) * W * d + d + 16 * 16;
+        size_t dpad = padded(d), integers = IN_INTEGERS<T, E> ? PIECE / 2 : 0;
+        size_t floats = size_t(rows) * (d + PIECE + integers + 2 * dpad + 10) + size_t(PANEL) * W * d + d + 16 * 20;
         return floats * 4;
     }
     void place(char* base, int rows_, int d_, float scale_, float softcap_) {
-        rows = rows_, d = d_, dpad = (d + W - 1) / W * W, words = d / Dot<T>::PER_WORD;
+        rows = rows_, d = d_, dpad = padded(d), words = d / DotOf<T, E>::PER_WORD;
         scale = scale_, softcap = softcap_;
         float* p = reinterpret_cast<float*>(base);
         auto take = [&](size_t n) { float* r = p; p += (n + 15) & ~size_t(15); return r; };
         kpack = take(size_t(PANEL) * W * words), scores = take(size_t(rows) * PIECE), o = take(size_t(rows) * dpad);
-        total_o = take(size_t(rows) * dpad), qpack = take(size_t(rows) * words * Dot<T>::TERMS);
+        total_o = take(size_t(rows) * dpad), qpack = take(size_t(rows) * words * DotOf<T, E>::TERMS);
+        q_scales = take(rows), weight_scales = take(rows);
+        weights = reinterpret_cast<int16_t*>(take(IN_INTEGERS<T, E> ? size_t(rows) * PIECE / 2 : 0));
         m = take(rows), l = take(rows), total_m = take(rows), total_l = take(rows);
         lo = reinterpret_cast<int*>(take(rows)), hi = reinterpret_cast<int*>(take(rows));
-        zeros = reinterpret_cast<T*>(take(d));
-        std::memset(zeros, 0, d * sizeof(T));
+        zeros = reinterpret_cast<E*>(take(d));
+        std::memset(zeros, 0, d * sizeof(E));
     }
-    float* q_row(int row) const { return qpack + size_t(row) * words * Dot<T>::TERMS; }
+    float* q_row(int row) const { return qpack + size_t(row) * words * DotOf<T, E>::TERMS; }
 };
 
 // Packs vector g of the piece (W keys) into position `at` of the panel, transposed: a packed vector holds one word of
 // each of the W keys.
-template <class T, bool AHEAD>
-void pack_keys(Tile<T>& t, int g, int at) {
+template <class T, class E, bool AHEAD>
+void pack_keys(Tile<T, E>& t, int g, int at) {
+    constexpr int WIDTH = DotOf<T, E>::PER_WORD;
+    constexpr bool CONVERTS = IS_8_BITS<E> && !IN_INTEGERS<T, E>;
     float* dst = t.kpack + at * W;
     vf block[W];
     int s = 0;
     for (; s + W <= t.words; s += W, dst += PANEL * W * W) {
-        if constexpr (AHEAD) t.ahead.ask(W * W * 3 / 64);
-        const char* from[W];
+        if constexpr (AHEAD) t.ahead.ask(W * W * WIDTH * int(sizeof(E)) * 3 / 256);
+        if constexpr (CONVERTS) {
 #pragma GCC unroll 16
-        for (int j = 0; j < W; ++j) from[j] = reinterpret_cast<const char*>(t.keys[g * W + j]) + s * sizeof(float);
-        load_transposed(from, block);
+            for (int j = 0; j < W; ++j) block[j] = Words<T>::of(t.keys[g * W + j] + s * WIDTH, W);
+            transpose(block);
+        } else {
+            const char* from[W];
+#pragma GCC unroll 16
+            for (int j = 0; j < W; ++j) from[j] = reinterpret_cast<const char*>(t.keys[g * W + j]) + s * sizeof(float);
+            load_transposed(from, block);
+        }
 #pragma GCC unroll 16
         for (int j = 0; j < W; ++j) store(dst + j * PANEL * W, block[j]);
     }
     if (s == t.words) return;
-    for (int j = 0; j < W; ++j)
-        block[j] = load_n(reinterpret_cast<const float*>(t.keys[g * W + j]) + s, t.words - s);
+    for (int j = 0; j < W; ++j) {
+        const E* key = t.keys[g * W + j] + s * WIDTH;
+        if constexpr (CONVERTS)
+            block[j] = Words<T>::of(key, t.words - s);
+        else
+            block[j] = load_n(reinterpret_cast<const float*>(key), t.words - s);
+    }
     transpose(block);
     for (int j = 0; s + j < t.words; ++j) store(dst + j * PANEL * W, block[j]);
 }
 
-template <class T, int R, int C, int TERM>
+template <class D, int R, int C, int TERM>
 LL_INLINE void score_term(const float* k, const float* q, int q_width, vf (&acc)[R][C]) {
     vf kv[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) kv[c] = Dot<T>::template term<TERM>(load(k + c * W));
+    for (int c = 0; c < C; ++c) kv[c] = D::template term<TERM>(load(k + c * W));
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         const float word = q[size_t(r) * q_width + TERM];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) acc[r][c] = Dot<T>::madd(kv[c], word, acc[r][c]);
+        for (int c = 0; c < C; ++c) acc[r][c] = D::madd(kv[c], word, acc[r][c]);
     }
 }
 
 // Scores R rows, starting at `row`, against C vectors of the panel, starting at `at`. The panel begins with vector g of
 // the piece.
-template <class T, int R, int C, bool AHEAD>
-void score_block(Tile<T>& t, int row, int at, int g) {
-    using D = Dot<T>;
+template <class T, class E, int R, int C, bool AHEAD>
+void score_block(Tile<T, E>& t, int row, int at, int g) {
+    using D = DotOf<T, E>;
     vf acc[R][C] = {};
     const int q_width = t.words * D::TERMS;
     const float *k = t.kpack + at * W, *q = t.q_row(row);
     for (int s = 0, end; s < t.words; s = end) {
         end = std::min(t.words, s + 8);
-        if constexpr (AHEAD) t.ahead.ask(std::max(1, C * W / 6));
+        if constexpr (AHEAD) t.ahead.ask(std::max(1, C * W * D::PER_WORD * int(sizeof(E)) / 24));
         for (int i = s; i < end; ++i, k += PANEL * W, q += D::TERMS) {
-            score_term<T, R, C, 0>(k, q, q_width, acc);
-            if constexpr (D::TERMS == 2) score_term<T, R, C, 1>(k, q, q_width, acc);
+            score_term<D, R, C, 0>(k, q, q_width, acc);
+            if constexpr (D::TERMS == 2) score_term<D, R, C, 1>(k, q, q_width, acc);
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(t.scores + size_t(row + r) * PIECE + (g + at + c) * W, acc[r][c]);
+        for (int c = 0; c < C; ++c) {
+            const int key = (g + at + c) * W;
+            if constexpr (IN_INTEGERS<T, E>) acc[r][c] = D::sum(acc[r][c]) * splat(t.q_scales[row + r]);
+            if constexpr (IS_8_BITS<E>) acc[r][c] *= load(t.key_scales + key);
+            store(t.scores + size_t(row + r) * PIECE + key, acc[r][c]);
+        }
 }
 
-template <class T, int R, bool AHEAD>
-void score_rows(Tile<T>& t, int row, int g, int n) {
-    constexpr int C = columns_beside(R) == 2 && R + Dot<T>::TERMS <= 5 ? 3 : columns_beside(R);  // bf16: 4 x 3 spills
+template <class T, class E, int R, bool AHEAD>
+void score_rows(Tile<T, E>& t, int row, int g, int n) {
+    constexpr int C = columns_beside(R) == 2 && R + DotOf<T, E>::TERMS <= 5 ? 3 : columns_beside(R);  // bf16: 4 x 3 spills
     int at = 0;
-    for (; at + C <= n; at += C) score_block<T, R, C, AHEAD>(t, row, at, g);
-    for (; at + 2 <= n; at += 2) score_block<T, R, 2, AHEAD>(t, row, at, g);
-    if (at < n) score_block<T, R, 1, AHEAD>(t, row, at, g);
+    for (; at + C <= n; at += C) score_block<T, E, R, C, AHEAD>(t, row, at, g);
+    for (; at + 2 <= n; at += 2) score_block<T, E, R, 2, AHEAD>(t, row, at, g);
+    if (at < n) score_block<T, E, R, 1, AHEAD>(t, row, at, g);
 }
 
-// Replaces one row's scores by weights 2^(score * scale - m), and by 0 for the rest of the tile's range [lo, hi).
-template <class T>
-void softmax_row(Tile<T>& t, int row, int lo, int hi) {
+// Replaces one row's scores by weights 2^(score * scale - m), and by 0 for the rest of the tile's range [lo, hi). Weights
+// of values of 8 bits are multiplied by the values' scales after they have been summed.
+template <class T, class E>
+void softmax_row(Tile<T, E>& t, int row, int lo, int hi) {
     float* x = t.scores + size_t(row) * PIECE;
     const int first = t.lo[row], last = t.hi[row];
     if (first >= last) {
         t.m[row] = NEG_INF, t.l[row] = 0.f;
+        if constexpr (IN_INTEGERS<T, E>)
+            std::memset(t.weights + size_t(row) * PIECE, 0, PIECE * sizeof(int16_t)), t.weight_scales[row] = 0.f;
         std::memset(x + lo / W * W, 0, size_t((hi + W - 1) / W - lo / W) * W * sizeof(float));
         return;
     }
@@ -214,14 +246,27 @@ void softmax_row(Tile<T>& t, int row, int lo, int hi) {
     for (int g = lo / W; g * W < hi; ++g) {
         vf weight = seen(g, exp2v(fma(load(x + g * W), scale, minus_m)), 0.f);
         sum += weight;
+        if constexpr (IS_8_BITS<E>) weight = seen(g, weight * load(t.value_scales + g * W), 0.f);
         store(x + g * W, weight);
     }
     t.m[row] = m, t.l[row] = hsum(sum);
+    if constexpr (IN_INTEGERS<T, E>) {
+        vf most = {}, spoiled = {};
+        for (int g = lo / W; g * W < hi; ++g) {
+            const vf v = load(x + g * W);
+            most = vmax(v, most), spoiled += v - v;
+        }
+        const float largest = hmax(most);
+        const vf inverse = splat(largest >= LEAST_MAGNITUDE ? MOST_16 / largest : 0.f);
+        for (int g = lo / W; g * W < hi; ++g)
+            store_16(t.weights + size_t(row) * PIECE + g * W, load(x + g * W) * inverse);
+        t.weight_scales[row] = largest / MOST_16 + hsum(spoiled);
+    }
 }
 
 // Adds weight * value for keys [from, to) to C column vectors, starting at `col`, of R rows. C == 1: the last columns.
-template <class T, int R, int C, bool AHEAD>
-void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
+template <class T, class E, int R, int C, bool AHEAD>
+void value_block(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
     vf acc[R][C];
     float* o = t.o + size_t(row) * t.dpad + col;
     for (int r = 0; r < R; ++r)
@@ -229,11 +274,11 @@ void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
     const float* p = t.scores + size_t(row) * PIECE;
     for (int k = from, end; k < to; k = end) {
         end = std::min(to, k + 8);
-        if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(T) / 8);
+        if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(E) / 8);
         for (int i = k; i < end; ++i) {
             vf v[C];
             if constexpr (C > 1)
-                Columns<T>::load_block(t.values[i] + col, v);
+                Columns<E>::load_block(t.values[i] + col, v);
             else
                 v[0] = load_upto(t.values[i] + col, t.d - col);
 #pragma GCC unroll 8
@@ -249,13 +294,61 @@ void value_block(Tile<T>& t, int row, int col, int from, int to, int lo) {
             store(o + size_t(r) * t.dpad + c * W, acc[r][c] + splat(0.f));
 }
 
-template <class T, int R, bool AHEAD>
-void value_rows(Tile<T>& t, int row, int from, int to, int lo) {
+#if defined(LL_INTEGERS)
+// Sets columns [col, col + INTEGER_COLUMNS) of R rows to the sums of weight * value over keys [lo, hi), in integers. Four
+// values of a column form a word. Vector j of the words has columns 4 j to 4 j + 3 of every 16; finish_row restores the
+// order.
+template <class T, class E, int R, bool AHEAD>
+void value_integers(Tile<T, E>& t, int row, int col, int lo, int hi) {
+    constexpr int N = W == 16 ? 4 : 2;  // vectors whose sums fit into the registers
+    const int left = t.d - col;
+    for (int first = 0; first < 4; first += N) {
+        vi acc[R][N] = {};
+        for (int k = lo / 4 * 4; k < hi; k += 4) {
+            if constexpr (AHEAD) t.ahead.ask(INTEGER_COLUMNS * N / 64);
+            vi v[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) v[i] = load_bytes(t.values[k + i] + col, left);
+            vi words[N];
+#pragma GCC unroll 2
+            for (int n = 0; n < N; n += 2) {
+                const bool low = first + n == 0;
+                const vi even = low ? zip_low_8(v[0], v[2]) : zip_high_8(v[0], v[2]);
+                const vi odd = low ? zip_low_8(v[1], v[3]) : zip_high_8(v[1], v[3]);
+                words[n] = zip_low_16(even, odd), words[n + 1] = zip_high_16(even, odd);
+            }
+            const int16_t* weights = t.weights + size_t(row) * PIECE + k;
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) {
+                const vi early = low_bytes(words[n]), late = high_bytes(words[n]);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    acc[r][n] = madd_pairs(early, splat_word(weights + r * PIECE), acc[r][n]);
+                    acc[r][n] = madd_pairs(late, splat_word(weights + r * PIECE + 2), acc[r][n]);
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < N; ++n)
+                store(t.o + size_t(row + r) * t.dpad + col + (first + n) * W,
+                      to_floats(acc[r][n]) * splat(t.weight_scales[row + r]));
+    }
+}
+#endif
+
+template <class T, class E, int R, bool AHEAD>
+void value_rows(Tile<T, E>& t, int row, int from, int to, int lo) {
+#if defined(LL_INTEGERS)
+    if constexpr (IN_INTEGERS<T, E>) {
+        for (int col = 0; col < t.d; col += INTEGER_COLUMNS) value_integers<T, E, R, AHEAD>(t, row, col, from, to);
+        return;
+    }
+#endif
     constexpr int C = columns_beside(R);
     int col = 0;
-    for (; col + C * W <= t.d; col += C * W) value_block<T, R, C, AHEAD>(t, row, col, from, to, lo);
-    for (; col + 2 * W <= t.d; col += 2 * W) value_block<T, R, 2, AHEAD>(t, row, col, from, to, lo);
-    for (; col < t.d; col += W) value_block<T, R, 1, false>(t, row, col, from, to, lo);
+    for (; col + C * W <= t.d; col += C * W) value_block<T, E, R, C, AHEAD>(t, row, col, from, to, lo);
+    for (; col + 2 * W <= t.d; col += 2 * W) value_block<T, E, R, 2, AHEAD>(t, row, col, from, to, lo);
+    for (; col < t.d; col += W) value_block<T, E, R, 1, false>(t, row, col, from, to, lo);
 }
 
 // Calls work(row, number of rows) for blocks of at most ROWS rows. The number of rows is a compile-time constant.
@@ -268,24 +361,25 @@ LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
 
 // Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; `keys` and `values` must
 // be set in this range.
-template <class T>
-void attend(Tile<T>& t, int lo, int hi) {
+template <class T, class E>
+void attend(Tile<T, E>& t, int lo, int hi) {
     const int end = (hi + W - 1) / W;
     const bool asks = t.ahead.count > 0;
     for (int g = lo / W; g < end; g += PANEL) {
         const int n = end - g < PANEL ? end - g : PANEL;
-        for (int i = 0; i < n; ++i) asks ? pack_keys<T, true>(t, g + i, i) : pack_keys<T, false>(t, g + i, i);
+        for (int i = 0; i < n; ++i) asks ? pack_keys<T, E, true>(t, g + i, i) : pack_keys<T, E, false>(t, g + i, i);
         for_row_blocks(0, t.rows, [&](int row, auto r) {
-            row == 0 && asks ? score_rows<T, r.value, true>(t, row, g, n)
-                                    : score_rows<T, r.value, false>(t, row, g, n);
+            row == 0 && asks ? score_rows<T, E, r.value, true>(t, row, g, n)
+                                    : score_rows<T, E, r.value, false>(t, row, g, n);
         });
     }
     for (int r = 0; r < t.rows; ++r) softmax_row(t, r, lo, hi);
-    for (int from = lo; from < hi; from += STRETCH) {
-        const int to = hi - from < STRETCH ? hi : from + STRETCH;
+    constexpr int TOGETHER = IN_INTEGERS<T, E> ? PIECE : STRETCH;
+    for (int from = lo; from < hi; from += TOGETHER) {
+        const int to = hi - from < TOGETHER ? hi : from + TOGETHER;
         for_row_blocks(0, t.rows, [&](int row, auto r) {
-            row == 0 && asks ? value_rows<T, r.value, true>(t, row, from, to, lo)
-                                    : value_rows<T, r.value, false>(t, row, from, to, lo);
+            row == 0 && asks ? value_rows<T, E, r.value, true>(t, row, from, to, lo)
+                                    : value_rows<T, E, r.value, false>(t, row, from, to, lo);
         });
     }
 }
@@ -306,7 +400,7 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
 }
 
 // Writes the row's output. sink: a logit, in log2 units, that is part of the row's sum but has no value; NEG_INF: none.
-template <class T>
+template <class E, class T>
 LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, float sink, int d) {
     float factor = 1.f;
     if (sink != NEG_INF && total_m != NEG_INF) {
@@ -316,9 +410,18 @@ LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float tot
     const vf l = splat(total_m == NEG_INF ? 1.f : total_l), by = splat(factor);
     auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) * by / l; };
     int i = 0;
+    if constexpr (IN_INTEGERS<T, E>) {
+        for (; i < d; i += INTEGER_COLUMNS) {
+            alignas(64) float part[INTEGER_COLUMNS], ordered[INTEGER_COLUMNS];
+            for (int j = 0; j < INTEGER_COLUMNS; j += W) store(part + j, at(i + j));
+            for (int j = 0; j < INTEGER_COLUMNS; j += 4) std::memcpy(ordered + j, part + j / 4 % 4 * W + j / 16 * 4, 16);
+            for (int j = 0; j < INTEGER_COLUMNS && i + j < d; j += W) store_upto(out + i + j, load(ordered + j), d - i - j);
+        }
+        return;
+    }
     for (; i + 2 * W <= d; i += 2 * W) {
         vf a = at(i), b = at(i + W);
-        Columns<T>::in_order(a, b);
+        Columns<E>::in_order(a, b);
         store(out + i, a), store(out + i + W, b);
     }
     for (; i < d; i += W) store_upto(out + i, at(i), d - i);

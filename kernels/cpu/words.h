@@ -1,8 +1,9 @@
 // The representation of queries, keys and values for the two products of attention: 32-bit words, each of which holds
-// one fp32 element or a pair of bf16 elements. Does not depend on pieces and tiles.
+// one fp32 element or a pair of bf16 elements. Keys of 8 bits become words of the query's dtype. Does not depend on pieces
+// and tiles.
 #pragma once
 
-#include "simd.h"
+#include "integers.h"
 
 namespace ll {
 
@@ -39,6 +40,41 @@ struct Dot<bf16> {
     static LL_INLINE vf term(vf word) { return TERM == 0 ? lower_half(word) : upper_half(word); }
     static LL_INLINE vf madd(vf k, float q, vf acc) { return fma(k, splat(q), acc); }
 #endif
+};
+
+// The dot product of queries of type T with keys of type E.
+#if defined(LL_INTEGERS)
+template <class T, class E>
+using DotOf = std::conditional_t<IN_INTEGERS<T, E>, IntegerDot, Dot<T>>;
+#else
+template <class T, class E>
+using DotOf = Dot<T>;
+#endif
+
+// Words of a key of 8 bits, without its scale. A block of 2 n elements is n pairs of bf16, (i, n + i), which takes no
+// shuffle. `pack_q` puts a query into the same order.
+template <class T>
+struct Words {
+    template <class E>
+    static LL_INLINE vf of(const E* key, int n) { return load_upto(key, n); }
+    static LL_INLINE void pack_q(float* dst, const T* q, int d) { Dot<T>::pack_q(dst, q, d); }
+};
+
+template <>
+struct Words<bf16> {
+    template <class E>
+    static LL_INLINE vf of(const E* key, int n) {
+        return (vf)((vu)load_upto(key, n) >> 16 | (vu)load_upto(key + n, n));
+    }
+    static LL_INLINE void pack_q(float* dst, const bf16* q, int d) {
+        constexpr int BLOCK = 2 * W, FLOATS = BLOCK / 2 * Dot<bf16>::TERMS;
+        for (int i = 0; i < d; i += BLOCK, dst += FLOATS) {
+            const int n = (d - i < BLOCK ? d - i : BLOCK) / 2;
+            bf16 pairs[BLOCK];
+            for (int j = 0; j < n; ++j) pairs[2 * j] = q[i + j], pairs[2 * j + 1] = q[i + n + j];
+            Dot<bf16>::pack_q(dst, pairs, 2 * n);
+        }
+    }
 };
 
 // Loads columns of a row of values as floats. 2 W columns of bf16 are widened at once: the W even ones, then the W odd

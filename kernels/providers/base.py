@@ -108,7 +108,7 @@ class AttentionProvider(Protocol):
     """Attention over block tables. One object serves one runner (one stream); `prepare` may keep data for all layers.
 
     `decode` and `prefill` have the contracts of `kernels.paged_attention` and `kernels.paged_prefill`: they map queries
-    [T, num_heads, head_dim] to the same shape; caches are [num_blocks, num_kv_heads, block_size, head_dim], strided.
+    [T, num_heads, head_dim] to the same shape; caches are [num_blocks, num_kv_heads, block_size, row_width], strided.
     """
 
     name: str
@@ -155,9 +155,9 @@ def flash_objection(spec: AttentionSpec) -> str | None:
     if spec.extras:
         return f"is not asked for {spec.extras} yet"
     if spec.dtype not in HALF_TYPES:
-        return f"takes bfloat16 and float16, not {_name(spec.dtype)}"
+        return f"takes bfloat16 and float16, not {type_name(spec.dtype)}"
     if spec.kv_dtype != spec.dtype:
-        return f"needs keys and values in the queries' {_name(spec.dtype)}, not {_name(spec.kv_dtype)}"
+        return f"needs keys and values in the queries' {type_name(spec.dtype)}, not {type_name(spec.kv_dtype)}"
     if spec.head_dim % 8 or spec.head_dim > 256:
         return f"takes head dimensions that are multiples of 8 up to 256, not {spec.head_dim}"
     return None
@@ -168,5 +168,6 @@ def slots_first(cache: Tensor) -> Tensor:
     return cache.transpose(1, 2)
 
 
-def _name(dtype: torch.dtype) -> str:
+def type_name(dtype: torch.dtype) -> str:
+    """Returns torch's name of a dtype, such as bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -10,9 +10,10 @@ from torch import Tensor
 import kernels
 from kernels.cpu.loader import current
 from kernels.environment import interprets_triton
+from kernels.kv_cache import EIGHT_BITS
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
-from kernels.providers.base import AttentionBatch, AttentionSpec, Unavailable
+from kernels.providers.base import AttentionBatch, AttentionSpec, Unavailable, type_name
 
 OLDEST_COMPUTE_CAPABILITY = (8, 0)
 FP8_COMPUTE_CAPABILITY = (8, 9)
@@ -45,8 +46,8 @@ class CpuAttention:
     def supports(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cpu":
             return f"does not run on {spec.device.type}"
-        if spec.kv_dtype != spec.dtype:
-            return "has no fp8 cache; --kv-cache-dtype fp8_e4m3 needs a GPU and provider triton"
+        if spec.kv_dtype not in (spec.dtype, *EIGHT_BITS):
+            return f"has no {type_name(spec.kv_dtype)} cache for queries in {type_name(spec.dtype)}"
         return None
 
     def prepare(self, batch: AttentionBatch) -> None:
@@ -87,6 +88,8 @@ class TritonAttention:
     def supports(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type == "cpu" and not interprets_triton():
             return "runs on a CPU only as a rehearsal under TRITON_INTERPRET=1"
+        if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
+            return f"has no {type_name(spec.kv_dtype)} cache; --kv-cache-dtype takes auto and fp8 on a GPU"
         capability = spec.compute_capability
         if capability is not None and capability < OLDEST_COMPUTE_CAPABILITY:
             return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"

@@ -83,6 +83,8 @@ def lines(map_: pb.InspectResponse, with_free: bool) -> Iterator[str]:
             yield f"{block.block:>8} {state:<10} {block.generation:>20} {prefix:<{_HASH_CHARS}} {held_by or '-'}"
     counts = Counter({name: getattr(map_, name) for name in ("free", "reserved", "sealed", "cached", "quarantine")})
     yield f"arena {map_.arena_id}: " + ", ".join(f"{n} {name}" for name, n in counts.items()) + f" of {map_.num_blocks}"
+    kind = f"of {map_.kv_dtype} keys and values" if map_.kv_dtype else "of states"
+    yield f"a block: {map_.block_size} tokens {kind}, {map_.block_bytes:,} bytes"
     for holder in map_.holders:
         yield (
             f"{holder.name} (epoch {holder.epoch}): {holder.num_references} blocks, floor {holder.floor_blocks}, "

@@ -15,7 +15,7 @@ from pydantic_settings import CliPositionalArg
 from block_store.server import sizing
 from common.group_need import floor_of
 from common.settings import Settings, settings_config
-from common.types import DTYPE_BYTES, DType, KvKind, KvSpec
+from common.types import DTYPE_BYTES, KV_SCALE_BYTES, KvCacheDType, KvKind, KvSpec, kv_dtype
 from looseleaf.serve.model_source import resolve
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PlanSettings(Settings):
     )
     sequences: int = Field(1, ge=1, description="number of sequences of that length at once")
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the same as dtype")
+    kv_cache_dtype: KvCacheDType = Field("auto", description="type of the keys and values; auto: the same as dtype")
     block_size: int | None = Field(
         None,
         ge=1,
@@ -71,8 +71,8 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     weights, factors = parameters * dtype_bytes, f"{parameters:,} parameters x {dtype_bytes} bytes"
     if config.weight_format is not None and (stored := stored_bytes(directory)):
         weights, factors = stored, f"{parameters:,} parameters, quantized"
-    kv_dtype: DType = "float8_e4m3fn" if settings.kv_cache_dtype != "auto" else settings.dtype
-    layout, groups = config.kv_groups(settings.block_size or config.default_block_size(kv_dtype), kv_dtype)
+    kv_type = kv_dtype(settings.kv_cache_dtype, settings.dtype)
+    layout, groups = config.kv_groups(settings.block_size or config.default_block_size(kv_type), kv_type)
     attends = any(group.kind is not KvKind.STATE for group in layout.groups)
     shape = f"{config.num_layers} layers, {f'{config.num_heads} query heads' if attends else 'no attention'}"
     yield f"model    {directory.name}: {shape}, implementation {config.family}"
@@ -105,8 +105,10 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
 
 
 def _per_token(group: KvSpec) -> str:
-    width = DTYPE_BYTES[group.dtype]
-    factors = f"2 x {group.num_layers} layers x {group.num_kv_heads} KV heads x {group.head_dim} x {width} bytes"
+    row = f"{group.head_dim} x {DTYPE_BYTES[group.dtype]} bytes"
+    if scale := KV_SCALE_BYTES.get(group.dtype):
+        row = f"({row} + {scale} of a scale)"
+    factors = f"2 x {group.num_layers} layers x {group.num_kv_heads} KV heads x {row}"
     return f"{factors} = {group.bytes_per_token:,} bytes a token"
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from common.settings import AttentionBackend, Settings, settings_config
+from common.settings import KV_CACHE_DTYPE, AttentionBackend, Settings, settings_config
+from common.types import KvCacheDType
 
 
 class ServeSettings(Settings):
@@ -125,7 +126,7 @@ class ServeSettings(Settings):
         False, description="make a row's bits independent of its batch; on the CPU they always are"
     )
     enforce_eager: bool = Field(False, description="disable CUDA graphs")
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field("auto", description="auto: the model's; fp8_e4m3 on a GPU")
+    kv_cache_dtype: KvCacheDType = Field("auto", description=KV_CACHE_DTYPE)
     enable_lora: bool = Field(False, description="serve LoRA adapters, which clients choose as their model")
     lora_modules: list[str] = Field(
         [], description="adapters to load at start, name=path; may be given several times, or separated by commas"

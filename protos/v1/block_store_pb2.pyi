@@ -105,7 +105,7 @@ class HolderInfo(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., name: _Optional[str] = ..., num_references: _Optional[int] = ..., lease_ms: _Optional[int] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
-    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes", "memory", "device_uuid")
+    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes", "memory", "device_uuid", "kv_dtype")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class InspectResponse(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     num_blocks: int
     free: int
@@ -132,7 +133,8 @@ class InspectResponse(_message.Message):
     block_bytes: int
     memory: ArenaMemory
     device_uuid: bytes
-    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
+    kv_dtype: str
+    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
     __slots__ = ("arena_id", "table", "ticket_epoch", "ticket_secret")

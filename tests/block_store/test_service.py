@@ -33,7 +33,7 @@ from common.types import BlockRef, KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, StoreProcess, chain, wait_until
 
-OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "bfloat16"),))
+OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "int8"),))
 
 
 @pytest.fixture
@@ -78,7 +78,8 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         running.attach("x", layout=OTHER_LAYOUT)
     assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "different KV layout" in refusal.value.details()
+    assert "different KV layout (16 tokens, int8, 768 bytes a block) from the" in refusal.value.details()
+    assert f"({LAYOUT.summary})" in refusal.value.details()
     with pytest.raises(grpc.RpcError) as refusal:
         running.attach("x", floor=10**6)
     assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.types import KvCacheDType
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
 from engine.sequence import Chunk, lay_out
@@ -34,9 +35,9 @@ def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELS_LINEAR", "simd")
 
 
-def runner_of(path: Path, dtype: str, threads: int, *, eager: bool) -> ModelRunner:
-    settings = RunnerSettings(path, dtype=dtype, num_threads=threads, enforce_eager=eager)  # type: ignore[arg-type]
-    return ModelRunner(settings)
+def runner_of(path: Path, dtype: str, threads: int, *, eager: bool, kv: KvCacheDType = "auto") -> ModelRunner:
+    how: dict[str, Any] = {"dtype": dtype, "num_threads": threads, "enforce_eager": eager, "kv_cache_dtype": kv}
+    return ModelRunner(RunnerSettings(path, **how))
 
 
 def logits_of(runner: ModelRunner, budget: int) -> list[torch.Tensor]:
@@ -58,6 +59,19 @@ def test_same_bits_as_call_by_call(family: str, dtype: str, threads: int, tmp_pa
     for budget in (16, 300):
         for one, other in zip(call_by_call, logits_of(runner, budget), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_the_bits_of_a_cache_of_8_bits_do_not_depend_on_chunks(kv: KvCacheDType, tmp_path: Path) -> None:
+    """A chunk attends to its own keys and values as the cache holds them. Neither do they on the way of the call."""
+    make_checkpoint(tmp_path, "qwen3", std=0.1)
+    call_by_call = logits_of(runner_of(tmp_path, "bfloat16", 1, eager=True, kv=kv), 300)
+    runner = runner_of(tmp_path, "bfloat16", 2, eager=False, kv=kv)
+    exact = logits_of(runner_of(tmp_path, "bfloat16", 2, eager=False), 300)
+    for budget in (7, 300):
+        for one, other in zip(call_by_call, logits_of(runner, budget), strict=True):
+            assert torch.equal(one, other)
+    assert not any(map(torch.equal, call_by_call, exact)), "nothing was rounded"
 
 
 @pytest.mark.parametrize(("name", "value"), [("token_ids", 512), ("token_ids", -1), ("positions", 1 << 20)])

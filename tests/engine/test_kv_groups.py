@@ -58,6 +58,15 @@ def test_as_many_states_share_a_block_as_fit_beside_keys_and_values() -> None:
     assert [group.layers for group in parts] == [(0, 1), (0, 1)] and len(both.groups) == 2
 
 
+def test_states_keep_their_format_beside_keys_and_values_of_8_bits() -> None:
+    layers = [LayerMemory(), LayerMemory(attends=False, state_bytes=640)]
+    layout, _ = layout_of(layers, 2, 8, "int8", 16)
+    attends, state = layout.groups
+    assert attends.bytes_per_token == 2 * 2 * (8 + 4), "eight integers and a scale"
+    assert state.block_bytes(16) == 640 and layout.kv_dtype == "int8"
+    assert layout.fingerprint != layout_of(layers, 2, 8, "float8_e4m3fn", 16)[0].fingerprint
+
+
 def test_a_state_is_needed_where_it_stands_and_nowhere_else() -> None:
     spec = KvSpec(1, 0, 0, "bfloat16", KvKind.STATE, state_bytes=64)
     assert spec.bytes_per_token == 0 and spec.block_bytes(16) == spec.block_bytes(32) == 64

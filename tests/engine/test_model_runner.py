@@ -51,7 +51,10 @@ def test_numpy_arrays_and_tensors_are_bound_without_a_copy(runner: ModelRunner) 
     ("settings", "sentence"),
     [
         ({"dtype": "float16", "device": "cpu"}, "dtype float16 needs a GPU; on a CPU use bfloat16 or float32"),
-        ({"kv_cache_dtype": "fp8_e4m3", "device": "cpu"}, "attention provider cpu has no fp8 cache; --kv-cache-dtype"),
+        (
+            {"dtype": "float32", "kv_cache_dtype": "bfloat16", "device": "cpu"},
+            "attention provider cpu has no bfloat16 cache for queries in float32",
+        ),
         ({"attention_backend": "fa3", "device": "cpu"}, "attention provider fa3 needs a GPU of compute capability 9.0"),
         ({"attention_backend": "triton", "device": "cpu"}, "provider triton runs on a CPU only as a rehearsal"),
     ],

@@ -41,7 +41,9 @@ FOREIGN = (
 transformers'."""
 QUANTIZED = ("qwen3-awq", "llama-int8", "gemma3-int4")
 """A 4-bit checkpoint, and weights that are rounded at load: of a native model, and of one defined by transformers."""
-FAMILIES = (*ARCHITECTURES.values(), *FOREIGN, *QUANTIZED)
+INT8_CACHE = "gemma2-int8kv"
+"""Keys and values of 8 bits, in layers with full attention and with windows."""
+FAMILIES = (*ARCHITECTURES.values(), *FOREIGN, *QUANTIZED, INT8_CACHE)
 TIGHT = 26
 """Blocks for each KV group, fewer than the requests need together. The largest group needs 15."""
 
@@ -66,17 +68,19 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subj
     def make(family: Any) -> Subject:
         directory = tmp_path_factory.mktemp(family)
         how: dict[str, Any] = {"seed": FAMILIES.index(family), "dtype": torch.bfloat16}
-        base, _, quantization = str(family).partition("-") if family in QUANTIZED else (family, "", None)
+        derived = family in (*QUANTIZED, INT8_CACHE)
+        base, _, quantization = str(family).partition("-") if derived else (family, "", None)
         if quantization == "awq":
             make_quantized(directory, directory / "twin", FORMATS["awq"], base, seed=3)
         elif base in ZOO:
             make_foreign(directory, ZOO[base], **how)
         else:
             make_checkpoint(directory, base, **how)
-        rounded: Any = quantization if quantization != "awq" else None
+        rounded: Any = quantization if quantization in ("int8", "int4") else None
         settings = RunnerSettings(
-            directory, num_threads=1, max_model_len=256, device="cpu", quantization=rounded, block_size=16
-        )
+            directory, num_threads=1, max_model_len=256, device="cpu", quantization=rounded, block_size=16,
+            kv_cache_dtype="int8" if family == INT8_CACHE else "auto",
+        )  # fmt: skip
         runner = ModelRunner(settings)
         assert runner.dtype == "bfloat16"
         cases, oracle = make_cases(runner.config.vocab_size), Oracle(runner)
@@ -162,6 +166,30 @@ def test_decode_killed_midway(subject: Subject, make_workers: Make) -> None:
     subject.check([asked.answer for asked in workers.answer(subject.cases, before_step=kill)])
     assert workers.num_returned >= len(subject.cases)
     workers.assert_idle()
+
+
+def test_a_block_of_8_bits_has_the_same_bytes_whatever_happened(
+    subject_of: Callable[[Any], Subject], make_workers: Make
+) -> None:
+    """Blocks of prompts in one chunk and of decode, beside those of small chunks, of copies, and of a swap."""
+    subject = subject_of(INT8_CACHE)
+    quiet = make_workers(subject)
+    quiet.answer(subject.cases)
+    written = sealed_bytes(quiet)
+    busy = make_workers(subject, budget=16, num_blocks=TIGHT, preemption="swap")
+    busy.answer(subject.cases)
+    assert busy.preemption.counts.resumed_groups > 0
+    found = sealed_bytes(busy)
+    common = written.keys() & found.keys()
+    assert len(common) >= TIGHT // 2
+    assert all(written[prefix_hash] == found[prefix_hash] for prefix_hash in common)
+
+
+def sealed_bytes(workers: Workers) -> dict[bytes, bytes]:
+    """Returns the content of each block that has a prefix hash."""
+    arena = workers.arena
+    full = arena.hashes.any(axis=1).nonzero()[0]
+    return {arena.hashes[block].tobytes(): arena.data[block].tobytes() for block in full}
 
 
 # --- tests of the tests: each path above can fail

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import cpu
+from kernels.kv_cache import dequantize_rows, quantize_rows, row_width
 
 
 @pytest.fixture(params=[*cpu.supported_isas(), "reference"])
@@ -40,7 +41,8 @@ def _two_threads() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """Sequences whose keys and values [len, kv_heads, d] are scattered over a poisoned arena."""
+    """Sequences whose keys and values [len, kv_heads, d] are scattered over a poisoned arena. For an int8
+    cache they are dequantized."""
 
     key_cache: Tensor
     value_cache: Tensor
@@ -64,14 +66,15 @@ def _scatter(
     counts = [-(-n // block_size) for n in lens]
     num_blocks, layers = sum(counts) + 3, 2
     inner = (kv_heads, block_size) if heads_first else (block_size, kv_heads)
-    arena = torch.full((num_blocks, layers, 2, *inner, d), float("nan"), dtype=dtype)
+    poison = torch.full((num_blocks, layers, 2, *inner, row_width(d, dtype) * dtype.itemsize), 0xFF, dtype=torch.uint8)
+    arena = poison.view(dtype)  # NaN, or int8 with scales that are NaN
     key_cache, value_cache = (a if heads_first else a.transpose(1, 2) for a in (arena[:, 1, 0], arena[:, 1, 1]))
     ids = torch.randperm(num_blocks, generator=g)
     table = torch.full((len(lens), max([*counts, 1]) + 1), -7, dtype=torch.int32)  # ids that no kernel may use
     keys, values, used = [], [], 0
     for i, n in enumerate(lens):
-        k = torch.randn(n, kv_heads, d, generator=g).to(dtype)
-        v = torch.randn(n, kv_heads, d, generator=g).to(dtype)
+        k = quantize_rows(torch.randn(n, kv_heads, d, generator=g), dtype)
+        v = quantize_rows(torch.randn(n, kv_heads, d, generator=g), dtype)
         first = max(0, n - window) if window else 0  # earlier blocks may have been freed and reused
         table[i, : counts[i]] = ids[used : used + counts[i]].int()
         for p in range(first, n):
@@ -80,8 +83,8 @@ def _scatter(
             value_cache[block, :, p % block_size] = v[p]
         table[i, : first // block_size] = -7
         used += counts[i]
-        keys.append(k)
-        values.append(v)
+        keys.append(dequantize_rows(k) if dtype == torch.int8 else k)
+        values.append(dequantize_rows(v) if dtype == torch.int8 else v)
     return PagedCase(key_cache, value_cache, table, torch.tensor(lens, dtype=torch.int32), keys, values)
 
 

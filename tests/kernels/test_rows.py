@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.copy_blocks import copy_blocks
 from kernels.experts import route
 from kernels.gelu_mul import gelu_mul
+from kernels.kv_cache import row_width
 from kernels.linear import PackedLinear
 from kernels.lora import LoraPart, LoraRows, LoraWeights, lora
 from kernels.paged_attention import paged_attention
@@ -93,14 +94,16 @@ def _lora(dtype: torch.dtype, scatter: Any) -> Compute:
     return compute
 
 
-def _write_blocks(dtype: torch.dtype, scatter: Any) -> Compute:
+def _write_blocks(dtype: torch.dtype, scatter: Any, kv_dtype: torch.dtype | None = None) -> Compute:
     heads, kv_heads, d, block_size = 8, 4, 80, 4
+    stored = kv_dtype or dtype
     q, k, v = (torch.randn(ROWS, h, d).to(dtype) for h in (heads, kv_heads, kv_heads))
     positions, slots = torch.randint(0, 100, (ROWS,)), torch.randperm(ROWS)
     cos_sin = torch.rand(100, 64)
 
     def compute(rows: slice) -> tuple[Tensor, ...]:
-        turned, caches = q[rows].clone(), torch.zeros(2, ROWS // block_size, kv_heads, block_size, d, dtype=dtype)
+        turned, width = q[rows].clone(), row_width(d, stored)
+        caches = torch.zeros(2, ROWS // block_size, kv_heads, block_size, width, dtype=stored)
         write_blocks(turned, k[rows], v[rows], positions[rows], slots[rows], caches[0], caches[1], cos_sin)
         by_slot = caches.transpose(2, 3).flatten(1, 2)
         return turned, by_slot[0, slots[rows]], by_slot[1, slots[rows]]
@@ -132,9 +135,9 @@ def _sampling(dtype: torch.dtype, scatter: Any) -> Compute:
     return compute
 
 
-def _paged_attention(dtype: torch.dtype, scatter: Any) -> Compute:
+def _paged_attention(dtype: torch.dtype, scatter: Any, kv_dtype: torch.dtype | None = None) -> Compute:
     """Each row is a sequence. Some are shorter and some longer than a piece of the key axis."""
-    case = scatter([(37 * i) % 290 for i in range(ROWS)], 2, 64, 16, dtype)
+    case = scatter([(37 * i) % 290 for i in range(ROWS)], 2, 64, 16, kv_dtype or dtype)
     q = torch.randn(ROWS, 6, 64).to(dtype)
 
     def compute(rows: slice) -> tuple[Tensor, ...]:
@@ -144,10 +147,10 @@ def _paged_attention(dtype: torch.dtype, scatter: Any) -> Compute:
     return compute
 
 
-def _paged_prefill(dtype: torch.dtype, scatter: Any) -> Compute:
+def _paged_prefill(dtype: torch.dtype, scatter: Any, kv_dtype: torch.dtype | None = None) -> Compute:
     """The rows are the last positions of one sequence, before and after the end of a piece."""
     cached = 230
-    case = scatter([cached + ROWS], 2, 64, 16, dtype)
+    case = scatter([cached + ROWS], 2, 64, 16, kv_dtype or dtype)
     q = torch.randn(ROWS, 8, 64).to(dtype)
 
     def compute(rows: slice) -> tuple[Tensor, ...]:
@@ -158,9 +161,25 @@ def _paged_prefill(dtype: torch.dtype, scatter: Any) -> Compute:
     return compute
 
 
+def _int8_cache(dtype: torch.dtype, scatter: Any) -> Compute:
+    return _in_turn(_of_a_cache(dtype, scatter, torch.int8))
+
+
+def _fp8_cache(dtype: torch.dtype, scatter: Any) -> Compute:
+    return _in_turn(_of_a_cache(dtype, scatter, torch.float8_e4m3fn))
+
+
+def _of_a_cache(dtype: torch.dtype, scatter: Any, kv_dtype: torch.dtype) -> list[Compute]:
+    return [kernel(dtype, scatter, kv_dtype) for kernel in (_write_blocks, _paged_attention, _paged_prefill)]
+
+
+def _in_turn(each: list[Compute]) -> Compute:
+    return lambda rows: tuple(part for compute in each for part in compute(rows))
+
+
 KERNELS: list[Callable[[torch.dtype, Any], Compute]] = [
     _rms_norm, _silu_mul, _gelu_mul, _softcap, _route, _linear, _linear_int, _linear_int8, _write_blocks, _copy_blocks,
-    _sampling, _paged_attention, _paged_prefill, _lora,
+    _sampling, _paged_attention, _paged_prefill, _int8_cache, _fp8_cache, _lora,
 ]  # fmt: skip
 
 

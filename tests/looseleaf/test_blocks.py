@@ -36,6 +36,8 @@ def test_the_map_and_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert shown.count("RESERVED") == 1 and "FREE" not in shown
     assert "5 free, 1 reserved, 2 sealed, 0 cached, 0 quarantine of 8" in shown and "w (epoch" in shown
 
+    assert "a block: 16 tokens of bfloat16 keys and values, 512 bytes" in shown
+
     check = ["fsck", reply.directory, reply.redis_url, "--digests"]
     assert main(check) == 0 and "8 blocks, 0 differences" in capsys.readouterr().out
     client.zrem(held.holder.ledger.tag + f"own:{held.epoch}", str(refs[0].block))

@@ -45,6 +45,9 @@ def test_a_million_tokens_of_llama_8b(capsys: pytest.CaptureFixture[str]) -> Non
     assert "room for 1 such sequences" in planned(capsys, model, "--context", "1M", "--memory", "160")
     half = planned(capsys, model, "--context", "1M", "--memory", "141", "--kv-cache-dtype", "fp8_e4m3")
     assert "64.00 GiB a sequence" in half and "room for 1 such sequences" in half
+    scaled = planned(capsys, model, "--context", "1M", "--memory", "141", "--kv-cache-dtype", "int8")
+    assert "2 x 32 layers x 8 KV heads x (128 x 1 bytes + 4 of a scale) = 67,584 bytes a token" in scaled
+    assert "66.00 GiB a sequence" in scaled
 
 
 def test_parameters_are_those_of_the_files_or_of_the_definition(

@@ -55,7 +55,9 @@ def test_a_library_that_was_named_is_not_passed_over(on_gpu: AttentionSpec) -> N
     ("backend", "changes", "reason"),
     [
         ("cpu", {"device": torch.device("cuda")}, "cpu does not run on cuda"),
-        ("cpu", {"compute_capability": None, "kv_dtype": torch.float8_e4m3fn}, "cpu has no fp8 cache"),
+        ("cpu", {"dtype": torch.float32}, "cpu has no bfloat16 cache for queries in float32"),
+        ("triton", {"kv_dtype": torch.int8}, "triton has no int8 cache; --kv-cache-dtype takes auto and fp8 on a GPU"),
+        ("flashinfer", {"kv_dtype": torch.int8}, "flashinfer needs keys and values in the queries' bfloat16, not int8"),
         ("triton", {"compute_capability": (7, 5)}, "triton needs compute capability 8.0, this GPU has 7.5"),
         ("triton", {"compute_capability": (8, 0), "kv_dtype": torch.float8_e4m3fn}, "needs compute capability 8.9"),
         ("triton", {"head_dim": 512}, "triton takes head dimensions up to 256, not 512"),

@@ -1,0 +1,56 @@
+"""The rows of a KV cache: the keys or values of one token and head, in the queries' dtype or in 8 bits.
+
+Row formats, by the cache's dtype:
+
+* bfloat16, float16, float32: head_dim numbers.
+* float8_e4m3fn: head_dim numbers, rounded to nearest even, saturating at +-448. No scale, as vLLM has by default.
+* int8: head_dim integers in [-127, 127], then their scale, an fp32 number: the row's largest magnitude / 127.
+
+A row depends on its own token alone, so its bytes are the same in any chunk, and a block can be copied as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+SCALE_BYTES = {torch.int8: 4}
+E4M3_MAX = 448.0
+LEAST_MAGNITUDE = 2.0**-100
+"""An int8 row without a larger number is stored as zeros, because 127 divided by its largest one would overflow."""
+
+
+def row_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Returns the size of a cache's last dimension, in elements."""
+    return head_dim + SCALE_BYTES.get(dtype, 0)
+
+
+def head_dim_of(cache: Tensor) -> int:
+    """Returns the number of keys' or values' dimensions in a row of the cache."""
+    return cache.shape[-1] - SCALE_BYTES.get(cache.dtype, 0)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts x [..., head_dim], of any floating dtype, to rows [..., row_width] of a cache of `dtype`."""
+    if dtype == torch.float8_e4m3fn:
+        return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
+    if dtype != torch.int8:
+        return x.to(dtype)
+    exact = x.float()
+    most = exact.abs().amax(-1, keepdim=True)  # NaN if the row has one
+    finite = most.isfinite()
+    largest = torch.full_like(most, 127)  # torch computes 127 / most as 127 * (1 / most)
+    inverse = torch.where((most >= LEAST_MAGNITUDE) & finite, largest / most, 0.0)
+    integers = torch.round(torch.where(finite, exact, 0.0) * inverse).to(torch.int8)
+    scales = torch.where(finite, most / 127, torch.nan)
+    as_bytes = scales.flatten().view(torch.int8).view(*x.shape[:-1], SCALE_BYTES[dtype])
+    return torch.cat((integers, as_bytes), dim=-1)
+
+
+def dequantize_rows(rows: Tensor) -> Tensor:
+    """Converts rows [..., row_width] of a cache to the numbers that they stand for, fp32 [..., head_dim]."""
+    if rows.dtype != torch.int8:
+        return rows.float()
+    integers, scales = rows.split((head_dim_of(rows), SCALE_BYTES[torch.int8]), dim=-1)
+    return integers.float() * scales.contiguous().view(torch.float32)
