@@ -14,11 +14,12 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from bench.kernels import memory_limit
+from common.types import KvCacheDType
 from engine import start_up
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
@@ -107,7 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--attention-library")
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8_e4m3"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KvCacheDType), default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--quantization", choices=["int8", "int4"])

@@ -14,6 +14,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,14 +85,19 @@ def perplexity(quantization: Quantization, num_stories: int) -> tuple[float, int
     runner = ModelRunner(
         RunnerSettings(MODELS / "storyteller", dtype="float32", device="cpu", quantization=quantization)
     )
-    tokenizer = Tokenizer.from_file(str(MODELS / "storyteller" / "tokenizer.json"))
-    rng, oracle, total, count = random.Random(SEED), Oracle(runner), 0.0, 0
-    for _ in range(num_stories):
-        ids = tokenizer.encode(story_document(rng)).ids[: runner.max_model_len]
+    oracle, total, count = Oracle(runner), 0.0, 0
+    for ids in stories(runner.max_model_len, num_stories):
         logprobs = oracle.logits(ids).log_softmax(-1)[:-1]
         total -= float(logprobs.gather(1, torch.tensor(ids[1:])[:, None]).sum())
         count += len(ids) - 1
     return math.exp(total / count), count
+
+
+def stories(max_len: int, number: int) -> Iterator[list[int]]:
+    """Returns stories that the built-in model has not seen, as token ids."""
+    tokenizer, rng = Tokenizer.from_file(str(MODELS / "storyteller" / "tokenizer.json")), random.Random(SEED)
+    for _ in range(number):
+        yield tokenizer.encode(story_document(rng)).ids[:max_len]
 
 
 def main() -> None:
@@ -116,19 +122,19 @@ def main() -> None:
         found[name][f"prefill {args.context} ms"] = ms
     for name, quantization in ARMS.items():
         found[name]["perplexity"], num_tokens = perplexity(quantization, args.stories)
-    report(found, num_tokens)
+    report(found)
+    print(f"perplexity over {num_tokens:,} tokens")
     about = {"bench": "quantization", "model": str(args.model), "numerics": runners["bfloat16"].numerics}
     print(json.dumps({**about, "cpu": platform.processor(), "tokens": num_tokens, "arms": found}))
 
 
-def report(found: dict[str, Any], num_tokens: int) -> None:
+def report(found: dict[str, Any]) -> None:
     """Prints one line per figure: the value of every variant, and its ratio to the first variant's."""
     first = found[next(iter(found))]
     print(f"{'':16}" + "".join(f"{name:>22}" for name in found))
     for figure in first:
         cells = (f"{arm[figure]:.4g} ({first[figure] / arm[figure]:.2f}x)" for arm in found.values())
         print(f"{figure:16}" + "".join(f"{cell:>22}" for cell in cells))
-    print(f"perplexity over {num_tokens:,} tokens")
 
 
 if __name__ == "__main__":
