@@ -12,12 +12,13 @@ from block_store.redis import redis_server
 from block_store.redis.password import with_password
 from block_store.redis.redis_server import RedisHandle
 from block_store.server.arena_owner import ArenaOwner, DirectoryLock
+from block_store.server.pulls import Pulls
 from block_store.server.service import BlockStoreServicer
 from block_store.settings import BlockStoreSettings
 from common.errors import StartupError
 from common.rpc import wait_for_signal, write_ready_file
 from common.service_main import internal_server, run_service
-from common.trust import files_of
+from common.trust import files_of, trust_of
 from protos.v1 import block_store_pb2_grpc
 
 
@@ -28,7 +29,8 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
     owner = ArenaOwner(settings, redis, settings.advertise or f"{settings.host}:{server.port}")
     try:
         await asyncio.to_thread(owner.find)
-        servicer = BlockStoreServicer(owner, settings.expect_workers, settings.attach_timeout_s)
+        pulls = Pulls(owner, trust_of(settings)) if settings.pull_blocks else None
+        servicer = BlockStoreServicer(owner, settings.expect_workers, settings.attach_timeout_s, pulls)
         server.add(
             block_store_pb2_grpc.add_BlockStoreServiceServicer_to_server, servicer, "looseleaf.v1.BlockStoreService"
         )
@@ -39,6 +41,8 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
         write_ready_file(settings.ready_file, [address])
         await wait_for_signal(asyncio.Event())
         await server.stop(1.0)
+        if pulls is not None:
+            await pulls.close()
     finally:
         operator_file.remove(Path(settings.directory))
         await asyncio.to_thread(owner.close)

@@ -47,4 +47,7 @@ class BlockStoreSettings(ServerSettings):
         None, ge=1, description="number of blocks in the arena; default: computed from the budget"
     )
     keep_arena: bool = Field(False, description="keep the arena on exit")
+    pull_blocks: bool = Field(
+        False, description="copy blocks from the block stores of other hosts, for decode workers on this one"
+    )
     advertise: str | None = Field(None, description="host:port at which other processes reach this store")

@@ -47,6 +47,8 @@ POLICY: Mapping[str, Access] = {
     "/looseleaf.v1.BlockStoreService/Attach": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/Inspect": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/ReadBlocks": Access.INTERNAL,
+    "/looseleaf.v1.BlockStoreService/KeepTicket": Access.INTERNAL,
+    "/looseleaf.v1.BlockStoreService/Pull": Access.INTERNAL,
     "/looseleaf.v1.PrefillService/Prefill": Access.INTERNAL,
     "/looseleaf.v1.DecodeService/Session": Access.INTERNAL,
 }

@@ -9,7 +9,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from common import reflection_v1
 from common.access import Door
-from common.certificates import INSIDE_NAME
+from common.certificates import INSIDE_NAME, Stamp
 from common.errors import StartupError
 from common.guard import Check, Guard, anybody
 from common.trust import NO_TRUST, Trust
@@ -179,6 +180,47 @@ def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel
     if trust.certificates is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(address, trust.certificates.channel_credentials(), options=_INSIDE_OPTIONS)
+
+
+@dataclass(slots=True)
+class _Pooled:
+    channel: grpc.aio.Channel
+    stamp: Stamp
+    """Version of the certificates that the channel uses."""
+    num_uses: int = 0
+
+
+class ChannelPool:
+    """One channel for each address, shared by all calls to it."""
+
+    def __init__(self, trust: Trust = NO_TRUST) -> None:
+        self._trust = trust
+        self._pooled: dict[str, _Pooled] = {}
+
+    @contextmanager
+    def use(self, address: str) -> Iterator[grpc.aio.Channel]:
+        """Yields the channel to an address. While it is in use, `keep` does not close it."""
+        pooled = self._pooled.get(address)
+        if pooled is None:
+            stamp = self._trust.stamp
+            pooled = self._pooled[address] = _Pooled(open_channel(address, self._trust), stamp)
+        pooled.num_uses += 1
+        try:
+            yield pooled.channel
+        finally:
+            pooled.num_uses -= 1
+
+    async def keep(self, addresses: Iterable[str] | None = None) -> None:
+        """Closes unused channels to all addresses but these (None: all are kept), and those with old certificates."""
+        wanted, stamp = set(self._pooled if addresses is None else addresses), self._trust.stamp
+        idle = [(address, pooled) for address, pooled in self._pooled.items() if not pooled.num_uses]
+        for address in [a for a, pooled in idle if a not in wanted or (stamp and pooled.stamp != stamp)]:
+            await self._pooled.pop(address).channel.close()
+
+    async def close(self) -> None:
+        for pooled in self._pooled.values():
+            await pooled.channel.close()
+        self._pooled.clear()
 
 
 async def wait_for_signal(failed: asyncio.Event) -> bool:

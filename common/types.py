@@ -266,12 +266,14 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """The sources of the KV of all prompt tokens. The three counts add up to the prompt's length."""
+    """The sources of the KV of all prompt tokens. `cached` and `computed` add up to the prompt's length."""
 
     cached: int = 0
     computed: int = 0
     transferred: int = 0
-    """Pulled from another host's arena."""
+    """Number of token positions that were copied to the host of the decode worker. Positions that were cached there are
+    not copied.
+    """
 
 
 @dataclass(frozen=True, slots=True)

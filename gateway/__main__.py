@@ -103,7 +103,10 @@ async def main(settings: GatewaySettings) -> None:
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
     try:
         discovery = Discovery(
-            with_password(settings.redis_url, settings.redis_password_file), settings.poll_s, workers.on_records
+            with_password(settings.redis_url, settings.redis_password_file),
+            settings.poll_s,
+            workers.on_records,
+            on_stores=workers.on_stores,
         )
         await discovery.check()
     except (BlockStoreError, ValueError):

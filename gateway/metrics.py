@@ -17,6 +17,7 @@ from prometheus_client.samples import Sample
 
 from gateway.request.delta import Summary
 from gateway.token_tally import TokenTally
+from protos.v1 import block_store_pb2
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -88,6 +89,9 @@ class Metrics:
         self._given_back = self._counter("requests_given_back", "Requests preempted by decode and prefilled again")
         self._hand_overs = self._counter("hand_overs", "Tickets submitted to decode workers")
         self._handed_tokens = self._counter("handed_over_tokens", "Token positions handed from prefill to decode")
+        self._pulls = self._counter("pulls", "Tickets whose blocks were copied to another host")
+        self._pulled_blocks = self._counter("pulled_blocks", "Blocks copied between hosts")
+        self._pulled_bytes = self._counter("pulled_bytes", "Bytes of blocks copied between hosts")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for prefill", _SECONDS)
@@ -175,6 +179,11 @@ class Metrics:
     def handed_over(self, num_tokens: int) -> None:
         self._hand_overs.inc()
         self._handed_tokens.inc(num_tokens)
+
+    def pulled(self, pulled: block_store_pb2.PullResponse) -> None:
+        self._pulls.inc()
+        self._pulled_blocks.inc(pulled.num_pulled)
+        self._pulled_bytes.inc(pulled.num_bytes)
 
     def retried(self, reason: str) -> None:
         """Counts a retry. `reason` is one of a few constants, so there are few labels."""

@@ -13,7 +13,7 @@ from protos.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. cached + computed + transferred = prompt_tokens."""
+    """Token counts of one request. cached_tokens + computed_tokens = prompt_tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -22,7 +22,7 @@ class Usage:
     """Prompt tokens whose KV was found under its prefix hash."""
     computed_tokens: int
     transferred_tokens: int
-    """Prompt tokens whose KV was copied from another host. Always 0 for now."""
+    """Token positions whose KV was copied to the host of the decode worker, because prefill ran on another one."""
     handed_over_tokens: int
     """Token positions whose KV went from prefill to decode."""
 

@@ -300,7 +300,7 @@ class Arena:
         """Returns the digests that `mark_sealed` writes.
 
         On a device they are 0, which means that there is no digest: computing one would cost a copy of the block to the
-        host, in the step thread. The digest is computed when a block is sent to another host (`service.read_block`);
+        host, in the step thread. The digest is computed when a block is sent to another host (`transfer.block_source`);
         `digest` computes it at any time.
         """
         return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]

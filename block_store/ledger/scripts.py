@@ -46,7 +46,7 @@ T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
     "holdings", "holds", "lookup", "reap", "inspect", "assert_held", "assert_all", "distrust", "report",
-    "readable", "present",
+    "readable", "present", "keep",
 )  # fmt: skip
 
 
@@ -145,6 +145,10 @@ class LedgerScripts:
     def give_up(self, ticket: TicketId) -> None:
         """Ends a ticket, or the remaining part of a ticket, that no worker will claim. Is never refused."""
         self._call("give_up", ticket.epoch, ticket.secret)
+
+    def keep(self, ticket: TicketId, lease_s: float = TICKET_LEASE_S) -> None:
+        """Extends the lease of a ticket. Raises Gone if there is no such ticket or the secret is wrong."""
+        self._call("keep", ticket.epoch, ticket.secret, _ms(lease_s))
 
     def check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
         """Checks a ticket and its secret. Raises Gone if there is no such ticket or the secret is wrong, and NotHolder

@@ -70,6 +70,8 @@ class StoreRecord:
     directory: str
     num_blocks: int
     block_size: int
+    pulls: bool = False
+    """Whether it copies blocks from other hosts."""
 
 
 class WorkerRegistry:

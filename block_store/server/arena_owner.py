@@ -142,7 +142,7 @@ class ArenaOwner:
         ledger = open_ledger(self._redis.client, arena)
         record = StoreRecord(
             arena.arena_id, self._address, ledger.dataset, self._redis.run_id, str(arena.directory), arena.num_blocks,
-            arena.layout.block_size,
+            arena.layout.block_size, self._settings.pull_blocks,
         )  # fmt: skip
         self._reaper = Reaper(ledger, arena, self._redis, record)
         self._reaper.start()

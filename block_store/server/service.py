@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
-import xxhash
-
-from block_store.arena.arena import Arena, ref_arrays
-from block_store.arena.header import HeaderState, Memory
+from block_store.arena.arena import Arena
+from block_store.arena.header import Memory
 from block_store.arena.placement import place_name
-from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder
+from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder, Stale
 from block_store.ledger.inspection import BlockView, HolderView, Inspection, inspect
-from block_store.ledger.scripts import CHUNK
+from block_store.ledger.scripts import TICKET_LEASE_S
 from block_store.server.arena_owner import ArenaOwner
+from block_store.server.pulls import Pulls
 from block_store.server.sizing import CannotSize, WorkerNeeds, granted_floor
+from block_store.transfer.block_source import BlockSource
 from common import convert
 from common.errors import (
     Aborted,
@@ -33,7 +33,7 @@ from common.errors import (
     Unavailable,
 )
 from common.ticket import TicketId
-from common.types import BlockRef, Epoch, KvLayout
+from common.types import Epoch, KvLayout
 from protos.v1 import block_store_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
@@ -42,8 +42,12 @@ _LOG = logging.getLogger(__name__)
 class BlockStoreServicer:
     """The service of one arena. The first `expect_workers` attachments decide its size; later ones join it."""
 
-    def __init__(self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float) -> None:
+    def __init__(
+        self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float, pulls: Pulls | None = None
+    ) -> None:
+        """`pulls` is None if the store does not accept pulls."""
         self._owner = owner
+        self._pulls = pulls
         self._expect_workers = expect_workers
         self._timeout_s = attach_timeout_s
         self._layout: KvLayout | None = None
@@ -76,6 +80,11 @@ class BlockStoreServicer:
                 f"worker {request.worker_id} has a different KV layout ({layout.summary}) from the arena in "
                 f"{arena.directory} ({arena.layout.summary})"
             )
+        if self._pulls is not None and self._num_holders * request.floor_blocks > arena.num_blocks:
+            raise FailedPrecondition(
+                f"the arena of {arena.num_blocks} blocks is too small for pulls: {self._num_holders} times the "
+                f"{request.floor_blocks} of one group; lower --max-model-len or raise the memory budget"
+            )
         if request.floor_blocks > arena.num_blocks:
             raise FailedPrecondition(
                 f"floor_blocks {request.floor_blocks} exceeds the arena of {arena.num_blocks}; lower --max-model-len"
@@ -84,7 +93,7 @@ class BlockStoreServicer:
         return pb.AttachResponse(
             arena_id=arena.arena_id, directory=str(arena.directory), num_blocks=arena.num_blocks,
             block_bytes=arena.block_bytes, redis_url=self._owner.redis_url,
-            floor_blocks=granted_floor(request.floor_blocks, request.role, arena.num_blocks, self._expect_workers),
+            floor_blocks=granted_floor(request.floor_blocks, request.role, arena.num_blocks, self._num_holders),
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
@@ -109,30 +118,60 @@ class BlockStoreServicer:
         Answers ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
         does not hold a block.
         """
-        arena = self._owner.arena
-        if arena is None or request.arena_id != arena.arena_id:
-            raise NotFound(f"arena_id {request.arena_id} is not served here")
+        source, ticket = self._source(request.arena_id), _ticket_id(request)
+        refs = convert.table_from_pb(request.table)
+        with _as_statuses():
+            await asyncio.to_thread(source.authorize, ticket, refs)
+            for index, part in source.frames(refs):
+                data, digests = await asyncio.to_thread(source.read, part)
+                yield pb.ReadBlocksResponse(index=index, data=data, digests=digests)
+
+    async def KeepTicket(self, request: pb.KeepTicketRequest, context: Any) -> pb.KeepTicketResponse:
+        """Extends the lease of a ticket, and returns the prefix hashes of its blocks that the request names.
+
+        Answers ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
+        does not hold a block.
+        """
+        source, ticket = self._source(request.arena_id), _ticket_id(request)
+        refs = convert.table_from_pb(request.table)
+        with _as_statuses():
+            await asyncio.to_thread(source.keep, ticket)
+            await asyncio.to_thread(source.authorize, ticket, refs)
+            hashes = source.prefix_hashes(refs)
+        return pb.KeepTicketResponse(prefix_hashes=hashes, lease_ms=round(TICKET_LEASE_S * 1000))
+
+    async def Pull(self, request: pb.PullRequest, context: Any) -> pb.PullResponse:
+        """Copies the blocks of another arena's ticket into this one.
+
+        Answers FAILED_PRECONDITION if this store does not accept pulls, ABORTED if the source no longer has the
+        blocks, and UNAVAILABLE if the source or the ledger does not answer.
+        """
+        if self._pulls is None:
+            raise FailedPrecondition("this block store does not pull blocks; start it with --pull-blocks")
+        try:
+            ticket = convert.ticket_from_pb(request.ticket)
+            quota = convert.quota_from_pb(request.cache_quota) if request.HasField("cache_quota") else None
+        except ValueError as error:
+            raise InvalidArgument.of("ticket or cache_quota", str(error)) from None
+        pulled = await self._pulls.pull(ticket, request.source, quota)
+        return pb.PullResponse(
+            ticket=convert.ticket_to_pb(pulled.ticket), num_pulled=pulled.num_pulled, num_found=pulled.num_found,
+            num_bytes=pulled.num_bytes, num_tokens=pulled.num_tokens,
+        )  # fmt: skip
+
+    def _source(self, arena_id: str) -> BlockSource:
+        """Returns the arena's blocks as other hosts see them."""
+        arena, ledger = self._owner.arena, self._owner.ledger
+        if arena is None or ledger is None or arena_id != arena.arena_id:
+            raise NotFound(f"arena_id {arena_id} is not served here")
         if arena.placement.memory is Memory.WORKER_DEVICE:
             raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
-        refs = convert.table_from_pb(request.table)
-        ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
-        for index, ref in enumerate(refs):
-            if index % CHUNK == 0:
-                await self._check_readable(ticket, refs[index : index + CHUNK])
-            data, digest = await asyncio.to_thread(read_block, arena, ref)
-            yield pb.ReadBlocksResponse(index=index, data=data, digest=digest)
+        return BlockSource(arena, ledger)
 
-    async def _check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
-        ledger = self._owner.ledger
-        try:
-            assert ledger is not None
-            await asyncio.to_thread(ledger.check_readable, ticket, refs)
-        except NotHolder as error:
-            raise PermissionDenied(f"the ticket does not hold the requested blocks: {error}") from error
-        except Gone as error:
-            raise Aborted("the ticket no longer exists") from error
-        except BlockStoreError as error:
-            raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
+    @property
+    def _num_holders(self) -> int:
+        """The number of workers, including the puller, which needs room as a prefill worker does."""
+        return self._expect_workers + (self._pulls is not None)
 
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
         if self._made.done():  # the future of an arena that has since been lost
@@ -185,20 +224,23 @@ class BlockStoreServicer:
         made.set_exception(error)
 
 
-def read_block(arena: Arena, ref: BlockRef) -> tuple[bytes, int]:
-    """Returns the bytes and the digest of a sealed block.
+@contextmanager
+def _as_statuses() -> Iterator[None]:
+    """Translates errors about a ticket's blocks."""
+    try:
+        yield
+    except NotHolder as error:
+        raise PermissionDenied(f"the ticket does not hold the requested blocks: {error}") from error
+    except Gone as error:
+        raise Aborted("the ticket no longer exists") from error
+    except Stale as error:
+        raise Aborted(str(error)) from error
+    except BlockStoreError as error:
+        raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
 
-    The digest is the one made when the block was sealed. If there is none (`Arena.seal_digests`), it is computed from
-    the copy, and protects the bytes only on the way from here. Raises Aborted if the block is not sealed, or does not
-    have this generation before and after the copy.
-    """
-    ids, generations = ref_arrays([ref])
-    if not arena.check(ids, generations) or arena.states[ref.block] != HeaderState.SEALED:
-        raise Aborted(f"block {ref.block} is not sealed in the requested generation")
-    data, digest = arena.read(ref.block), int(arena.digests[ref.block])
-    if not arena.check(ids, generations):
-        raise Aborted(f"block {ref.block} changed while it was read")
-    return data, digest or xxhash.xxh3_64_intdigest(data)
+
+def _ticket_id(request: pb.ReadBlocksRequest | pb.KeepTicketRequest) -> TicketId:
+    return TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
 
 
 def _layout_of(request: pb.AttachRequest) -> KvLayout:

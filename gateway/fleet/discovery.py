@@ -26,6 +26,7 @@ from common.kv_retention import KvRules
 from common.telemetry import Fallbacks
 from common.ticket import Ticket
 from common.types import WorkerRecord
+from gateway.fleet.pull_client import StoreAddress
 from gateway.intake.resolved_request import ResolvedRequest
 
 logger = logging.getLogger("discovery")
@@ -51,12 +52,15 @@ class Discovery:
         poll_s: float,
         on_records: Callable[[list[WorkerRecord]], None],
         grace_s: float = GRACE_S,
+        on_stores: Callable[[Mapping[str, StoreAddress]], None] = lambda _: None,
     ) -> None:
+        """`on_stores` receives, after every poll, the block stores of the workers' arenas by arena id."""
         self._grace_s = grace_s
         self._client = open_client(redis_url)
         self._registry = WorkerRegistry(self._client)
         self._poll_s = poll_s
         self._on_records = on_records
+        self._on_stores = on_stores
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="redis")
         self._ledgers: dict[str, LedgerScripts] = {}
         self.fallbacks = Fallbacks(logger)
@@ -77,7 +81,8 @@ class Discovery:
                 found = await self._in_thread(self._registry.list)
                 fast = time.monotonic() - began < LOOKUP_BUDGET_S
                 self._take(found)
-                self._ledgers = await self._in_thread(self._open_ledgers)
+                self._ledgers, stores = await self._in_thread(self._open_ledgers)
+                self._on_stores(stores)
                 if fast:
                     self.breaker.close()
             except BlockStoreError as error:
@@ -147,18 +152,20 @@ class Discovery:
                 found[arena_id] = cached_blocks(ledger, hashes, record.kv_rules) * size
         return found
 
-    def _open_ledgers(self) -> dict[str, LedgerScripts]:
-        """Returns a read-only view of the ledger of every arena that workers name. A view is kept while its dataset
-        stays the same.
+    def _open_ledgers(self) -> tuple[dict[str, LedgerScripts], dict[str, StoreAddress]]:
+        """Returns a read-only view of the ledger, and the store, of every arena that workers name. A view is kept while
+        its dataset stays the same.
         """
         ledgers: dict[str, LedgerScripts] = {}
+        stores: dict[str, StoreAddress] = {}
         for arena_id in {arena for _, arena in self._known}:
             store = self._registry.get_store(arena_id)
             if store is not None:
+                stores[arena_id] = StoreAddress(store.address, store.pulls)
                 old = self._ledgers.get(arena_id)
                 same = old is not None and old.dataset == store.dataset
                 ledgers[arena_id] = old if same and old else LedgerScripts(self._client, arena_id, store.dataset)
-        return ledgers
+        return ledgers, stores
 
     def _take(self, found: list[WorkerRecord]) -> None:
         if self._incarnation and self._registry.incarnation != self._incarnation:

@@ -6,16 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
 from common import convert
-from common.certificates import Stamp
 from common.errors import DeadlineExceeded
-from common.rpc import open_channel
+from common.rpc import ChannelPool
 from common.status import error_of
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
@@ -31,15 +29,6 @@ _Call: TypeAlias = "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillRespon
 _LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
 
 
-@dataclass(slots=True)
-class _Peer:
-    channel: grpc.aio.Channel
-    stub: prefill_pb2_grpc.PrefillServiceStub
-    stamp: Stamp
-    """Version of the certificates that the channel uses."""
-    num_calls: int = 0
-
-
 class PrefillClient:
     """Channels to prefill workers by address. `on_load(worker_id, load)` receives their reports. A worker that sends
     nothing for `silence_s`, not even progress, is lost.
@@ -53,15 +42,27 @@ class PrefillClient:
         self._on_unread = on_unread
         self._silence_s = silence_s
         self._trust = trust
-        self._peers: dict[str, _Peer] = {}
+        self._channels = ChannelPool(trust)
 
     async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
         """Prefills a prompt. Cancelling this cancels the call. Raises WorkerLost, DeadlineExceeded, or the worker's own
         error.
         """
-        peer = self._peer(worker.address)
-        peer.num_calls += 1
-        call, accepted = peer.stub.Prefill(request, timeout=timeout_s, metadata=self._trust.metadata), False
+        with self._channels.use(worker.address) as channel:
+            return await self._prefill(channel, worker, request, timeout_s)
+
+    async def keep(self, addresses: Iterable[str]) -> None:
+        """Closes channels without an open call to workers that are gone, and channels that use old certificates."""
+        await self._channels.keep(addresses)
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _prefill(
+        self, channel: grpc.aio.Channel, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float
+    ) -> pb.PrefillDone:
+        stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
+        call, accepted = stub.Prefill(request, timeout=timeout_s, metadata=self._trust.metadata), False
         try:
             async with aclosing(_unless_silent(call, self._silence_s, self._on_unread)) as responses:
                 async for response in responses:
@@ -76,29 +77,7 @@ class PrefillClient:
             raise _translated(error, accepted, worker) from None
         finally:
             call.cancel()
-            peer.num_calls -= 1
         raise WorkerLost("prefill_ended")
-
-    async def keep(self, addresses: Iterable[str]) -> None:
-        """Closes channels without an open call to workers that are gone, and channels that use old certificates."""
-        wanted, stamp = set(addresses), self._trust.stamp
-        idle = [(address, peer) for address, peer in self._peers.items() if not peer.num_calls]
-        for address in [a for a, peer in idle if a not in wanted or (stamp and peer.stamp != stamp)]:
-            await self._peers.pop(address).channel.close()
-
-    async def close(self) -> None:
-        for peer in self._peers.values():
-            await peer.channel.close()
-        self._peers.clear()
-
-    def _peer(self, address: str) -> _Peer:
-        peer = self._peers.get(address)
-        if peer is None:
-            stamp = self._trust.stamp
-            channel = open_channel(address, self._trust)
-            stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
-            peer = self._peers[address] = _Peer(channel, stub, stamp)
-        return peer
 
 
 async def _unless_silent(call: _Call, limit_s: float, on_unread: OnUnread) -> AsyncGenerator[pb.PrefillResponse, None]:

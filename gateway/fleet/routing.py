@@ -22,6 +22,9 @@ workers. The worker's successor has a different address and is used at once.
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
 
+PULL_COST = 1.0
+"""How much more loaded a decode worker counts if blocks must be copied to its arena, in batches of sequences."""
+
 
 @dataclass(slots=True)
 class WorkerState:
@@ -52,6 +55,8 @@ class Router:
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
+        self.pulling: frozenset[str] = frozenset()
+        """Arenas whose store copies blocks from other arenas."""
         self._picks = 0
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> None:
@@ -128,10 +133,16 @@ class Router:
         self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool], adapter: str = ""
     ) -> WorkerState | None:
         """Picks the decode worker with the fewest sequences for its size, among those that accept the prefill worker's
-        tickets, are `usable` for the group and have loaded `adapter`.
+        tickets, are `usable` for the group and have loaded `adapter`. A worker in another arena, to which the blocks must
+        be copied, counts as more loaded by `PULL_COST`.
         """
+
+        def cost(decode: WorkerState) -> float:
+            share = decode.sequences(now) / max(1, decode.record.max_num_seqs)
+            return share if decode.record.arena_id == prefill.arena_id else share + PULL_COST
+
         candidates = [d for d in self._decodes_for(prefill) if usable(d.record) and d.record.has_adapter(adapter)]
-        return self._least(candidates, lambda d: d.sequences(now) / max(1, d.record.max_num_seqs), now)
+        return self._least(candidates, cost, now)
 
     def capacity(self) -> int:
         """Returns the total batch capacity of all decode workers, in sequences."""
@@ -146,10 +157,11 @@ class Router:
 
     def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
         """Returns the decode workers that accept a prefill worker's tickets. They must have the same pairing
-        fingerprint and, for now, be in the same arena.
+        fingerprint, and be in the same arena or in one that pulls blocks.
         """
-        pair = (prefill.pairing, prefill.arena_id)
-        return [d for d in self._of_role("decode") if (d.record.pairing, d.record.arena_id) == pair]
+        arenas = self.pulling | {prefill.arena_id}
+        decodes = [d for d in self._of_role("decode") if d.record.pairing == prefill.pairing]
+        return [d for d in decodes if d.record.arena_id in arenas]
 
     def _least(self, states: list[WorkerState], cost: Callable[[WorkerState], float], now: float) -> WorkerState | None:
         trusted = [s for s in states if s.suspect_until <= now] or states

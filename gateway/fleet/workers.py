@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from common import convert
 from common.group_need import GroupNeed, GroupRoom
@@ -21,11 +21,12 @@ from gateway.admission.gate import Place
 from gateway.fleet.decode_client import DecodeSession, SessionPool
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.prefill_client import PrefillClient
+from gateway.fleet.pull_client import PullClient, StoreAddress
 from gateway.fleet.routing import Router, WorkerState
 from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.group_limits import rooms_of
 from gateway.intake.resolved_request import ResolvedRequest
-from protos.v1 import prefill_pb2
+from protos.v1 import block_store_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 Lookup = Callable[[Sequence[WorkerRecord], ResolvedRequest], Awaitable[dict[str, int]]]
@@ -51,6 +52,12 @@ class DecodePlace:
         self._num_sequences = num_sequences
         state.dispatched_sequences += num_sequences
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         self._state.dispatched_sequences -= self._num_sequences
 
@@ -66,6 +73,9 @@ class Workers:
         self._sessions = SessionPool(self._on_load, limits, trust)
         self._usable = self._sessions.usable
         self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
+        self._pulls = PullClient(trust)
+        self._stores: Mapping[str, StoreAddress] = {}
+        """The block stores by arena."""
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
         """The group sizes that the decode workers accept; if there are no workers, the sizes that the last ones
@@ -91,6 +101,12 @@ class Workers:
         self.missing_for()
         addresses = [r.address for r in records if r.role == "prefill"]
         self._keep(asyncio.create_task(self._prefills.keep(addresses)))
+        self._keep(asyncio.create_task(self._pulls.keep()))
+
+    def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
+        """Receives the block stores after every poll."""
+        self._stores = stores
+        self._router.pulling = frozenset(arena_id for arena_id, store in stores.items() if store.pulls)
 
     @property
     def ready(self) -> bool:
@@ -189,6 +205,16 @@ class Workers:
             return None
         return DecodePlace(session, state, self._router, need.width)
 
+    async def pull(
+        self, ticket: types_pb.Ticket, arena_id: str, quota: types_pb.CacheQuota | None, timeout_s: float
+    ) -> block_store_pb2.PullResponse:
+        """Copies a ticket's blocks into another arena. Raises the errors of `PullClient.pull`."""
+        source, destination = self._stores.get(ticket.arena_id), self._stores.get(arena_id)
+        if source is None or destination is None:
+            raise WorkerLost("pull_no_store", suspect=False)
+        request = block_store_pb2.PullRequest(ticket=ticket, source=source.address, cache_quota=quota)
+        return await self._pulls.pull(destination.address, request, timeout_s)
+
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other
         sequence of this gateway is at workers. `num_blocks` takes what a worker's KV groups keep. A promise counts
@@ -214,6 +240,7 @@ class Workers:
     async def close(self) -> None:
         self._sessions.close()
         await self._prefills.close()
+        await self._pulls.close()
 
     @property
     def _nothing_there(self) -> bool:

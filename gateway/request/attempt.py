@@ -20,7 +20,7 @@ from common.types import WorkerRecord
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
-from gateway.fleet.workers import Workers
+from gateway.fleet.workers import DecodePlace, Workers
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.head_start import HeadStart
@@ -182,13 +182,49 @@ class Attempts:
     async def _decode(
         self, state: RequestState, prefilled: _Prefilled, going: list[Sample], ticket: _PendingTicket
     ) -> None:
-        done = prefilled.done
-        # Building the message may raise DeadlineExceeded, so it is built before a place is taken.
-        message, left_s = state.submit_request(done, going), state.remaining_s()
         place = self._workers.pick_decode(prefilled.worker, state.need, state.request.adapter_digest)
         if place is None:
             state.outlet.flush()
             raise WorkerLost("no_decode")
+        with place:
+            await self._bring(state, prefilled.done, place, ticket)
+            await self._continue(state, prefilled, going, place, ticket)
+
+    async def _bring(
+        self, state: RequestState, done: prefill_pb2.PrefillDone, place: DecodePlace, ticket: _PendingTicket
+    ) -> None:
+        """Copies the blocks to the host of the decode worker, if prefill ran on another one. From then on the ticket is
+        that of the copies.
+        """
+        arena_id = place.session.record.arena_id
+        if done.ticket.arena_id == arena_id:
+            return
+        state.outlet.flush()  # prefill's tokens need not wait for the copy
+        began = time.monotonic()
+        try:
+            pulled = await self._workers.pull(done.ticket, arena_id, state.quota, state.remaining_s())
+        except WorkerLost as lost:
+            if lost.suspect:
+                place.suspect()
+            raise
+        finally:
+            state.took(hand_over_ns=_since_ns(began))
+        state.transferred += pulled.num_tokens
+        self._metrics.pulled(pulled)
+        self._workers.give_up(done.ticket)
+        done.ticket.CopyFrom(pulled.ticket)
+        ticket.ticket = done.ticket
+
+    async def _continue(
+        self,
+        state: RequestState,
+        prefilled: _Prefilled,
+        going: list[Sample],
+        place: DecodePlace,
+        ticket: _PendingTicket,
+    ) -> None:
+        """Submits the group to decode, and waits until it has ended."""
+        message, left_s = state.submit_request(prefilled.done, going), state.remaining_s()
         decoding = _Decoding(state, place.session, prefilled.isolation)
         group = decoding.submit(message, going)
         ticket.ticket = None
@@ -205,7 +241,6 @@ class Attempts:
         finally:
             timer.cancel()
             place.session.cancel(group)
-            place.release()
 
     def _account(self, state: RequestState, prefilled: _Prefilled, session: DecodeSession) -> None:
         state.handed_over = tokens_of(prefilled.done.ticket, prefilled.worker.block_size)

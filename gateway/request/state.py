@@ -56,6 +56,8 @@ class RequestState:
     prompt_logprobs: Sequence[types_pb.TokenLogprob] = ()
     """Log-probabilities that have not been sent yet."""
     handed_over: int = 0
+    transferred: int = 0
+    """Number of token positions that were copied between hosts."""
     left_at: float = 0.0
     """When the last delta was sent; 0 before the first."""
 
@@ -102,7 +104,7 @@ class RequestState:
         self.times = replace(self.times, **{name: getattr(self.times, name) + ns for name, ns in added_ns.items()})
 
     def summary(self) -> Summary:
-        sources = self.sources or PromptSources()
+        sources = replace(self.sources or PromptSources(), transferred=self.transferred)
         prompt_len = len(self.request.prompt_ids)
         return Summary(prompt_len, self.output_len, sources, self.handed_over, self.times, self.attempts)
 
@@ -229,7 +231,7 @@ class RequestState:
             request_id=request.request_id,
             attempt=self.attempts,
             cache_salt=request.salt,
-            cache_quota=self._quota,
+            cache_quota=self.quota,
             public_tokens=request.public_tokens,
             prompt_token_ids=request.prompt_ids,
             branches=self._branches(self.open_samples),
@@ -250,7 +252,7 @@ class RequestState:
             attempt=self.attempts - 1,
             ticket=done.ticket,
             cache_salt=request.salt,
-            cache_quota=self._quota,
+            cache_quota=self.quota,
             public_tokens=request.public_tokens,
             prompt_token_ids=request.prompt_ids,
             branches=self._branches(going),
@@ -263,7 +265,7 @@ class RequestState:
         )
 
     @property
-    def _quota(self) -> types_pb.CacheQuota | None:
+    def quota(self) -> types_pb.CacheQuota | None:
         quota = self.request.cache_quota
         return None if quota is None else convert.quota_to_pb(quota)
 

@@ -149,11 +149,55 @@ class ReadBlocksRequest(_message.Message):
     def __init__(self, arena_id: _Optional[str] = ..., table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ..., ticket_epoch: _Optional[int] = ..., ticket_secret: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
-    __slots__ = ("index", "data", "digest")
+    __slots__ = ("index", "data", "digests")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     data: bytes
-    digest: int
-    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ..., digest: _Optional[int] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class KeepTicketRequest(_message.Message):
+    __slots__ = ("arena_id", "ticket_epoch", "ticket_secret", "table")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    TICKET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_SECRET_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    arena_id: str
+    ticket_epoch: int
+    ticket_secret: bytes
+    table: _types_pb2.BlockTable
+    def __init__(self, arena_id: _Optional[str] = ..., ticket_epoch: _Optional[int] = ..., ticket_secret: _Optional[bytes] = ..., table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ...) -> None: ...
+
+class KeepTicketResponse(_message.Message):
+    __slots__ = ("prefix_hashes", "lease_ms")
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    lease_ms: int
+    def __init__(self, prefix_hashes: _Optional[_Iterable[bytes]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("ticket", "source", "cache_quota")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    ticket: _types_pb2.Ticket
+    source: str
+    cache_quota: _types_pb2.CacheQuota
+    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., source: _Optional[str] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("ticket", "num_pulled", "num_found", "num_bytes", "num_tokens")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ticket: _types_pb2.Ticket
+    num_pulled: int
+    num_found: int
+    num_bytes: int
+    num_tokens: int
+    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., num_pulled: _Optional[int] = ..., num_found: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...

@@ -51,6 +51,16 @@ class BlockStoreServiceStub:
                 request_serializer=protos_dot_v1_dot_block__store__pb2.ReadBlocksRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_block__store__pb2.ReadBlocksResponse.FromString,
                 _registered_method=True)
+        self.KeepTicket = channel.unary_unary(
+                '/looseleaf.v1.BlockStoreService/KeepTicket',
+                request_serializer=protos_dot_v1_dot_block__store__pb2.KeepTicketRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_block__store__pb2.KeepTicketResponse.FromString,
+                _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/looseleaf.v1.BlockStoreService/Pull',
+                request_serializer=protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_block__store__pb2.PullResponse.FromString,
+                _registered_method=True)
 
 
 class BlockStoreServiceServicer:
@@ -80,6 +90,20 @@ class BlockStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepTicket(self, request, context):
+        """KeepTicket extends the lease of a ticket while another host reads its blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """Pull copies the blocks of another host's ticket into this arena, and returns a ticket that holds the copies.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlockStoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +121,16 @@ def add_BlockStoreServiceServicer_to_server(servicer, server):
                     servicer.ReadBlocks,
                     request_deserializer=protos_dot_v1_dot_block__store__pb2.ReadBlocksRequest.FromString,
                     response_serializer=protos_dot_v1_dot_block__store__pb2.ReadBlocksResponse.SerializeToString,
+            ),
+            'KeepTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepTicket,
+                    request_deserializer=protos_dot_v1_dot_block__store__pb2.KeepTicketRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_block__store__pb2.KeepTicketResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=protos_dot_v1_dot_block__store__pb2.PullRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_block__store__pb2.PullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +216,60 @@ class BlockStoreService:
             '/looseleaf.v1.BlockStoreService/ReadBlocks',
             protos_dot_v1_dot_block__store__pb2.ReadBlocksRequest.SerializeToString,
             protos_dot_v1_dot_block__store__pb2.ReadBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepTicket(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/looseleaf.v1.BlockStoreService/KeepTicket',
+            protos_dot_v1_dot_block__store__pb2.KeepTicketRequest.SerializeToString,
+            protos_dot_v1_dot_block__store__pb2.KeepTicketResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/looseleaf.v1.BlockStoreService/Pull',
+            protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
+            protos_dot_v1_dot_block__store__pb2.PullResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,6 +17,7 @@ import pytest
 
 from block_store.arena.arena import Arena
 from block_store.arena.header import arena_bytes
+from block_store.errors import Stale
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
@@ -24,9 +25,8 @@ from block_store.ledger.lane import Attempt
 from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
-from block_store.server.service import read_block
+from block_store.transfer.block_source import BlockSource
 from common import convert
-from common.errors import Aborted
 from common.rpc import check_health
 from common.ticket import TicketId
 from common.types import BlockRef, KvLayout, KvSpec
@@ -96,14 +96,15 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
     assert seen.blocks[refs[0].block].prefix_hash == chain("a", 1)[0]
     assert list(seen.blocks[refs[0].block].holders) == [held.epoch]
 
+    source = BlockSource(held.arena, held.holder.ledger)
     for ref in (refs[2], BlockRef(refs[0].block, 1)):
-        with pytest.raises(Aborted):
-            read_block(held.arena, ref)
+        with pytest.raises(Stale):
+            source.read([ref])
     held.share(refs[:1])
     ticket = held.hand_over([[refs[:1]]])
     [read] = running.read(reply.arena_id, ticket, refs[:1])
     assert read.data == held.arena.data[refs[0].block].tobytes()
-    assert read.digest == held.arena.digest(refs[0].block)
+    assert list(read.digests) == [held.arena.digest(refs[0].block)]
     guessed, own = replace(ticket, secret=bytes(16)), TicketId(held.epoch, b"")
     for arena_id, shown, refs_asked, code in (
         ("x", ticket, refs[:1], grpc.StatusCode.NOT_FOUND),

@@ -83,20 +83,21 @@ async def test_a_call_leaves_neither_a_task_nor_a_count(served: Any) -> None:
     calling = asyncio.create_task(client.prefill(record, REQUEST, 10.0))
     while not script.prefilled[1:]:
         await asyncio.sleep(0.01)
-    assert client._peers[record.address].num_calls == 1
+    assert client._channels._pooled[record.address].num_uses == 1
     await client.keep([])
-    assert record.address in client._peers, "it is being read from"
+    assert record.address in client._channels._pooled, "it is being read from"
     calling.cancel()
     await asyncio.wait([calling])
-    assert client._peers[record.address].num_calls == 0
+    assert client._channels._pooled[record.address].num_uses == 0
     await asyncio.sleep(0)
     coroutines = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
     assert not any(name.endswith(("StreamResponseMixin.read", "_unless_silent")) for name in coroutines), coroutines
-    client._peer("127.0.0.1:1")
+    with client._channels.use("127.0.0.1:1"):
+        pass
     await client.keep([record.address])
-    assert list(client._peers) == [record.address]
+    assert list(client._channels._pooled) == [record.address]
     await client.keep([])
-    assert not client._peers
+    assert not client._channels._pooled
 
 
 async def test_a_worker_that_ends_once_it_has_the_request_is_lost_and_counted(served: Any) -> None:

@@ -1,0 +1,99 @@
+"""Calls to the block stores of other hosts, for a pull. Translates protobuf and statuses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+
+from common import convert
+from common.errors import Aborted, LooseleafError, Unavailable
+from common.rpc import ChannelPool
+from common.status import error_of
+from common.ticket import Ticket
+from common.trust import NO_TRUST, Trust
+from common.types import BlockRef
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+
+KEEP_TIMEOUT_S = 5.0
+_LOST = {
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+}
+
+
+class SourceClient:
+    """The block stores of other hosts, by address. Every call can raise Aborted (the ticket or a block is gone) and
+    Unavailable (no answer).
+    """
+
+    def __init__(self, trust: Trust = NO_TRUST) -> None:
+        self._trust = trust
+        self._channels = ChannelPool(trust)
+
+    async def prefix_hashes(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> list[bytes]:
+        """Extends the ticket's lease, and returns the blocks' prefix hashes (empty for a partial block)."""
+        hashes = list((await self._keep(source, ticket, refs)).prefix_hashes)
+        if len(hashes) != len(refs):
+            raise Aborted(f"the source named {len(hashes)} of {len(refs)} blocks")
+        return hashes
+
+    async def keep(self, source: str, ticket: Ticket) -> float:
+        """Extends the ticket's lease. Returns its length in seconds."""
+        return (await self._keep(source, ticket, ())).lease_ms / 1000
+
+    async def read(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> AsyncIterator[pb.ReadBlocksResponse]:
+        """Yields the blocks in frames."""
+        request = pb.ReadBlocksRequest(
+            arena_id=ticket.arena_id,
+            table=convert.table_to_pb(refs),
+            ticket_epoch=ticket.id.epoch,
+            ticket_secret=ticket.id.secret,
+        )
+        with self._channels.use(source) as channel:
+            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.ReadBlocks(request, metadata=self._trust.metadata)
+            try:
+                async for frame in call:
+                    yield frame
+            except grpc.aio.AioRpcError as error:
+                raise _translated(error) from None
+            finally:
+                call.cancel()
+
+    async def refresh(self) -> None:
+        """Closes channels that use old certificates."""
+        await self._channels.keep()
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _keep(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> pb.KeepTicketResponse:
+        request = pb.KeepTicketRequest(
+            arena_id=ticket.arena_id,
+            ticket_epoch=ticket.id.epoch,
+            ticket_secret=ticket.id.secret,
+            table=convert.table_to_pb(refs),
+        )
+        with self._channels.use(source) as channel:
+            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                response: pb.KeepTicketResponse = await stub.KeepTicket(
+                    request, timeout=KEEP_TIMEOUT_S, metadata=self._trust.metadata
+                )
+                return response
+            except grpc.aio.AioRpcError as error:
+                raise _translated(error) from None
+
+
+def _translated(error: grpc.aio.AioRpcError) -> LooseleafError:
+    if error.code() in _LOST:
+        return Aborted("the source no longer has the ticket's blocks")
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return Unavailable("the source of the blocks does not answer", retry_after_s=1.0)
+    return error_of(error)

@@ -1,0 +1,94 @@
+"""How the bytes of blocks get from one host's arena into another's. gRPC is the only transport so far.
+
+A one-sided transport (RDMA) may still write into its destination after a transfer was cancelled or has failed. The
+receiving side therefore asks `is_quiescent` before it gives the destination's blocks to anybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from block_store.arena.arena import Arena
+from block_store.transfer.source_client import SourceClient
+from common.errors import Aborted
+from common.ticket import Ticket
+from common.types import BlockRef
+
+
+@dataclass(slots=True)
+class Copy:
+    """One transfer: blocks of a source, and the blocks that receive their bytes."""
+
+    source: str
+    """host:port of the source's block store."""
+    ticket: Ticket
+    """The ticket that holds the blocks at the source."""
+    refs: Sequence[BlockRef]
+    into: Sequence[BlockRef]
+    """Blocks of `arena`, one for each of `refs`, whose header generations have been raised."""
+    arena: Arena
+    writing: asyncio.Future[None] | None = field(default=None, repr=False)
+    """The store into the arena that is under way or has ended."""
+
+    def write(self, index: int, data: bytes, digests: Sequence[int]) -> None:
+        """Stores the bytes of consecutive blocks and compares their digests. Raises Aborted if the bytes are not those
+        that the source sealed.
+        """
+        into = self.into[index : index + len(digests)]
+        if len(into) != len(digests) or len(data) != len(into) * self.arena.block_bytes:
+            raise Aborted(f"the source sent {len(data)} bytes in {len(digests)} blocks at {index}")
+        rows = np.frombuffer(data, np.uint8).reshape(len(into), self.arena.block_bytes)
+        for ref, row, digest in zip(into, rows, digests, strict=True):
+            self.arena.data[ref.block] = row
+            if self.arena.digest(ref.block) != digest:
+                raise Aborted("a block arrived with other bytes than the source sealed")
+
+
+class Transport(Protocol):
+    """A way to copy blocks from another host."""
+
+    async def fetch(self, copy: Copy) -> None:
+        """Copies all blocks, and returns when all of them have arrived and their digests are right.
+
+        Raises Aborted if the source no longer has the blocks or if bytes are wrong, and Unavailable if the source does
+        not answer.
+        """
+        ...
+
+    def is_quiescent(self, copy: Copy) -> bool:
+        """Returns whether nothing will be written to the destination any more. `fetch` has ended, however it ended."""
+        ...
+
+
+class GrpcTransport:
+    """Copies blocks through `BlockStoreService.ReadBlocks`. All stores are made by this process, so they have ended as
+    soon as its thread has.
+    """
+
+    def __init__(self, sources: SourceClient) -> None:
+        self._sources = sources
+
+    async def fetch(self, copy: Copy) -> None:
+        loop, num_received = asyncio.get_running_loop(), 0
+        async for frame in self._sources.read(copy.source, copy.ticket, copy.refs):
+            if frame.index != num_received:
+                raise Aborted(f"the source sent block {frame.index} instead of {num_received}")
+            await self._written(copy)
+            copy.writing = loop.run_in_executor(None, copy.write, frame.index, frame.data, list(frame.digests))
+            num_received += len(frame.digests)
+        await self._written(copy)
+        if num_received != len(copy.refs):
+            raise Aborted(f"the source sent {num_received} of {len(copy.refs)} blocks")
+
+    def is_quiescent(self, copy: Copy) -> bool:
+        return copy.writing is None or copy.writing.done()
+
+    async def _written(self, copy: Copy) -> None:
+        """Waits for the store that is under way. A cancelled wait does not end the store."""
+        if copy.writing is not None:
+            await asyncio.shield(copy.writing)

@@ -1,0 +1,62 @@
+"""Calls to block stores, which copy a ticket's blocks to the host of a decode worker before decode gets the ticket."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from common.errors import DeadlineExceeded
+from common.rpc import ChannelPool
+from common.trust import NO_TRUST, Trust
+from gateway.fleet.worker_lost import WorkerLost
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+
+logger = logging.getLogger("pull_client")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A block store, as gateways see it."""
+
+    address: str
+    """host:port of its gRPC server."""
+    pulls: bool
+    """Whether it copies blocks from other hosts."""
+
+
+class PullClient:
+    """Pulls, each by the block store of the destination."""
+
+    def __init__(self, trust: Trust = NO_TRUST) -> None:
+        self._trust = trust
+        self._channels = ChannelPool(trust)
+
+    async def pull(self, store: str, request: pb.PullRequest, timeout_s: float) -> pb.PullResponse:
+        """Returns the ticket of the copies. Cancelling this ends the pull. Raises WorkerLost or DeadlineExceeded."""
+        with self._channels.use(store) as channel:
+            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                response: pb.PullResponse = await stub.Pull(request, timeout=timeout_s, metadata=self._trust.metadata)
+                return response
+            except grpc.aio.AioRpcError as error:
+                raise _translated(error, store) from None
+
+    async def keep(self) -> None:
+        """Closes channels that use old certificates."""
+        await self._channels.keep()
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+
+def _translated(error: grpc.aio.AioRpcError, store: str) -> Exception:
+    code = error.code()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the request's time was over while its blocks were pulled to another host")
+    if code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):
+        logger.error("block store %s refuses a pull: %s %s", store, code.name, error.details())
+    return WorkerLost(f"pull_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)

@@ -1,0 +1,237 @@
+"""Two hosts on one machine: prefill on host A, decode on host B, a gateway on A, one Redis.
+
+With namespaces (root only), each host has a network, mounts and shared memory of its own, and a veth pair joins them;
+the test itself is a third machine, connected to A. Without, the hosts are two groups of processes with an arena each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from common.rpc import open_blocking_channel
+from common.secret_files import read_secret, write_secret
+from common.trust import Trust
+from looseleaf import metrics_page
+from looseleaf.serve.child import later
+from looseleaf.serve.service_flags import flags_of
+from protos.v1 import block_store_pb2 as pb
+from protos.v1 import block_store_pb2_grpc
+from testing.chaos.redis_process import RedisProcess
+from testing.system import wait_for
+
+START_S = 120.0
+_LINK = ("10.77.0.1", "10.77.0.2")  # A, B
+_FRONT = ("10.77.1.1", "10.77.1.2")  # the test, A
+
+
+class Namespace:
+    """A network and mount namespace with its own /dev/shm, kept by a process that sleeps."""
+
+    def __init__(self, name: str) -> None:
+        self.name = f"ll-{name}-{os.getpid()}"
+        _run("ip", "netns", "add", self.name)
+        mounts = "mount -t tmpfs tmpfs /dev/shm && echo up && exec sleep 3600"
+        self._holder = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-c", mounts], stdout=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdout is not None and self._holder.stdout.readline() == "up\n"
+        self.enter = ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net", f"--mount=/proc/{self._holder.pid}/ns/mnt"]
+        _run(*self.enter, "ip", "link", "set", "lo", "up")
+
+    def take(self, interface: str, address: str) -> None:
+        """Moves one end of a veth pair into the namespace and gives it an address."""
+        _run("ip", "link", "set", interface, "netns", self.name)
+        _run(*self.enter, "ip", "addr", "add", f"{address}/30", "dev", interface)
+        _run(*self.enter, "ip", "link", "set", interface, "up")
+
+    def close(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+        _run("ip", "netns", "del", self.name)
+
+
+def namespaces_work() -> bool:
+    """Returns whether this process may make namespaces."""
+    probe = f"ll-probe-{os.getpid()}"
+    try:
+        _run("ip", "netns", "add", probe)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    _run("ip", "netns", "del", probe)
+    return True
+
+
+class Process:
+    """A service of one host."""
+
+    def __init__(self, name: str, command: Sequence[str], ready: Path, log: Path) -> None:
+        self.name = name
+        self.ready = ready
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> list[str]:
+        deadline = time.monotonic() + START_S
+        while not self.ready.exists():
+            assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.05)
+        return self.ready.read_text().split()
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self, grace_s: float = 10.0) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+            self._process.terminate()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class TwoHosts:
+    """The running stack. It starts at construction and ends with `close`."""
+
+    def __init__(self, model: Path, *, namespaces: bool, num_blocks: int = 1024, max_model_len: int = 1024) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="ll-hosts-")
+        self._root = Path(self._scratch.name)
+        self._shm = Path(tempfile.mkdtemp(prefix="ll-hosts-", dir="/dev/shm"))
+        self._model, self._max_model_len, self._num_blocks = model, max_model_len, num_blocks
+        self._secret = self._root / "secret"
+        write_secret(self._secret)
+        self.spaces = self._make_spaces() if namespaces else None
+        self.redis = RedisProcess(self._root)
+        self.processes: dict[str, Process] = {}
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_spaces(self) -> tuple[Namespace, Namespace]:
+        a, b = Namespace("a"), Namespace("b")
+        for left, right in (("lla", "llb"), ("llt", "llf")):
+            _run("ip", "link", "add", f"{left}{os.getpid()}", "type", "veth", "peer", "name", f"{right}{os.getpid()}")
+        a.take(f"lla{os.getpid()}", _LINK[0])
+        b.take(f"llb{os.getpid()}", _LINK[1])
+        a.take(f"llf{os.getpid()}", _FRONT[1])
+        _run("ip", "addr", "add", f"{_FRONT[0]}/30", "dev", f"llt{os.getpid()}")
+        _run("ip", "link", "set", f"llt{os.getpid()}", "up")
+        # The test also reaches B, through A.
+        _run("ip", "route", "add", f"{_LINK[1]}/32", "via", _FRONT[1])
+        _run("ip", "route", "add", f"{_LINK[0]}/32", "via", _FRONT[1])
+        _run(*a.enter, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        _run(*b.enter, "ip", "route", "add", f"{_FRONT[0]}/32", "via", _LINK[0])
+        return a, b
+
+    def _start(self) -> None:
+        for name in ("store-a", "store-b", "prefill-a", "decode-b"):
+            self.start(name)
+        self.block_stores = tuple(self.processes[name].wait_ready()[0] for name in ("store-a", "store-b"))
+        for name in ("prefill-a", "decode-b"):
+            self.processes[name].wait_ready()
+        self.start("gateway-a")
+        ports = [line.rpartition(":")[2] for line in self.processes["gateway-a"].wait_ready()]
+        front = _FRONT[1] if self.spaces else "127.0.0.1"
+        self.http, self.grpc = (f"{front}:{port}" for port in ports)
+
+    def start(self, name: str) -> Process:
+        """Starts a service (again), without waiting until it is ready."""
+        kind, _, host = name.rpartition("-")
+        ready = self._root / f"{name}.ready"
+        ready.unlink(missing_ok=True)
+        package = {"store": "block_store", "prefill": "prefill_svc", "decode": "decode_svc", "gateway": "gateway"}[kind]
+        enter = [] if self.spaces is None else self.spaces["ab".index(host)].enter
+        flags = {"secret_file": self._secret, "ready_file": ready, **self._flags(kind, host)}
+        command = [*enter, sys.executable, "-m", "looseleaf.serve.child", str(os.getpid()), package, *flags_of(flags)]
+        self.processes[name] = Process(name, command, ready, self._root / f"{name}.log")
+        return self.processes[name]
+
+    def _flags(self, kind: str, host: str) -> dict[str, object]:
+        address = "127.0.0.1" if self.spaces is None else _LINK["ab".index(host)]
+        store = later(self._root / f"store-{host}.ready", 0)
+        if kind == "store":
+            return {
+                "host": address, "port": 0, "directory": self._shm / host, "redis_url": self.redis.url,
+                "expect_workers": 1, "num_blocks": self._num_blocks, "device": "cpu", "pull_blocks": True,
+                "keep_arena": True,
+            }  # fmt: skip
+        if kind == "gateway":
+            front = "127.0.0.1" if self.spaces is None else "0.0.0.0"
+            return {
+                "host": front, "port": 0, "grpc_port": 0, "model": self._model, "redis_url": self.redis.url,
+                "block_store": store, "poll_s": 0.2,
+            }  # fmt: skip
+        return {
+            "host": address, "port": 0, "model": self._model, "block_store": store, "num_threads": 1,
+            "max_model_len": self._max_model_len, "worker_id": f"{kind}-{host}", "device": "cpu",
+            "max_num_batched_tokens": 128,
+        }  # fmt: skip
+
+    def cut(self, is_up: bool = False) -> None:
+        """Takes the link between the hosts down, or up again."""
+        assert self.spaces is not None
+        _run(*self.spaces[0].enter, "ip", "link", "set", f"lla{os.getpid()}", "up" if is_up else "down")
+
+    def metric(self, name: str) -> float:
+        """Returns the sum of a metric of the gateway over its labels."""
+        return sum(sample.value for sample in metrics_page.read(self.http) if sample.name == name)
+
+    def inspect(self, host: int) -> pb.InspectResponse:
+        """Returns the counts of a host's block store (0: A, 1: B)."""
+        trust = Trust(read_secret(self._secret))
+        with open_blocking_channel(self.block_stores[host], trust) as channel:
+            stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            response: pb.InspectResponse = stub.Inspect(pb.InspectRequest(), timeout=10, metadata=trust.metadata)
+            return response
+
+    def assert_nothing_held(self, within_s: float = 20.0) -> None:
+        """Waits until every block of both arenas is FREE, CACHED or RESERVED."""
+        for host in (0, 1):
+            state = wait_for(
+                lambda host=host: self.inspect(host),  # type: ignore[misc]
+                lambda state: state.sealed == 0 == state.quarantine,
+                within_s,
+                f"blocks of host {host} stay held",
+            )
+            assert state.free + state.cached + state.reserved == state.num_blocks, state
+
+    def log(self, name: str) -> str:
+        return self.processes[name].log.read_text()
+
+    def close(self) -> None:
+        for process in reversed(self.processes.values()):
+            process.end()
+        self.redis.close()
+        for space in self.spaces or ():
+            space.close()
+        subprocess.run(["rm", "-rf", str(self._shm)], check=False)
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,0 +1,128 @@
+"""Prefill on one host, decode on another: the blocks travel, the tokens stay the same, and a failure holds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.types import SamplingParams, StoppingParams
+from engine.model_runner import ModelRunner, RunnerSettings
+from looseleaf import AsyncClient, Completion
+from testing.oracle import Oracle
+from testing.system import prompts
+from testing.two_hosts import TwoHosts, namespaces_work
+
+STOPPING = StoppingParams(max_tokens=24)
+SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
+PREFIX = prompts(1, seed=40, lengths=(64, 64))[0]
+PROMPTS = [
+    *prompts(6, seed=41, lengths=(1, 90)),
+    *prompts(1, seed=42, lengths=(16, 16)),
+    *[PREFIX + tail for tail in prompts(3, seed=43, lengths=(5, 40))],
+    *prompts(1, seed=44, lengths=(600, 600)),
+]
+
+
+@pytest.fixture(scope="module")
+def hosts(checkpoint: Path) -> Iterator[TwoHosts]:
+    """Two network namespaces, or where these are refused two groups of processes."""
+    with TwoHosts(checkpoint, namespaces=namespaces_work()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    settings = RunnerSettings(model=str(checkpoint), max_model_len=1024, num_threads=1, deterministic=True)
+    return Oracle(ModelRunner(settings))
+
+
+async def together(hosts: TwoHosts, wanted: list[list[int]], **options: Any) -> list[Completion]:
+    async with AsyncClient(hosts.grpc) as client:
+        calls = (client.generate(p, max_tokens=24, ignore_eos=True, timeout=60, **options) for p in wanted)
+        return list(await asyncio.gather(*calls))
+
+
+async def test_every_way_of_decoding_gives_the_oracles_tokens_on_another_host(hosts: TwoHosts, oracle: Oracle) -> None:
+    greedy = SamplingParams(temperature=0.0)
+    expected = [tuple(oracle.generate(prompt, greedy, STOPPING)) for prompt in PROMPTS]
+    cold = await together(hosts, PROMPTS, temperature=0.0)
+    assert [done.token_ids for done in cold] == expected
+    assert all(done.usage.transferred_tokens > 0 for done in cold[:7] + cold[-1:])
+    assert cold[-1].usage.transferred_tokens == cold[-1].usage.handed_over_tokens == 600, "all of a cold prompt"
+    again = await together(hosts, PROMPTS, temperature=0.0)
+    assert [done.token_ids for done in again] == expected
+    assert again[-1].usage.transferred_tokens == 600 % 16, "full blocks are cached there; a partial one has no name"
+
+    params = SamplingParams(**SEEDED)
+    seeded = await together(hosts, PROMPTS, **SEEDED, cache_salt="seeded")
+    assert [done.token_ids for done in seeded] == [tuple(oracle.generate(p, params, STOPPING)) for p in PROMPTS]
+    hosts.assert_nothing_held()
+
+
+async def test_samples_and_beams_travel_once(hosts: TwoHosts, oracle: Oracle) -> None:
+    prompt = prompts(1, seed=50, lengths=(100, 100))[0]
+    before = hosts.metric("looseleaf_pulled_bytes_total")
+    [one] = await together(hosts, [prompt], **SEEDED, cache_salt="one")
+    bytes_of_one = hosts.metric("looseleaf_pulled_bytes_total") - before
+    [four] = await together(hosts, [prompt], n=4, **SEEDED, cache_salt="four")
+    assert hosts.metric("looseleaf_pulled_bytes_total") - before == 2 * bytes_of_one > 0, "bytes do not grow with n"
+    assert four.samples[0].token_ids == one.token_ids and len({s.token_ids for s in four.samples}) > 1
+    params = SamplingParams(**SEEDED, num_sequences=4)
+    for sample in four.samples:
+        assert list(sample.token_ids) == oracle.generate(prompt, params, STOPPING, sample_index=sample.index)
+
+    [beams] = await together(hosts, [prompt], beam_width=4, n=4, cache_salt="beams")
+    search = SamplingParams(temperature=0.0, beam_width=4, num_sequences=4)
+    assert [s.token_ids for s in beams.samples] == [
+        tuple(best.token_ids) for best in oracle.beam_search(prompt, search, STOPPING)
+    ]
+    hosts.assert_nothing_held()
+
+
+async def test_a_second_turn_finds_its_prefix_where_it_was_decoded(hosts: TwoHosts) -> None:
+    first_turn = prompts(1, seed=60, lengths=(70, 70))[0]
+    [first] = await together(hosts, [first_turn], temperature=0.0, cache_salt="turns")
+    second_turn = [*first_turn, *first.token_ids, 11, 12, 13]
+    [second] = await together(hosts, [second_turn], temperature=0.0, cache_salt="turns")
+    full = len(first_turn) + len(first.token_ids) - 1
+    assert second.usage.transferred_tokens <= len(second_turn) - full // 16 * 16, "decode had sealed the rest there"
+
+
+@pytest.mark.parametrize("what", ["kill", "freeze", "cut", "flush"])
+async def test_a_failure_in_mid_pull_costs_a_pause(hosts: TwoHosts, oracle: Oracle, what: str) -> None:
+    if what == "cut" and hosts.spaces is None:
+        pytest.skip("no network namespaces here")
+    wanted = prompts(8, seed=70 + len(what), lengths=(200, 600))
+    greedy = SamplingParams(temperature=0.0)
+    expected = [tuple(oracle.generate(prompt, greedy, STOPPING)) for prompt in wanted]
+    running = asyncio.create_task(together(hosts, wanted, temperature=0.0, cache_salt=what))
+    pulls = hosts.metric("looseleaf_pulls_total")
+    while not running.done() and hosts.metric("looseleaf_pulls_total") == pulls:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(disturb, hosts, what)
+    done = await running
+    assert [each.token_ids for each in done] == expected
+    await asyncio.to_thread(hosts.assert_nothing_held)
+
+
+def disturb(hosts: TwoHosts, what: str) -> None:
+    if what == "kill":
+        hosts.processes["store-a"].send(signal.SIGKILL)
+        hosts.start("store-a")
+        hosts.block_stores = (hosts.processes["store-a"].wait_ready()[0], hosts.block_stores[1])
+    elif what == "freeze":
+        hosts.processes["store-a"].send(signal.SIGSTOP)
+        time.sleep(3)
+        hosts.processes["store-a"].send(signal.SIGCONT)
+    elif what == "cut":
+        hosts.cut()
+        time.sleep(3)
+        hosts.cut(is_up=True)
+    else:
+        hosts.redis.flush()
