@@ -57,6 +57,8 @@ def _translated(error: grpc.aio.AioRpcError, store: str) -> Exception:
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("the request's time was over while its blocks were pulled to another host")
-    if code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE):
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return WorkerLost("pull_unavailable", counted=False, suspect=False, unreachable=True)
+    if code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED):
         logger.error("block store %s refuses a pull: %s %s", store, code.name, error.details())
-    return WorkerLost(f"pull_{code.name.lower()}", suspect=code is not grpc.StatusCode.ABORTED)
+    return WorkerLost(f"pull_{code.name.lower()}", suspect=False)

@@ -55,8 +55,10 @@ class Router:
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
-        self.pulling: frozenset[str] = frozenset()
-        """Arenas whose store copies blocks from other arenas."""
+        self.stores: Mapping[str, bool] = {}
+        """The arenas with a live block store, and whether that store copies blocks from other arenas."""
+        self.broken: set[tuple[str, str]] = set()
+        """Pairs of arenas (source, destination) between which a copy has just failed for lack of an answer."""
         self._picks = 0
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> None:
@@ -157,11 +159,16 @@ class Router:
 
     def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
         """Returns the decode workers that accept a prefill worker's tickets. They must have the same pairing
-        fingerprint, and be in the same arena or in one that pulls blocks.
+        fingerprint, and be in the same arena or in one to which blocks can be copied.
         """
-        arenas = self.pulling | {prefill.arena_id}
         decodes = [d for d in self._of_role("decode") if d.record.pairing == prefill.pairing]
-        return [d for d in decodes if d.record.arena_id in arenas]
+        return [d for d in decodes if self._reaches(prefill.arena_id, d.record.arena_id)]
+
+    def _reaches(self, source: str, destination: str) -> bool:
+        if source == destination:
+            return True
+        is_possible = source in self.stores and self.stores.get(destination, False)
+        return is_possible and (source, destination) not in self.broken
 
     def _least(self, states: list[WorkerState], cost: Callable[[WorkerState], float], now: float) -> WorkerState | None:
         trusted = [s for s in states if s.suspect_until <= now] or states

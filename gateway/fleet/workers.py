@@ -22,7 +22,7 @@ from gateway.fleet.decode_client import DecodeSession, SessionPool
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.pull_client import PullClient, StoreAddress
-from gateway.fleet.routing import Router, WorkerState
+from gateway.fleet.routing import UNREACHABLE_S, Router, WorkerState
 from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.group_limits import rooms_of
 from gateway.intake.resolved_request import ResolvedRequest
@@ -105,8 +105,10 @@ class Workers:
 
     def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
         """Receives the block stores after every poll."""
+        moved = {arena_id for arena_id, store in stores.items() if store != self._stores.get(arena_id)}
+        self._router.broken = {pair for pair in self._router.broken if moved.isdisjoint(pair)}
+        self._router.stores = {arena_id: store.pulls for arena_id, store in stores.items()}
         self._stores = stores
-        self._router.pulling = frozenset(arena_id for arena_id, store in stores.items() if store.pulls)
 
     @property
     def ready(self) -> bool:
@@ -208,12 +210,21 @@ class Workers:
     async def pull(
         self, ticket: types_pb.Ticket, arena_id: str, quota: types_pb.CacheQuota | None, timeout_s: float
     ) -> block_store_pb2.PullResponse:
-        """Copies a ticket's blocks into another arena. Raises the errors of `PullClient.pull`."""
+        """Copies a ticket's blocks into another arena. Raises the errors of `PullClient.pull`. If one of the two stores
+        does not answer, routing avoids the pair for a while.
+        """
         source, destination = self._stores.get(ticket.arena_id), self._stores.get(arena_id)
         if source is None or destination is None:
-            raise WorkerLost("pull_no_store", suspect=False)
+            raise WorkerLost("pull_no_store", counted=False, suspect=False)
         request = block_store_pb2.PullRequest(ticket=ticket, source=source.address, cache_quota=quota)
-        return await self._pulls.pull(destination.address, request, timeout_s)
+        try:
+            return await self._pulls.pull(destination.address, request, timeout_s)
+        except WorkerLost as lost:
+            if lost.unreachable:
+                pair = (ticket.arena_id, arena_id)
+                self._router.broken.add(pair)
+                asyncio.get_running_loop().call_later(UNREACHABLE_S, lambda: self._router.broken.discard(pair))
+            raise
 
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other

@@ -203,10 +203,6 @@ class Attempts:
         began = time.monotonic()
         try:
             pulled = await self._workers.pull(done.ticket, arena_id, state.quota, state.remaining_s())
-        except WorkerLost as lost:
-            if lost.suspect:
-                place.suspect()
-            raise
         finally:
             state.took(hand_over_ns=_since_ns(began))
         state.transferred += pulled.num_tokens

@@ -15,7 +15,7 @@ from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 from common import convert
 from common.ticket import Ticket
-from common.types import BlockRef
+from common.types import BlockRef, KvLayout
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, StoreProcess, wait_until
 
@@ -23,12 +23,12 @@ from testing.ledger.store import LAYOUT, StoreProcess, wait_until
 class Host:
     """A store process and one worker (in this process) that writes and claims blocks there."""
 
-    def __init__(self, directory: Path, num_blocks: int, *flags: str) -> None:
+    def __init__(self, directory: Path, num_blocks: int, *flags: str, layout: KvLayout = LAYOUT) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.store = StoreProcess(directory, "--num-blocks", str(num_blocks), "--expect-workers", "1", *flags)
-        reply = self.store.attach("worker")
+        reply = self.store.attach("worker", layout=layout)
         self.stub: Any = self.store.stub
-        self.arena = Arena.open(reply.directory, LAYOUT.fingerprint)
+        self.arena = Arena.open(reply.directory, layout.fingerprint)
         slot = self.arena.acquire_writer_slot()
         ledger = LedgerScripts.attach(open_client(reply.redis_url, self.arena.fixed.run_id), self.arena)
         self.held = HeldBlocks(LedgerClient.register(ledger, "worker", writer_slot=slot.number), self.arena, slot)

@@ -74,8 +74,8 @@ async def test_samples_and_beams_travel_once(hosts: TwoHosts, oracle: Oracle) ->
     assert hosts.metric("looseleaf_pulled_bytes_total") - before == 2 * bytes_of_one > 0, "bytes do not grow with n"
     assert four.samples[0].token_ids == one.token_ids and len({s.token_ids for s in four.samples}) > 1
     params = SamplingParams(**SEEDED, num_sequences=4)
-    for sample in four.samples:
-        assert list(sample.token_ids) == oracle.generate(prompt, params, STOPPING, sample_index=sample.index)
+    for index, sample in enumerate(four.samples):
+        assert list(sample.token_ids) == oracle.generate(prompt, params, STOPPING, sample_index=index)
 
     [beams] = await together(hosts, [prompt], beam_width=4, n=4, cache_salt="beams")
     search = SamplingParams(temperature=0.0, beam_width=4, num_sequences=4)

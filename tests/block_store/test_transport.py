@@ -1,0 +1,122 @@
+"""The checks around a copy: a source whose blocks are reallocated meanwhile, and a transport that writes too late."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from block_store.errors import Exhausted, Stale
+from block_store.holder.attach import Attached, Needs
+from block_store.redis.redis_server import RedisHandle
+from block_store.transfer.block_source import BlockSource
+from block_store.transfer.puller import Puller, copied_tokens
+from block_store.transfer.source_client import SourceClient
+from block_store.transfer.transport import Copy
+from common.errors import Unavailable
+from common.ticket import Ticket, TicketId
+from common.types import BlockRef, Epoch
+from testing.ledger.store import LAYOUT, TestStore, chain
+
+NAMES = chain("late", 2)
+SOURCE = Ticket("elsewhere", TicketId(Epoch(1), b"s"), (((BlockRef(0, 1), BlockRef(1, 1)),),), (32,))
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_block_that_is_reallocated_before_or_while_it_is_read_is_not_sent(store: TestStore, when: str) -> None:
+    caller = store.caller()
+    refs = store.fill(caller, chain("a", 2))
+    source, read = BlockSource(store.arena, store.ledger), store.arena.read
+
+    def reallocate() -> None:
+        store.arena.raise_generations([BlockRef(refs[1].block, refs[1].generation + 1)], caller.slot.number)
+
+    def reading(block: int) -> bytes:
+        data = read(block)
+        if block == refs[1].block:
+            reallocate()
+        return data
+
+    assert len(source.read(refs)[1]) == 2
+    if when == "before":
+        reallocate()
+    else:
+        store.arena.read = reading  # type: ignore[method-assign]
+    with pytest.raises(Stale):
+        source.read(refs)
+
+
+class LateTransport:
+    """Fails, and writes to its destination only when told to, as one-sided transports do."""
+
+    def __init__(self) -> None:
+        self.copies: list[Copy] = []
+        self.has_written = False
+
+    async def fetch(self, copy: Copy) -> None:
+        self.copies.append(copy)
+        raise Unavailable("the source of the blocks does not answer")
+
+    def write(self) -> None:
+        for copy in self.copies:
+            for ref in copy.into:
+                copy.arena.data[ref.block] = 0xEE
+        self.has_written = True
+
+    def is_quiescent(self, copy: Copy) -> bool:
+        return self.has_written
+
+
+class NamedBlocks:
+    """A source that names blocks and does nothing else."""
+
+    async def prefix_hashes(self, source: str, ticket: Ticket, refs: Any) -> list[bytes]:
+        return NAMES[: len(refs)]
+
+    async def keep(self, source: str, ticket: Ticket) -> float:
+        return 8.0
+
+    async def refresh(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
+    redis_handle: RedisHandle, store: TestStore, shm: Path
+) -> None:
+    needs = Needs("pull", "pull", LAYOUT, 0, 0, 0, 0)
+    attached = await asyncio.to_thread(Attached, store.arena, redis_handle.url, needs)
+    transport = LateTransport()
+    puller = Puller(attached, cast(SourceClient, NamedBlocks()), transport)
+    upkeep = asyncio.create_task(puller.run())
+    with pytest.raises(Unavailable):
+        await puller.pull(SOURCE, "elsewhere:1")
+    assert puller.num_withheld == 2
+    worker = store.held("other")
+    everything_else = worker.alloc(store.arena.num_blocks - 2)
+    with pytest.raises(Exhausted):
+        worker.alloc(1)
+    await asyncio.sleep(0.6)  # longer than the upkeep's interval: time alone releases nothing
+    with pytest.raises(Exhausted):
+        worker.alloc(1)
+    transport.write()
+    assert all(store.arena.read(ref.block)[0] != 0xEE for ref in everything_else)
+    while puller.num_withheld:
+        await asyncio.sleep(0.01)
+    await asyncio.get_running_loop().run_in_executor(puller._thread, lambda: None)
+    assert len(worker.alloc(2)) == 2
+    upkeep.cancel()
+    worker.close()
+    await puller.close()
+
+
+def test_copied_positions_are_counted_once() -> None:
+    a, b, tail, other = (BlockRef(block, 1) for block in range(4))
+    ticket = Ticket("x", SOURCE.id, (((a, b, tail),), ((a, b, other),)), (40, 36))
+    assert copied_tokens(ticket, {a, b, tail, other}, 16) == 16 + 16 + 8 + 4
+    assert copied_tokens(ticket, {tail}, 16) == 8
+    windowed = Ticket("x", SOURCE.id, (((a, b, tail), (other,)),), (40,))
+    assert copied_tokens(windowed, {b, other}, 16) == 16 + 8, "a window has only the last blocks"
+    assert copied_tokens(windowed, (), 16) == 0
