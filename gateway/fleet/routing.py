@@ -135,8 +135,8 @@ class Router:
         self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool], adapter: str = ""
     ) -> WorkerState | None:
         """Picks the decode worker with the fewest sequences for its size, among those that accept the prefill worker's
-        tickets, are `usable` for the group and have loaded `adapter`. A worker in another arena, to which the blocks must
-        be copied, counts as more loaded by `PULL_COST`.
+        tickets, are `usable` for the group and have loaded `adapter`. A worker in another arena, to which the blocks
+        must be copied, counts as more loaded by `PULL_COST`.
         """
 
         def cost(decode: WorkerState) -> float:

@@ -11,7 +11,6 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
 
 from common import convert
 from common.errors import Unavailable
@@ -19,6 +18,7 @@ from common.group_need import GroupNeed
 from common.types import WorkerRecord
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
+from gateway.fleet.pending_ticket import PendingTicket
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
 from gateway.fleet.workers import DecodePlace, Workers
 from gateway.intake.resolved_request import ResolvedRequest
@@ -42,22 +42,6 @@ class _Prefilled:
     worker: WorkerRecord
     done: prefill_pb2.PrefillDone
     isolation: IsolationTicket
-
-
-@dataclass(slots=True)
-class _PendingTicket:
-    """A ticket on its way from prefill to decode. If it does not arrive, it is given up."""
-
-    workers: Workers
-    ticket: types_pb.Ticket | None
-    """The ticket, or None if there is none or decode has it."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.ticket is not None:
-            self.workers.give_up(self.ticket)
 
 
 class Attempts:
@@ -86,7 +70,7 @@ class Attempts:
             else:
                 prefilled = await self._take_over(state, start, held)
             done = prefilled.done
-            ticket = held.enter_context(_PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None))
+            ticket = held.enter_context(PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None))
             going = state.accept_first(done)
             state.decoded_from = state.output_len
             if state.num_open:
@@ -105,7 +89,7 @@ class Attempts:
     async def _take_over(self, state: RequestState, start: HeadStart, held: ExitStack) -> _Prefilled:
         """Continues from a prefill that another call has made. It counts as this request's attempt."""
         done = start.done
-        with _PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None) as pending:
+        with PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None) as pending:
             isolation = await self._isolation.enter(state.digest, incarnation(start.worker))
             pending.ticket = None
         held.enter_context(isolation)
@@ -180,7 +164,7 @@ class Attempts:
     # --- the second half
 
     async def _decode(
-        self, state: RequestState, prefilled: _Prefilled, going: list[Sample], ticket: _PendingTicket
+        self, state: RequestState, prefilled: _Prefilled, going: list[Sample], ticket: PendingTicket
     ) -> None:
         place = self._workers.pick_decode(prefilled.worker, state.need, state.request.adapter_digest)
         if place is None:
@@ -191,33 +175,25 @@ class Attempts:
             await self._continue(state, prefilled, going, place, ticket)
 
     async def _bring(
-        self, state: RequestState, done: prefill_pb2.PrefillDone, place: DecodePlace, ticket: _PendingTicket
+        self, state: RequestState, done: prefill_pb2.PrefillDone, place: DecodePlace, ticket: PendingTicket
     ) -> None:
         """Copies the blocks to the host of the decode worker, if prefill ran on another one. From then on the ticket is
         that of the copies.
         """
-        arena_id = place.session.record.arena_id
-        if done.ticket.arena_id == arena_id:
+        if done.ticket.arena_id == place.session.record.arena_id:
             return
         state.outlet.flush()  # prefill's tokens need not wait for the copy
         began = time.monotonic()
         try:
-            pulled = await self._workers.pull(done.ticket, arena_id, state.quota, state.remaining_s())
+            pulled = await ticket.move(place.session.record.arena_id, state.quota, state.remaining_s())
         finally:
             state.took(hand_over_ns=_since_ns(began))
         state.transferred += pulled.num_tokens
         self._metrics.pulled(pulled)
-        self._workers.give_up(done.ticket)
         done.ticket.CopyFrom(pulled.ticket)
-        ticket.ticket = done.ticket
 
     async def _continue(
-        self,
-        state: RequestState,
-        prefilled: _Prefilled,
-        going: list[Sample],
-        place: DecodePlace,
-        ticket: _PendingTicket,
+        self, state: RequestState, prefilled: _Prefilled, going: list[Sample], place: DecodePlace, ticket: PendingTicket
     ) -> None:
         """Submits the group to decode, and waits until it has ended."""
         message, left_s = state.submit_request(prefilled.done, going), state.remaining_s()

@@ -1,0 +1,38 @@
+"""A ticket on its way from prefill to decode. If it does not arrive, it is given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from gateway.fleet.workers import Workers
+from protos.v1 import block_store_pb2
+from protos.v1 import types_pb2 as types_pb
+
+
+@dataclass(slots=True)
+class PendingTicket:
+    """Gives up its ticket at the end of a `with` block, unless decode has taken it."""
+
+    workers: Workers
+    ticket: types_pb.Ticket | None
+    """The ticket, or None if there is none or decode has it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ticket is not None:
+            self.workers.give_up(self.ticket)
+
+    async def move(
+        self, arena_id: str, quota: types_pb.CacheQuota | None, timeout_s: float
+    ) -> block_store_pb2.PullResponse:
+        """Copies the ticket's blocks into another arena, and replaces the ticket by that of the copies. Raises the
+        errors of `Workers.pull`.
+        """
+        assert self.ticket is not None
+        pulled = await self.workers.pull(self.ticket, arena_id, quota, timeout_s)
+        self.workers.give_up(self.ticket)
+        self.ticket = pulled.ticket
+        return pulled
