@@ -42,8 +42,8 @@ test: dev ## run the tests that need no container engine (ARGS="tests/gateway -k
 	$(PY) -m pytest -m "not compose and not families and not third_party" $(addprefix --ignore=,$(TOGETHER)) || status=$$?
 	exit $$status
 
-families: dev ## run every model family that transformers defines through real services
-	@exec $(PY) -m pytest -m families tests/equality
+families: dev ## run every model family that transformers defines through real services, and compare its rows
+	@exec $(PY) -m pytest -m families tests/equality tests/engine
 
 test-third-party: dev ## test third-party clients against a real server; installs them outside the repository, writes docs/clients.md
 	@exec nice -n 10 $(PY) -m pytest -m third_party tests/third_party $(ARGS)
