@@ -24,7 +24,9 @@ ISA_FLAGS = {
     "avx512": [
         "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma", "-mf16c",
         "-mprefer-vector-width=512", "-DLL_AVX512",
-        "-Wno-maybe-uninitialized",  # gcc 12 prints thousands of lines of warnings about its own header
+        # gcc 12 prints thousands of lines of warnings about its own header.
+        "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
     ],
     "avx2": ["-mavx2", "-mfma", "-mf16c", "-DLL_AVX2"],
     "portable": ["-DLL_PORTABLE", "-Wno-psabi"],

@@ -7,4 +7,7 @@ supports them. Importing this package loads neither a library nor triton; the fi
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
+"""Part of the numerics fingerprint. Raise it with every change of a result's bits, so that old and new blocks are not
+shared.
+"""
