@@ -6,6 +6,7 @@ import pytest
 
 from common.errors import InvalidArgument
 from common.group_need import GroupRoom
+from common.kv_retention import KvRules
 from gateway.intake.group_limits import max_tokens_within
 from gateway.intake.wanted import Wanted
 from testing.chaos.book import Case
@@ -15,7 +16,7 @@ from testing.chaos.traffic import _right
 
 @pytest.mark.parametrize("wanted", [Wanted(n=16), Wanted(beam_width=16), Wanted()])
 def test_the_gateways_sentence_is_a_refusal(wanted: Wanted) -> None:
-    limits = [GroupRoom(64, 12, BLOCK_SIZE)]
+    limits = [GroupRoom(64, 12, KvRules(BLOCK_SIZE))]
     with pytest.raises(InvalidArgument) as refused:
         max_tokens_within(wanted, len(TOO_WIDE.prompt_ids), limits, TOO_WIDE.max_tokens, clip=False)
     assert REFUSAL.match(f"InvalidArgument: {refused.value}"), refused.value

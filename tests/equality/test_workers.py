@@ -176,7 +176,8 @@ def test_a_block_of_8_bits_has_the_same_bytes_whatever_happened(
     quiet = make_workers(subject)
     quiet.answer(subject.cases)
     written = sealed_bytes(quiet)
-    busy = make_workers(subject, budget=16, num_blocks=TIGHT, preemption="swap")
+    num_blocks = TIGHT * len(subject.runner.layout.groups)
+    busy = make_workers(subject, budget=16, num_blocks=num_blocks, preemption="swap")
     busy.answer(subject.cases)
     assert busy.preemption.counts.resumed_groups > 0
     found = sealed_bytes(busy)
