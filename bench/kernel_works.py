@@ -120,8 +120,8 @@ def _packed(n_in: int, n_out: int, provider: Provider) -> PackedLinear:
 
 
 def _linear(rows: int, n_out: int, provider: Provider) -> Work:
-    """Returns the work of twelve weights in turn, like those of the layers. With few rows, the time is bound by reading
-    the weights.
+    """Returns a linear layer as work. Each call uses the next of twelve weight matrices, as a model's layers do, so
+    with few rows the time is bound by reading the weights.
     """
     layers = itertools.cycle([_packed(HIDDEN, n_out, provider) for _ in range(LAYERS)])
     x = torch.randn(rows, HIDDEN).to(BF16)

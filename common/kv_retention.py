@@ -64,7 +64,9 @@ class KvRules:
     block_size: int
     groups: tuple[Retention, ...] = (Retention(),)
     prefill_step: int = 0
-    """The most tokens of a prompt that prefill computes in one step; 0: without what prefill holds for its steps."""
+    """The most tokens of a prompt that prefill computes in one step. If it is 0, the blocks that prefill holds only for
+    its steps are not counted.
+    """
 
     def usable_length(self, present: Mapping[int, Sequence[bool]], start: int = 0) -> int:
         """Returns the length, in blocks, of the longest prefix that groups can continue from; 0 if there is none.

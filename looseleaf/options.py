@@ -129,7 +129,7 @@ class EmbedOptions(TypedDict, total=False):
     """Options of `embed`."""
 
     dimensions: int
-    """Keep only the first dimensions, this many, and scale the vector to length 1 again."""
+    """Number of leading dimensions to keep. The shortened vector is scaled to length 1 again."""
     truncate_prompt_tokens: int
     model: str
     request_id: str

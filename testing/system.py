@@ -29,7 +29,7 @@ def trust_at(block_store: str) -> Trust:
 
 
 def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResponse:
-    """Returns the block store's counts."""
+    """Returns the state of the block store's arena: counts, holders and, with `include_blocks`, every block."""
     trust = trust_at(block_store)
     with open_blocking_channel(block_store, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)

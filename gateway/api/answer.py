@@ -19,7 +19,7 @@ class AskingBody(Protocol):
     stream: bool | None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request for each prompt. Raises InvalidArgument, Unimplemented."""
+        """Returns one request for each prompt. Raises InvalidArgument or Unimplemented."""
 
 
 class StreamForm(Protocol):
@@ -43,7 +43,7 @@ class WholeAnswer(Protocol):
     """The body's names for fields that have other names in `Wanted`."""
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request for each prompt. Raises InvalidArgument, Unimplemented."""
+        """Returns one request for each prompt. Raises InvalidArgument or Unimplemented."""
 
     def take(self, requests: list[ResolvedRequest]) -> None:
         """Takes the resolved requests. Must be called first."""

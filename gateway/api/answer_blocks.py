@@ -132,7 +132,7 @@ class BlockAnswer:
         return self._body
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the body's only request. Raises InvalidArgument, Unimplemented."""
+        """Returns the body's only request. Raises InvalidArgument or Unimplemented."""
         [wanted] = self._body.all_wanted()
         self._plan = self._planner.plan(wanted, self._body.chosen_tools())
         return [wanted]

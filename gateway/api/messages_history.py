@@ -34,7 +34,8 @@ class TurnBody(msgspec.Struct):
 
 
 def plain_turns(turns: Sequence[TurnBody]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument, Unimplemented.
+    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument or
+    Unimplemented.
 
     The results of tools, which are blocks of a user's message, become messages of their own.
     """

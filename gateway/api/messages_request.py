@@ -69,7 +69,7 @@ class CountTokensBody(Body, kw_only=True):
     output_config: OutputConfig | None = None
 
     def prompt(self) -> ChatPrompt:
-        """Returns the conversation. Raises InvalidArgument, Unimplemented."""
+        """Returns the conversation. Raises InvalidArgument or Unimplemented."""
         if self.thinking is not None and self.thinking.type != "disabled":
             raise Unimplemented.of("thinking.type", f"{self.thinking.type[:40]!r} is not supported yet")
         system = text_of(self.system, "system") if isinstance(self.system, list) else self.system

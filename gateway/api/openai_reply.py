@@ -141,7 +141,9 @@ class LogprobFormat:
 
 
 def _finite(logprob: float) -> float:
-    """Replaces infinity, which JSON lacks. OpenAI writes -9999 for an impossible token."""
+    """Returns the log-probability, but at least -9999, which is OpenAI's value for an impossible token. JSON cannot
+    represent minus infinity.
+    """
     return max(logprob, -9999.0)
 
 

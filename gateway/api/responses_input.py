@@ -40,7 +40,8 @@ class InputItem(msgspec.Struct):
 
 
 def plain_items(items: Sequence[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument, Unimplemented.
+    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument or
+    Unimplemented.
 
     The reasoning, the text and the calls of one answer are separate items. They become one message.
     """

@@ -50,7 +50,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         """`certificates` enables HTTPS. Each new connection uses the current ones.
 
-        Wrong keys are counted by the address of the connection. X-Forwarded-For is ignored.
+        Wrong keys are counted per address of the connection; X-Forwarded-For is ignored.
         """
         protocol: Any = partial(BoundedHttp, bounds)
         files: Any = (

@@ -58,6 +58,8 @@ class HeldAfter:
 
 
 def held_by(now: Inspection, dead: HolderView) -> int:
-    """Returns the references of an incarnation, and the blocks in quarantine that wait for its writer slot."""
+    """Returns the number of references that an incarnation holds, plus the number of blocks in quarantine that wait for
+    its writer slot.
+    """
     references = sum(dead.epoch in block.holders for block in now.blocks)
     return references + sum(slot == dead.writer_slot for _, slot in now.quarantine)

@@ -1,8 +1,8 @@
-"""docker-compose.yml in a real container engine: start, requests through the published ports, two workers per role,
-stop.
+"""The system in docker-compose.yml, run by a real container engine: requests through the published ports, isolation,
+TLS, and two workers per role.
 
-Run by `make test-compose`; needs a container engine. Ports are not the defaults, so a running system is left alone;
-the project name is this test's own.
+Run it with `make test-compose`; it needs a container engine. The tests use their own ports and project name, so they do
+not disturb a running system.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat templates: Hugging Face's conventions, in a sandbox."""
+"""Chat templates follow Hugging Face's conventions and run in a sandbox."""
 
 from __future__ import annotations
 
