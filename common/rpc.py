@@ -217,8 +217,10 @@ class ChannelPool:
         """Closes unused channels to all addresses but these (None: all are kept), and those with old certificates."""
         wanted, stamp = set(self._pooled if addresses is None else addresses), self._trust.stamp
         idle = [(address, pooled) for address, pooled in self._pooled.items() if not pooled.num_uses]
-        for address in [a for a, pooled in idle if a not in wanted or (stamp and pooled.stamp != stamp)]:
-            await self._pooled.pop(address).channel.close()
+        stale = [a for a, pooled in idle if a not in wanted or (stamp and pooled.stamp != stamp)]
+        channels = [self._pooled.pop(address).channel for address in stale]  # before other tasks run
+        for channel in channels:
+            await channel.close()
 
     async def close(self) -> None:
         for pooled in self._pooled.values():

@@ -117,10 +117,11 @@ class TwoHosts:
         self._model, self._max_model_len, self._num_blocks = model, max_model_len, num_blocks
         self._secret = self._root / "secret"
         write_secret(self._secret)
-        self.spaces = self._make_spaces() if namespaces else None
+        self.spaces: tuple[Namespace, Namespace] | None = None
         self.redis = RedisProcess(self._root)
         self.processes: dict[str, Process] = {}
         try:
+            self.spaces = self._make_spaces() if namespaces else None
             self._start()
         except BaseException:
             self.close()

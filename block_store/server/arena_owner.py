@@ -140,9 +140,10 @@ class ArenaOwner:
 
     def _begin(self, arena: Arena) -> None:
         ledger = open_ledger(self._redis.client, arena)
+        pulls = self._settings.pull_blocks and arena.placement.memory is Memory.HOST
         record = StoreRecord(
             arena.arena_id, self._address, ledger.dataset, self._redis.run_id, str(arena.directory), arena.num_blocks,
-            arena.layout.block_size, self._settings.pull_blocks,
+            arena.layout.block_size, pulls,
         )  # fmt: skip
         self._reaper = Reaper(ledger, arena, self._redis, record)
         self._reaper.start()

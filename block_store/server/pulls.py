@@ -11,12 +11,16 @@ from contextlib import suppress
 
 from block_store.arena.arena import Arena
 from block_store.arena.header import Memory
+from block_store.errors import BlockStoreError
 from block_store.holder.attach import Attached, Needs
+from block_store.ledger.inspection import inspect
+from block_store.ledger.scripts import LedgerScripts
 from block_store.server.arena_owner import ArenaOwner
-from block_store.transfer.puller import Pulled, Puller
+from block_store.transfer.pulled_blocks import Pulled
+from block_store.transfer.puller import Puller
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import GrpcTransport
-from common.errors import FailedPrecondition
+from common.errors import FailedPrecondition, Unavailable
 from common.ticket import Ticket
 from common.trust import Trust
 from common.types import CacheQuota
@@ -28,45 +32,54 @@ class Pulls:
     def __init__(self, owner: ArenaOwner, trust: Trust) -> None:
         self._owner = owner
         self._trust = trust
-        self._making = asyncio.Lock()
-        self._arena_id = ""
-        self._puller: Puller | None = None
+        self._making: asyncio.Task[Puller] | None = None
+        """Makes the puller. All pulls wait for the same one."""
         self._upkeep: asyncio.Task[None] | None = None
 
-    async def pull(self, ticket: Ticket, source: str, quota: CacheQuota | None) -> Pulled:
+    async def pull(
+        self, ticket: Ticket, source: str, quota: CacheQuota | None = None, public_tokens: int = 0
+    ) -> Pulled:
         """Returns a local ticket for copies of the blocks (`Puller.pull`). Raises FailedPrecondition if there is no
-        arena, or if its blocks are on a GPU.
+        arena or its blocks are on a GPU, and Unavailable if the ledger does not answer.
         """
-        puller = await self._puller_of(self._owner.arena)
-        return await puller.pull(ticket, source, quota)
+        puller = await self._puller_of(self._owner.arena, self._owner.ledger)
+        return await puller.pull(ticket, source, quota, public_tokens)
 
     async def close(self) -> None:
         """Ends the holder of pulled blocks."""
-        puller, self._puller = self._puller, None
+        if self._making is None:
+            return
         if self._upkeep is not None:
             self._upkeep.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._upkeep
-        if puller is not None:
+        with suppress(BlockStoreError):
+            puller = await self._making
             await puller.close()
 
-    async def _puller_of(self, arena: Arena | None) -> Puller:
-        if arena is None:
+    async def _puller_of(self, arena: Arena | None, ledger: LedgerScripts | None) -> Puller:
+        if arena is None or ledger is None:
             raise FailedPrecondition("there is no arena yet to pull blocks into")
         if arena.placement.memory is not Memory.HOST:
             raise FailedPrecondition("blocks cannot be pulled into the memory of a GPU yet")
-        async with self._making:
-            if self._puller is None or self._arena_id != arena.arena_id:
-                await self.close()
-                self._puller, self._arena_id = await self._make(arena), arena.arena_id
-                self._upkeep = asyncio.create_task(self._puller.run())
-            return self._puller
+        if self._making is None:
+            self._making = asyncio.create_task(self._make(arena, ledger))
+        try:
+            return await asyncio.shield(self._making)
+        except BlockStoreError as error:
+            self._making = None
+            raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
 
-    async def _make(self, arena: Arena) -> Puller:
+    async def _make(self, arena: Arena, ledger: LedgerScripts) -> Puller:
+        """Registers the holder of pulled blocks. Its floor is the smallest of the workers, so that any group that a
+        decode worker accepts can be pulled, even if other workers take every other block.
+        """
+        holders = (await asyncio.to_thread(inspect, ledger, False)).holders
+        floor = min((holder.floor for holder in holders if holder.floor), default=0)
         needs = Needs(
             f"pull-{socket.gethostname()}-{arena.arena_id}", "pull", arena.layout, weights_bytes=0,
             peak_activation_bytes=0, max_model_len=0, floor_blocks=0,
         )  # fmt: skip
-        attached = await asyncio.to_thread(Attached, arena, self._owner.redis_url, needs)
+        attached = await asyncio.to_thread(Attached, arena, self._owner.redis_url, needs, floor)
         sources = SourceClient(self._trust)
-        return Puller(attached, sources, GrpcTransport(sources))
+        puller = Puller(attached, sources, GrpcTransport(sources))
+        self._upkeep = asyncio.create_task(puller.run())
+        return puller

@@ -153,7 +153,7 @@ class BlockStoreServicer:
             quota = convert.quota_from_pb(request.cache_quota) if request.HasField("cache_quota") else None
         except ValueError as error:
             raise InvalidArgument.of("ticket or cache_quota", str(error)) from None
-        pulled = await self._pulls.pull(ticket, request.source, quota)
+        pulled = await self._pulls.pull(ticket, request.source, quota, request.public_tokens)
         return pb.PullResponse(
             ticket=convert.ticket_to_pb(pulled.ticket), num_pulled=pulled.num_pulled, num_found=pulled.num_found,
             num_bytes=pulled.num_bytes, num_tokens=pulled.num_tokens,

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TypeVar
 
-from block_store.errors import BlockStoreError, Exhausted, Fenced, LedgerUnavailable
+from block_store.errors import BlockStoreError, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.codec import SealItem
-from block_store.ledger.scripts import chunks
+from block_store.transfer.pulled_blocks import Pulled, Taken, finish, leading_blocks, release, release_each, take
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy, Transport
 from common.errors import Aborted, LooseleafError, Unavailable
@@ -40,34 +38,22 @@ T = TypeVar("T")
 KEEP_S = 2.0
 """Interval at which the lease of the source's ticket is extended."""
 ROOM_POLL_S = 0.02
+MAX_ROOM_POLL_S = 0.25
+MAX_UNANSWERED = 2
+"""Number of consecutive unanswered extensions after which the source counts as lost."""
 UPKEEP_S = 0.25
+CLOSE_S = 3.0
+"""Maximum time to wait at the end for stores into blocks."""
 MAX_PULLS = 16
 """Number of pulls that copy at the same time. It bounds the memory of the frames that are under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """The result of a pull."""
+@dataclass(slots=True)
+class _SourceLease:
+    """The lease of the source's ticket."""
 
-    ticket: Ticket
-    """A ticket of this arena."""
-    num_pulled: int
-    """Number of blocks that were copied."""
-    num_found: int
-    """Number of blocks that were already here."""
-    num_bytes: int
-    num_tokens: int
-    """Number of token positions that were copied, for all KV groups or for some."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Blocks of this arena for all blocks of a ticket. Each is counted once in `HeldBlocks`."""
-
-    found: dict[BlockRef, BlockRef]
-    """For each of the source's blocks that is cached here, the local block."""
-    fresh: dict[BlockRef, BlockRef]
-    """For each of the others, the block that receives its bytes."""
+    lost: LooseleafError | None = None
+    """Why it cannot be extended."""
 
 
 class Puller:
@@ -90,17 +76,21 @@ class Puller:
         """Number of blocks to which a transport may still write after its copy has failed."""
         return sum(len(copy.into) for copy in self._withheld)
 
-    async def pull(self, ticket: Ticket, source: str, quota: CacheQuota | None = None) -> Pulled:
-        """Returns a local ticket for copies of a ticket's blocks. Cancelling this ends the pull.
+    async def pull(
+        self, ticket: Ticket, source: str, quota: CacheQuota | None = None, public_tokens: int = 0
+    ) -> Pulled:
+        """Returns a local ticket for copies of a ticket's blocks. Cancelling this ends the pull. `quota` is that of the
+        tenant; the blocks of the first `public_tokens` tokens do not count against it.
 
         Waits for room as long as it takes. Raises Aborted if the source no longer has the blocks or the bytes are
         wrong, and Unavailable if the source or the ledger does not answer.
         """
         if self._attached.is_fenced:
             raise Unavailable("the holder of pulled blocks is registering again", retry_after_s=1.0)
+        public = leading_blocks(ticket, public_tokens, self._attached.arena.layout.block_size)
         self._num_pulls += 1
         try:
-            return await self._pull(ticket, source, quota)
+            return await self._pull(ticket, source, lambda ref: None if ref in public else quota)
         except Fenced as error:
             raise Unavailable("the holder of pulled blocks was fenced", retry_after_s=1.0) from error
         except LedgerUnavailable as error:
@@ -115,51 +105,71 @@ class Puller:
         """Releases withheld blocks once nothing writes to them, and registers again after a fence. Until cancelled."""
         while True:
             await asyncio.sleep(UPKEEP_S)
-            await self._sources.refresh()
-            for copy in [copy for copy in self._withheld if self._transport.is_quiescent(copy)]:
-                self._withheld.remove(copy)
-                self._thread.submit(_release_each, self._attached.held, copy.into)
-            if self._attached.is_fenced and not self._num_pulls and not self._withheld:
-                await self._renew()
+            try:
+                await self._upkeep()
+            except Exception:
+                logger.exception("the upkeep of pulls failed")
+
+    async def _upkeep(self) -> None:
+        await self._sources.refresh()
+        for copy in [copy for copy in self._withheld if self._transport.is_quiescent(copy)]:
+            self._withheld.remove(copy)
+            self._thread.submit(release_each, self._attached.held, copy.into)
+        if self._attached.is_fenced and not self._num_pulls and not self._withheld:
+            await self._renew()
 
     async def close(self) -> None:
-        """Ends the holder. Call it after all pulls have ended."""
-        self._thread.shutdown(wait=True)
+        """Ends the holder. If something may still write into its blocks, it ends with the process instead: its lease
+        expires, and the blocks stay in quarantine until the lock of its writer slot is free.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CLOSE_S
+        while self._num_pulls or not all(map(self._transport.is_quiescent, self._withheld)):
+            if loop.time() > deadline:
+                return
+            await asyncio.sleep(0.01)
+        self._attached.withdraw()  # ends the retries of a registration
+        await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._attached.close)
         await self._sources.close()
 
-    async def _pull(self, ticket: Ticket, source: str, quota: CacheQuota | None) -> Pulled:
+    async def _pull(self, ticket: Ticket, source: str, quota_of: Callable[[BlockRef], CacheQuota | None]) -> Pulled:
         held = self._attached.held
         names = list(dict.fromkeys(ref for branch in ticket.tables for table in branch for ref in table))
-        async with self._kept(ticket, source), self._copying:
+        async with self._kept(ticket, source) as lease:
             hashes = dict(zip(names, await self._sources.prefix_hashes(source, ticket, names), strict=True))
-            taken = await self._take(held, hashes)
-            copy = Copy(source, ticket, list(taken.fresh), list(taken.fresh.values()), self._attached.arena)
-            try:
-                await self._transport.fetch(copy)
-            except BaseException:
-                self._undo(held, copy, taken)
-                raise
-        items = [SealItem(local, hashes[ref] or None, quota) for ref, local in taken.fresh.items()]
-        return await self._whole(
-            lambda: _finish(held, ticket, taken, items), lambda pulled: held.decline(pulled.ticket)
-        )
+            async with self._copying:
+                taken = await self._take(held, hashes, lease)
+                copy = Copy(source, ticket, list(taken.fresh), list(taken.fresh.values()), self._attached.arena)
+                try:
+                    await self._transport.fetch(copy)
+                except BaseException:
+                    self._undo(held, copy, taken)
+                    raise
+        items = [SealItem(local, hashes[ref] or None, quota_of(ref)) for ref, local in taken.fresh.items()]
+        return await self._whole(lambda: finish(held, ticket, taken, items), lambda pulled: held.decline(pulled.ticket))
 
-    async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes]) -> _Taken:
-        """Waits until there are blocks for the whole ticket. Holds none while it waits."""
+    async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: _SourceLease) -> Taken:
+        """Waits until there are blocks for the whole ticket, as long as the source keeps it. Holds none while it
+        waits.
+        """
+        pause_s = ROOM_POLL_S
         async with self._room:
             while True:
-                taken = await self._whole(lambda: _take(held, hashes), lambda late: _release(held, late))
+                if lease.lost is not None:
+                    raise lease.lost
+                taken = await self._whole(lambda: take(held, hashes), lambda late: release(held, late))
                 if taken is not None:
                     return taken
-                await asyncio.sleep(ROOM_POLL_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_ROOM_POLL_S)
 
-    def _undo(self, held: HeldBlocks, copy: Copy, taken: _Taken) -> None:
+    def _undo(self, held: HeldBlocks, copy: Copy, taken: Taken) -> None:
         """Releases the blocks of a copy that has failed, if nothing can write to them any more."""
         if self._transport.is_quiescent(copy):
-            self._thread.submit(_release, held, taken)
+            self._thread.submit(release, held, taken)
         else:
-            self._thread.submit(_release, held, _Taken(taken.found, {}))
+            self._thread.submit(release, held, Taken(taken.found, {}))
             self._withheld.append(copy)
 
     async def _renew(self) -> None:
@@ -169,18 +179,25 @@ class Puller:
             logger.warning("the holder of pulled blocks cannot register: %s", error)
 
     @asynccontextmanager
-    async def _kept(self, ticket: Ticket, source: str) -> AsyncIterator[None]:
-        """Extends the lease of the source's ticket until the block ends. A failure to do so shows when it is read."""
+    async def _kept(self, ticket: Ticket, source: str) -> AsyncIterator[_SourceLease]:
+        """Extends the lease of the source's ticket until the block ends, and notes when the source has lost it."""
+        lease = _SourceLease()
 
         async def keep() -> None:
-            while True:
+            num_unanswered = 0
+            while lease.lost is None:
                 await asyncio.sleep(KEEP_S)
-                with suppress(LooseleafError):
+                try:
                     await self._sources.keep(source, ticket)
+                    num_unanswered = 0
+                except LooseleafError as error:
+                    num_unanswered += 1
+                    if isinstance(error, Aborted) or num_unanswered >= MAX_UNANSWERED:
+                        lease.lost = error
 
         keeping = asyncio.create_task(keep())
         try:
-            yield
+            yield lease
         finally:
             keeping.cancel()
 
@@ -195,83 +212,3 @@ class Puller:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _take(held: HeldBlocks, hashes: dict[BlockRef, bytes]) -> _Taken | None:
-    """Takes references to the blocks that are cached here, and allocates the others. Takes nothing, and returns None,
-    if there is no room.
-    """
-    full = [ref for ref, one in hashes.items() if one]
-    present = held.present([hashes[ref] for ref in full])
-    found: dict[BlockRef, BlockRef] = {}
-    for run in _runs(full, present):
-        [refs] = held.acquire([[hashes[ref] for ref in run]])
-        found.update(zip(run, refs, strict=False))
-    missing = [ref for ref in hashes if ref not in found]
-    try:
-        fresh = held.alloc(len(missing))
-    except Exhausted:
-        held.release(list(found.values()))
-        return None
-    except BlockStoreError:
-        held.release(list(found.values()))
-        raise
-    return _Taken(found, dict(zip(missing, fresh, strict=True)))
-
-
-def _runs(refs: Sequence[BlockRef], present: Sequence[bool]) -> Iterator[list[BlockRef]]:
-    """Yields the runs of consecutive blocks that are present."""
-    for is_present, run in groupby(zip(refs, present, strict=True), lambda pair: pair[1]):
-        if is_present:
-            yield [ref for ref, _ in run]
-
-
-def _finish(held: HeldBlocks, ticket: Ticket, taken: _Taken, items: Sequence[SealItem]) -> Pulled:
-    """Seals the copies and hands all blocks over to a new ticket. If that fails, releases all of them."""
-    local, unsealed = dict(taken.found), dict(taken.fresh)
-    counted: Counter[BlockRef] = Counter()
-    try:
-        for part in chunks(items):
-            for ref, final in zip(list(unsealed)[: len(part)], held.seal(part), strict=True):
-                local[ref] = final
-                del unsealed[ref]
-        counted.update(local.values())
-        tables = tuple(tuple(tuple(local[ref] for ref in table) for table in branch) for branch in ticket.tables)
-        times = Counter(ref for branch in tables for table in branch for ref in table)
-        for ref in (times - counted).elements():  # a block that several tables name is counted once for each
-            held.share([ref])
-            counted[ref] += 1
-        ticket_id = held.hand_over(tables)
-    except BaseException:
-        left = counted.elements() if counted else local.values()
-        _release_each(held, [*left, *unsealed.values()])
-        raise
-    copies = Ticket(held.arena.arena_id, ticket_id, tables, ticket.num_tokens)
-    num_tokens = copied_tokens(ticket, taken.fresh.keys(), held.arena.layout.block_size)
-    return Pulled(copies, len(items), len(taken.found), len(items) * held.arena.block_bytes, num_tokens)
-
-
-def copied_tokens(ticket: Ticket, copied: Collection[BlockRef], block_size: int) -> int:
-    """Returns the number of token positions of a ticket whose blocks, for at least one KV group, are among `copied`.
-    Positions in blocks that branches share count once.
-    """
-    seen: set[BlockRef] = set()
-    total = 0
-    for tables, num_tokens in zip(ticket.tables, ticket.num_tokens, strict=True):
-        num_blocks, copied_here = -(-num_tokens // block_size), set[int]()
-        for table in tables:  # its last block is that of the last position
-            numbered = enumerate(table, num_blocks - len(table))
-            copied_here.update(number for number, ref in numbered if ref in copied and ref not in seen)
-        total += sum(min(block_size, num_tokens - number * block_size) for number in copied_here)
-        seen.update(ref for table in tables for ref in table)
-    return total
-
-
-def _release(held: HeldBlocks, taken: _Taken | None) -> None:
-    if taken is not None:
-        _release_each(held, [*taken.found.values(), *taken.fresh.values()])
-
-
-def _release_each(held: HeldBlocks, refs: Sequence[BlockRef]) -> None:
-    with suppress(Fenced):  # the end of the holder has released everything
-        held.release_many([[ref] for ref in refs])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
+from block_store.ledger.prefix_hash import HASH_BYTES
 from common import convert
 from common.errors import Aborted, LooseleafError, Unavailable
 from common.rpc import ChannelPool
@@ -29,6 +31,9 @@ _LOST = {
 }
 
 
+Frames: TypeAlias = AsyncGenerator[pb.ReadBlocksResponse, None]
+
+
 class SourceClient:
     """The block stores of other hosts, by address. Every call can raise Aborted (the ticket or a block is gone) and
     Unavailable (no answer).
@@ -41,7 +46,7 @@ class SourceClient:
     async def prefix_hashes(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> list[bytes]:
         """Extends the ticket's lease, and returns the blocks' prefix hashes (empty for a partial block)."""
         hashes = list((await self._keep(source, ticket, refs)).prefix_hashes)
-        if len(hashes) != len(refs):
+        if len(hashes) != len(refs) or any(len(one) not in (0, HASH_BYTES) for one in hashes):
             raise Aborted(f"the source named {len(hashes)} of {len(refs)} blocks")
         return hashes
 
@@ -49,7 +54,9 @@ class SourceClient:
         """Extends the ticket's lease. Returns its length in seconds."""
         return (await self._keep(source, ticket, ())).lease_ms / 1000
 
-    async def read(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> AsyncIterator[pb.ReadBlocksResponse]:
+    async def read(
+        self, source: str, ticket: Ticket, refs: Sequence[BlockRef]
+    ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
         """Yields the blocks in frames."""
         request = pb.ReadBlocksRequest(
             arena_id=ticket.arena_id,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,13 +75,16 @@ class GrpcTransport:
         self._sources = sources
 
     async def fetch(self, copy: Copy) -> None:
+        if not copy.refs:
+            return
         loop, num_received = asyncio.get_running_loop(), 0
-        async for frame in self._sources.read(copy.source, copy.ticket, copy.refs):
-            if frame.index != num_received:
-                raise Aborted(f"the source sent block {frame.index} instead of {num_received}")
-            await self._written(copy)
-            copy.writing = loop.run_in_executor(None, copy.write, frame.index, frame.data, list(frame.digests))
-            num_received += len(frame.digests)
+        async with aclosing(self._sources.read(copy.source, copy.ticket, copy.refs)) as frames:
+            async for frame in frames:
+                if frame.index != num_received:
+                    raise Aborted(f"the source sent block {frame.index} instead of {num_received}")
+                await self._written(copy)
+                copy.writing = loop.run_in_executor(None, copy.write, frame.index, frame.data, list(frame.digests))
+                num_received += len(frame.digests)
         await self._written(copy)
         if num_received != len(copy.refs):
             raise Aborted(f"the source sent {num_received} of {len(copy.refs)} blocks")

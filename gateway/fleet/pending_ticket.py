@@ -26,13 +26,14 @@ class PendingTicket:
             self.workers.give_up(self.ticket)
 
     async def move(
-        self, arena_id: str, quota: types_pb.CacheQuota | None, timeout_s: float
+        self, arena_id: str, quota: types_pb.CacheQuota | None, public_tokens: int, timeout_s: float
     ) -> block_store_pb2.PullResponse:
         """Copies the ticket's blocks into another arena, and replaces the ticket by that of the copies. Raises the
         errors of `Workers.pull`.
         """
         assert self.ticket is not None
-        pulled = await self.workers.pull(self.ticket, arena_id, quota, timeout_s)
+        request = block_store_pb2.PullRequest(ticket=self.ticket, cache_quota=quota, public_tokens=public_tokens)
+        pulled = await self.workers.pull(request, arena_id, timeout_s)
         self.workers.give_up(self.ticket)
         self.ticket = pulled.ticket
         return pulled

@@ -76,6 +76,8 @@ class Workers:
         self._pulls = PullClient(trust)
         self._stores: Mapping[str, StoreAddress] = {}
         """The block stores by arena."""
+        self._avoided: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        """When routing uses a pair of arenas again, between which a copy has failed."""
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
         """The group sizes that the decode workers accept; if there are no workers, the sizes that the last ones
@@ -208,23 +210,30 @@ class Workers:
         return DecodePlace(session, state, self._router, need.width)
 
     async def pull(
-        self, ticket: types_pb.Ticket, arena_id: str, quota: types_pb.CacheQuota | None, timeout_s: float
+        self, request: block_store_pb2.PullRequest, arena_id: str, timeout_s: float
     ) -> block_store_pb2.PullResponse:
-        """Copies a ticket's blocks into another arena. Raises the errors of `PullClient.pull`. If one of the two stores
-        does not answer, routing avoids the pair for a while.
+        """Copies a ticket's blocks into another arena. Fills in the request's source. Raises the errors of
+        `PullClient.pull`. If one of the two stores does not answer, routing avoids the pair for a while.
         """
-        source, destination = self._stores.get(ticket.arena_id), self._stores.get(arena_id)
+        pair = (request.ticket.arena_id, arena_id)
+        source, destination = map(self._stores.get, pair)
         if source is None or destination is None:
             raise WorkerLost("pull_no_store", counted=False, suspect=False)
-        request = block_store_pb2.PullRequest(ticket=ticket, source=source.address, cache_quota=quota)
+        request.source = source.address
         try:
             return await self._pulls.pull(destination.address, request, timeout_s)
         except WorkerLost as lost:
             if lost.unreachable:
-                pair = (ticket.arena_id, arena_id)
-                self._router.broken.add(pair)
-                asyncio.get_running_loop().call_later(UNREACHABLE_S, lambda: self._router.broken.discard(pair))
+                self._avoid(pair)
             raise
+
+    def _avoid(self, pair: tuple[str, str]) -> None:
+        """Makes routing avoid copies between a pair of arenas for a while."""
+        self._router.broken.add(pair)
+        if (before := self._avoided.pop(pair, None)) is not None:
+            before.cancel()
+        forget = asyncio.get_running_loop().call_later
+        self._avoided[pair] = forget(UNREACHABLE_S, lambda: self._router.broken.discard(pair))
 
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other

@@ -169,7 +169,7 @@ class Attempts:
         place = self._workers.pick_decode(prefilled.worker, state.need, state.request.adapter_digest)
         if place is None:
             state.outlet.flush()
-            raise WorkerLost("no_decode")
+            raise WorkerLost("no_decode", counted=self._workers.ready)
         with place:
             await self._bring(state, prefilled.done, place, ticket)
             await self._continue(state, prefilled, going, place, ticket)
@@ -185,7 +185,8 @@ class Attempts:
         state.outlet.flush()  # prefill's tokens need not wait for the copy
         began = time.monotonic()
         try:
-            pulled = await ticket.move(place.session.record.arena_id, state.quota, state.remaining_s())
+            arena_id, public_tokens = place.session.record.arena_id, state.request.public_tokens
+            pulled = await ticket.move(arena_id, state.quota, public_tokens, state.remaining_s())
         finally:
             state.took(hand_over_ns=_since_ns(began))
         state.transferred += pulled.num_tokens

@@ -179,14 +179,16 @@ class KeepTicketResponse(_message.Message):
     def __init__(self, prefix_hashes: _Optional[_Iterable[bytes]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("ticket", "source", "cache_quota")
+    __slots__ = ("ticket", "source", "cache_quota", "public_tokens")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     CACHE_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ticket: _types_pb2.Ticket
     source: str
     cache_quota: _types_pb2.CacheQuota
-    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., source: _Optional[str] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ...) -> None: ...
+    public_tokens: int
+    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., source: _Optional[str] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., public_tokens: _Optional[int] = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("ticket", "num_pulled", "num_found", "num_bytes", "num_tokens")

@@ -127,6 +127,21 @@ def test_a_source_that_dies_or_freezes_ends_the_pull_and_leaves_nothing(hosts: t
         a.stop()
 
 
+def test_a_pull_that_waits_for_room_notices_that_its_source_is_gone(hosts: tuple[Host, Host]) -> None:
+    _, b = hosts
+    a = Host(b.store.directory.parent / "gone", 4)
+    blocks, _ = a.fill(chain("gone", 2))
+    ticket = a.hand_over([[blocks]])
+    taken = b.held.alloc(NUM_BLOCKS)
+    call = b.stub.Pull.future(b.request(a, ticket), timeout=20)
+    time.sleep(0.3)
+    a.store.process.kill()
+    assert call.code() is grpc.StatusCode.UNAVAILABLE and b.held.num_held == NUM_BLOCKS
+    b.held.release(taken)
+    b.assert_idle()
+    a.stop()
+
+
 def test_many_pulls_at_once_copy_what_their_tickets_name(hosts: tuple[Host, Host]) -> None:
     a, b = hosts
     tickets = []

@@ -12,7 +12,8 @@ from block_store.errors import Exhausted, Stale
 from block_store.holder.attach import Attached, Needs
 from block_store.redis.redis_server import RedisHandle
 from block_store.transfer.block_source import BlockSource
-from block_store.transfer.puller import Puller, copied_tokens
+from block_store.transfer.pulled_blocks import copied_tokens, leading_blocks
+from block_store.transfer.puller import Puller
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy
 from common.errors import Unavailable
@@ -120,3 +121,11 @@ def test_copied_positions_are_counted_once() -> None:
     windowed = Ticket("x", SOURCE.id, (((a, b, tail), (other,)),), (40,))
     assert copied_tokens(windowed, {b, other}, 16) == 16 + 8, "a window has only the last blocks"
     assert copied_tokens(windowed, (), 16) == 0
+
+
+def test_public_blocks_are_those_that_hold_public_tokens_alone() -> None:
+    a, b, tail, other = (BlockRef(block, 1) for block in range(4))
+    ticket = Ticket("x", SOURCE.id, (((a, b, tail), (other,)),), (40,))
+    assert leading_blocks(ticket, 33, 16) == {a, b}
+    assert leading_blocks(ticket, 31, 16) == {a}
+    assert leading_blocks(ticket, 48, 16) == {a, b, tail, other}, "a window has only the last blocks"
