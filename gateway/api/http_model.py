@@ -41,7 +41,7 @@ class ModelApi:
         adapters = [{"id": ref.name, **about, "parent": self._name} for ref in self._adapters.served]
         entries = [{"id": self._name, **about}, *adapters]
         if (name := request.path_params.get("model")) is not None:
-            self._validator.check_model(name)
+            self._validator.check_model(name or "\n")  # a path that ends in a newline arrives as an empty name
             return _json(next(entry for entry in entries if entry["id"] == name))
         return _json({"object": "list", "data": entries})
 
@@ -59,6 +59,7 @@ class ModelApi:
         body = await self._bodies.read(request, CountTokensBody)
         self._validator.check_model(body.model)
         wanted = Wanted(prompt=body.prompt())
+        body.structured()  # refuses a format that an answer could not have
         self._planner.plan(wanted, body.chosen_tools())  # leaves out tools that may not be called
         ids = await self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
         return _json({"input_tokens": len(ids)})

@@ -12,7 +12,7 @@ from gateway.api.chat_fields import effort_variable
 from gateway.api.messages_history import TurnBody, plain_turns
 from gateway.api.openai_request import Body
 from gateway.api.responses_input import InputPart, text_of
-from gateway.api.structured_fields import NOT_GIVEN, structured_of_type
+from gateway.api.structured_fields import NOT_GIVEN, Found, structured_of_type
 from gateway.api.tool_choice import Choice, Chosen, ToolChoice, chat_tool, function_of, tool_choice_of
 from gateway.intake.wanted import ChatPrompt, Wanted
 from gateway.tools.enforce import Function
@@ -83,6 +83,11 @@ class CountTokensBody(Body, kw_only=True):
             names=["system"] * len(first) + names,
         )
 
+    def structured(self) -> Found | None:
+        """Returns the form that the answer must have, with the name of its field. Raises InvalidArgument."""
+        form = None if self.output_config is None else self.output_config.format
+        return None if form is None else structured_of_type(_FORMAT, form.type, "schema", form.schema)
+
     def chosen_tools(self) -> ToolChoice:
         """Returns the tools that may be called. Raises InvalidArgument."""
         functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
@@ -102,8 +107,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     def all_wanted(self) -> list[Wanted]:
         """Returns the body's only request."""
         wanted = Wanted(stop=self.stop_sequences or (), prompt=self.prompt(), prompt_field="messages")
-        form = None if self.output_config is None else self.output_config.format
-        if form is not None and (found := structured_of_type(_FORMAT, form.type, "schema", form.schema)):
+        if (found := self.structured()) is not None:
             wanted.structured_field, wanted.structured = found
         for name in ("model", "max_tokens", "temperature", "top_p", "top_k"):
             setattr(wanted, name, getattr(self, name))

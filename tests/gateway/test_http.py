@@ -197,7 +197,8 @@ async def test_other_errors_have_their_statuses(serve: Any) -> None:
     assert (await served.post("/v1/completions", prompt="x", model="other")).status_code == 404
     assert (await served.client.get("/nowhere")).status_code == 404
     assert (await served.client.get("/v1/completions")).status_code == 405
-    assert (await served.client.get("/v1/models/other")).status_code == 404
+    for name in ("other", "%0A"):
+        assert (await served.client.get(f"/v1/models/{name}")).status_code == 404
     too_many = await served.post("/v1/completions", prompt=["a", "b", "c"])
     assert too_many.status_code == 429 and int(too_many.headers["retry-after"]) >= 1
     assert too_many.json()["error"]["type"] == "rate_limit_error"

@@ -39,6 +39,9 @@ async def test_a_message_has_anthropics_shape(serve: Any) -> None:
     assert usage["output_tokens"] == 8 and usage["cache_read_input_tokens"] == 0
     counted = (await served.post("/v1/messages/count_tokens", messages=HI, system=system)).json()
     assert counted == {"input_tokens": usage["input_tokens"]}
+    without_schema = {"format": {"type": "json_schema"}}
+    refused = await served.post("/v1/messages/count_tokens", messages=HI, output_config=without_schema)
+    assert refused.status_code == 400
 
 
 async def test_a_stream_has_anthropics_events_and_the_same_text(serve: Any) -> None:
