@@ -77,7 +77,7 @@ def main() -> None:
         for size in args.batches:
             if size * context > args.most_tokens:
                 continue
-            times = decode_ms(runners, size, context, args.steps)
+            times = {name: median for name, (median, _) in decode_ms(runners, size, context, args.steps).items()}
             print(
                 f"{size} x {context:,}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in times.items()), flush=True
             )
