@@ -17,7 +17,7 @@ import torch
 
 from engine.device import Device, Work
 from engine.inputs import Place, StepBuffer
-from engine.models.attention import StepMetadata
+from engine.models.attention import GroupStep, StepMetadata
 from engine.step import StepInput
 from kernels.providers.base import AttentionBatch, AttentionProvider, HostBatch
 
@@ -75,7 +75,7 @@ class DecodeGraphs:
         tokens, positions, slots, lens, starts, table = (place.device for place in self._inputs)
         host = HostBatch(self._starts.host[: size + 1], self._lens.host[:size], self._table.host[:size])
         batch = AttentionBatch(starts[: size + 1], lens[:size], table[:size], host, decode_only=True, is_static=True)
-        metadata = StepMetadata(positions[:size], slots[:size], batch, self._attention)
+        metadata = StepMetadata(positions[:size], GroupStep(slots[:size], batch), self._attention)
         out = self._logits[:size]
 
         def work() -> torch.Tensor:

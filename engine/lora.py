@@ -68,7 +68,9 @@ class LoraStep:
         of_token = np.repeat(of_sequence, np.diff(batch.cu_seqlens_q))
         weights = [adapter.weights for adapter in used]
         self.of_tokens = LoraRows(weights, of_token)
-        self.of_rows = LoraRows(weights, of_token[batch.logits_rows])
+        of_row = of_token[batch.logits_rows]
+        same = np.array_equal(of_row, of_token)  # as in every decode step
+        self.of_rows = self.of_tokens if same else LoraRows(weights, of_row)
 
     def correct(self, linear: PackedLinear, x: torch.Tensor, out: torch.Tensor, of_rows: bool) -> None:
         """Adds to `out`, the product of x, what the adapters change. The rows are tokens or, with `of_rows`, the wanted

@@ -275,11 +275,10 @@ class ModelRunner:
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None
-        layers = list(caches.values())
-        if (why := objection(model, layers)) is not None:
+        if (why := objection(model)) is not None:
             logger.debug("passes do not run as one call: %s", why)
             return None
-        return FusedDecoder(model, self.config, layers, self.layer_groups)
+        return FusedDecoder(model, self.config, list(caches.values()), self.layer_groups)
 
     def _eager(self, batch: StepInput, bound: Binding, *, head: bool = True) -> torch.Tensor:
         """Starts a step of any shape. Returns fp32 logits [R, vocab], or without the `head` hidden states [R, h]."""

@@ -39,7 +39,6 @@ def upload(
     for provider, group in dict.fromkeys(by_layer.values()) or others:
         provider.prepare(steps[group].batch)
     layers = {layer: (provider, steps[group]) for layer, (provider, group) in by_layer.items()}
-    first = steps[0]
     of_states = {layer: (view, steps[group]) for layer, (view, group) in states.items()}
-    metadata = StepMetadata(positions, first.slot_mapping, first.batch, attention, layers, of_states, block_size)
+    metadata = StepMetadata(positions, steps[0], attention, layers, of_states, block_size)
     return tokens, rows, metadata

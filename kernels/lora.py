@@ -60,30 +60,33 @@ class LoraWeights:
 class LoraRows:
     """The adapters of a step, and the rows that each of them corrects."""
 
-    __slots__ = ("_pointers", "_tiles", "adapters", "step")
+    __slots__ = ("_by_adapter", "_pointers", "_tiles", "adapters", "step")
 
     def __init__(self, adapters: Sequence[LoraWeights], adapter_of_row: npt.NDArray[np.int32]) -> None:
         """adapter_of_row: int32 [rows], indices into `adapters`; -1 for a row without one."""
         self.adapters = adapters
+        self._by_adapter: list[tuple[LoraWeights, Tensor]] | None = None
         self._tiles = cpu.tiles_of(adapter_of_row)
         self._pointers = (ctypes.c_void_p * len(adapters))(*(ctypes.addressof(each.table) for each in adapters))
         self.step = cpu.Step(ctypes.addressof(self._pointers), self._tiles.ctypes.data, len(self._tiles))
         """The C structure, valid as long as this object."""
 
-    def by_adapter(self) -> list[tuple[LoraWeights, list[int]]]:
-        """Returns each adapter with its rows."""
-        rows: dict[int, list[int]] = {}
-        for adapter, count, *of_tile in self._tiles.tolist():
-            rows.setdefault(adapter, []).extend(of_tile[:count])
-        return [(self.adapters[adapter], found) for adapter, found in rows.items()]
+    def by_adapter(self, device: torch.device) -> list[tuple[LoraWeights, Tensor]]:
+        """Returns each adapter with its rows, int64 on `device`, which must be the same in every call."""
+        if self._by_adapter is None:
+            rows: dict[int, list[int]] = {}
+            for adapter, count, *of_tile in self._tiles.tolist():
+                rows.setdefault(adapter, []).extend(of_tile[:count])
+            self._by_adapter = [(self.adapters[n], torch.tensor(found, device=device)) for n, found in rows.items()]
+        return self._by_adapter
 
 
 def lora_reference(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
     """Reference for `lora`, in plain torch, row by row."""
-    for weights, of_adapter in rows.by_adapter():
+    for weights, of_adapter in rows.by_adapter(x.device):
         for part in weights.products[site]:
             a, b = part.a.float(), part.b.float().T.contiguous()
-            for row in of_adapter:
+            for row in of_adapter.tolist():
                 _add(out[row : row + 1], part, (b @ (a @ x[row].float() * part.scale))[None])
 
 
@@ -106,8 +109,7 @@ def lora(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
 
 def lora_by_adapter(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
     """Does the same as `lora` with two products of torch for every adapter. Their bits may depend on its rows."""
-    for weights, of_adapter in rows.by_adapter():
-        index = torch.tensor(of_adapter, device=x.device)
+    for weights, index in rows.by_adapter(x.device):
         for part in weights.products[site]:
             low = F.linear(x[index].float(), part.a.float()) * part.scale
             changed = out[index]

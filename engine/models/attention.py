@@ -27,8 +27,7 @@ class StepMetadata:
     """The data of a step that layers need, for T tokens of B sequences, and the providers of their attention."""
 
     positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # that of the first KV group
-    batch: AttentionBatch  # likewise
+    group: GroupStep  # that of the first KV group
     attention: AttentionProvider
     by_layer: Mapping[int, tuple[AttentionProvider, GroupStep]] = field(default_factory=dict)
     """One entry for each layer that attends, if there are several groups or layers attend in different ways."""
@@ -54,7 +53,7 @@ class StepMetadata:
 
     def of_layer(self, layer: int) -> tuple[AttentionProvider, GroupStep]:
         """Returns the provider of a layer's attention, and where the layer writes and reads."""
-        return self.by_layer.get(layer) or (self.attention, GroupStep(self.slot_mapping, self.batch))
+        return self.by_layer.get(layer) or (self.attention, self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ the threads that answer RPCs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ from kernels.cpu.ops import kv_type
 from kernels.linear import PackedLinear
 
 
-def objection(decoder: Decoder, caches: Sequence[LayerCache]) -> str | None:
+def objection(decoder: Decoder) -> str | None:
     """Returns why a decoder cannot be run in one call, or None if it can."""
     if entry(current()) is None:
         return "no C++ kernels are in use"
@@ -119,7 +119,7 @@ def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.
         embed=pointer(decoder.embed), layers=ctypes.addressof(layers), norm=pointer(decoder.norm),
         lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
         heads=c.num_heads, kv_heads=c.num_kv_heads, d=c.head_dim, max_pos=max_pos, rotary=rotary,
-        is_bf16=dtype == torch.bfloat16, inner=max(linear.in_features for linear in _downs(decoder)),
+        is_bf16=dtype == torch.bfloat16, inner=max(layer.mlp.linears[-1].in_features for layer in decoder.layers),
         gelu=c.activation == "gelu_tanh", wide_norms=decoder.norm.dtype == torch.float32,
         num_experts=experts.count if experts else 0, per_token=experts.per_token if experts else 0,
         renormalize=experts.renormalize if experts else 0, round_weights=experts.round_weights if experts else 0,
@@ -127,12 +127,6 @@ def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.
         kv_type=kv_type(keys, decoder.embed), eps=c.norm_eps, scale=c.scale_of_scores, softcap=c.softcap or 0.0,
         logits_softcap=c.logits_softcap or 0.0, embed_scale=torch.tensor(c.embed_scale, dtype=dtype).item(),
     )  # fmt: skip
-
-
-def _downs(decoder: Decoder) -> Iterator[PackedLinear]:
-    for layer in decoder.layers:
-        mlps = layer.mlp.experts[:1] if isinstance(layer.mlp, Mixture) else [layer.mlp]
-        yield from (mlp.down for mlp in mlps)
 
 
 def _layer(layer: DecoderLayer, cache: LayerCache, group: int, experts: ctypes.Array[Linear]) -> Layer:

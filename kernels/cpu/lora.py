@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -73,6 +74,7 @@ def tiles_of(adapter_of_row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return np.concatenate(tiles) if tiles else np.empty((0, 2 + TILE_ROWS), np.int32)
 
 
+@functools.cache
 def entry(library: CpuLibrary) -> Callable[..., int] | None:
     """Returns the C function of a build, or None if the build has none."""
     if library.handle is None or not hasattr(library.handle, "ll_lora"):
