@@ -80,6 +80,32 @@ def _refuse(prog: str, message: str) -> NoReturn:
     sys.exit(2)
 
 
+class VllmGrpcSettings(Settings):
+    """The settings of vLLM's gRPC protocol, which the gateway speaks and `looseleaf serve` passes on."""
+
+    vllm_grpc: bool = Field(
+        False,
+        description="also speak vLLM's gRPC protocol, for routers such as SMG, on separate ports; needs looseleaf[smg]",
+    )
+    vllm_grpc_host: str = Field(
+        "127.0.0.1", description="where vLLM's protocol is served; any other address than loopback needs an API key"
+    )
+    vllm_grpc_tenant: str | None = Field(
+        None,
+        min_length=1,
+        description="tenant of callers of vLLM's protocol without a key, such as SMG; only on loopback; default: none",
+    )
+    vllm_grpc_port: int = Field(
+        50061, ge=0, le=65535, description="port of vLLM's protocol for whole requests; 0: any free port"
+    )
+    vllm_grpc_prefill_port: int = Field(
+        50062, ge=0, le=65535, description="port at which a router asks for prefill only; 0: any free port"
+    )
+    vllm_grpc_decode_port: int = Field(
+        50063, ge=0, le=65535, description="port at which a router has prefills continued; 0: any free port"
+    )
+
+
 class ServerSettings(Settings):
     """The addresses on which a service listens."""
 

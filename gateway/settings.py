@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from common.settings import ServerSettings, settings_config
+from common.settings import ServerSettings, VllmGrpcSettings, settings_config
 from common.types import Pooling
 from gateway.tools.formats import CallFormatName, ReasoningFormatName
 
 
-class GatewaySettings(ServerSettings):
+class GatewaySettings(VllmGrpcSettings, ServerSettings):
     """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has is named
     as in vLLM.
     """
@@ -34,27 +34,6 @@ class GatewaySettings(ServerSettings):
     )
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free port")
-    vllm_grpc: bool = Field(
-        False,
-        description="also speak vLLM's gRPC protocol, for routers such as SMG, on separate ports; needs looseleaf[smg]",
-    )
-    vllm_grpc_host: str = Field(
-        "127.0.0.1", description="where vLLM's protocol is served; any other address than loopback needs an API key"
-    )
-    vllm_grpc_tenant: str | None = Field(
-        None,
-        min_length=1,
-        description="tenant of callers of vLLM's protocol without a key, such as SMG; only on loopback; default: none",
-    )
-    vllm_grpc_port: int = Field(
-        50061, ge=0, le=65535, description="port of vLLM's protocol for whole requests; 0: any free port"
-    )
-    vllm_grpc_prefill_port: int = Field(
-        50062, ge=0, le=65535, description="port at which a router asks for prefill only; 0: any free port"
-    )
-    vllm_grpc_decode_port: int = Field(
-        50063, ge=0, le=65535, description="port at which a router has prefills continued; 0: any free port"
-    )
     reuse_port: bool = Field(
         False,
         description="share both ports with another gateway that also sets this: start the new one, then "

@@ -7,11 +7,11 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from common.settings import KV_CACHE_DTYPE, AttentionBackend, Settings, settings_config
-from common.types import KvCacheDType
+from common.settings import KV_CACHE_DTYPE, AttentionBackend, VllmGrpcSettings, settings_config
+from common.types import KvCacheDType, Pooling
 
 
-class ServeSettings(Settings):
+class ServeSettings(VllmGrpcSettings):
     """Serves a model on this machine: block store, prefill and decode workers, and the gateway.
 
     Services also read their own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*, LOOSELEAF_DECODE_*,
@@ -25,7 +25,7 @@ class ServeSettings(Settings):
     )
     model: str | None = Field(None, description="the same, given as a flag")
     served_model_name: str | None = Field(None, description="name in the API; default: the directory's name")
-    pooling: Literal["last", "mean"] = Field(
+    pooling: Pooling = Field(
         "last", description="how a text's hidden states become its embedding: the last token's, or the mean of all"
     )
     tool_call_parser: Literal[
@@ -64,27 +64,6 @@ class ServeSettings(Settings):
     host: str = Field("127.0.0.1", description="where the gateway listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free port")
-    vllm_grpc: bool = Field(
-        False,
-        description="also speak vLLM's gRPC protocol, for routers such as SMG, on separate ports; needs looseleaf[smg]",
-    )
-    vllm_grpc_host: str = Field(
-        "127.0.0.1", description="where vLLM's protocol is served; any other address than loopback needs an API key"
-    )
-    vllm_grpc_tenant: str | None = Field(
-        None,
-        min_length=1,
-        description="tenant of callers of vLLM's protocol without a key, such as SMG; only on loopback; default: none",
-    )
-    vllm_grpc_port: int = Field(
-        50061, ge=0, le=65535, description="port of vLLM's protocol for whole requests; 0: any free port"
-    )
-    vllm_grpc_prefill_port: int = Field(
-        50062, ge=0, le=65535, description="port at which a router asks for prefill only; 0: any free port"
-    )
-    vllm_grpc_decode_port: int = Field(
-        50063, ge=0, le=65535, description="port at which a router has prefills continued; 0: any free port"
-    )
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     model_impl: Literal["auto", "native", "transformers"] = Field(
