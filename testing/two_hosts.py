@@ -29,8 +29,9 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 START_S = 120.0
-_LINK = ("10.77.0.1", "10.77.0.2")  # A, B
-_FRONT = ("10.77.1.1", "10.77.1.2")  # the test, A
+_SUBNET = f"10.77.{os.getpid() % 256}"  # so that two test processes can run beside each other
+_LINK = (f"{_SUBNET}.1", f"{_SUBNET}.2")  # A, B
+_FRONT = (f"{_SUBNET}.5", f"{_SUBNET}.6")  # the test, A
 
 
 class Namespace:
@@ -121,14 +122,15 @@ class TwoHosts:
         self.redis = RedisProcess(self._root)
         self.processes: dict[str, Process] = {}
         try:
-            self.spaces = self._make_spaces() if namespaces else None
+            if namespaces:
+                self._make_spaces()
             self._start()
         except BaseException:
             self.close()
             raise
 
-    def _make_spaces(self) -> tuple[Namespace, Namespace]:
-        a, b = Namespace("a"), Namespace("b")
+    def _make_spaces(self) -> None:
+        a, b = self.spaces = Namespace("a"), Namespace("b")
         for left, right in (("lla", "llb"), ("llt", "llf")):
             _run("ip", "link", "add", f"{left}{os.getpid()}", "type", "veth", "peer", "name", f"{right}{os.getpid()}")
         a.take(f"lla{os.getpid()}", _LINK[0])
@@ -141,7 +143,6 @@ class TwoHosts:
         _run("ip", "route", "add", f"{_LINK[0]}/32", "via", _FRONT[1])
         _run(*a.enter, "sysctl", "-qw", "net.ipv4.ip_forward=1")
         _run(*b.enter, "ip", "route", "add", f"{_FRONT[0]}/32", "via", _LINK[0])
-        return a, b
 
     def _start(self) -> None:
         for name in ("store-a", "store-b", "prefill-a", "decode-b"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -110,9 +110,12 @@ class WorkerRegistry:
         """Returns the store of `arena_id`, or, if that is not given, the first fresh one by arena id. None if there is
         none.
         """
+        return next((record for record in self.list_stores(fresh_s) if arena_id in (None, record.arena_id)), None)
+
+    def list_stores(self, fresh_s: float = FRESH_S) -> Sequence[StoreRecord]:
+        """Returns, by arena id, the stores that have published within the last `fresh_s`."""
         _, *found = self._run(self._list, self._stores, round(fresh_s * 1000))
-        records = sorted(self._read(_STORE, found), key=lambda record: record.arena_id)
-        return next((record for record in records if arena_id in (None, record.arena_id)), None)
+        return sorted(self._read(_STORE, found), key=lambda record: record.arena_id)
 
     def _read(self, kind: TypeAdapter[R], found: Iterable[bytes]) -> Iterable[R]:
         for text in found:

@@ -15,6 +15,7 @@ from block_store.errors import Exhausted, Fenced
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.codec import SealItem
 from block_store.ledger.scripts import chunks
+from common.group_need import blocks_of
 from common.ticket import Ticket
 from common.types import BlockRef
 
@@ -96,12 +97,17 @@ def finish(held: HeldBlocks, ticket: Ticket, taken: Taken, items: Sequence[SealI
     return Pulled(copies, len(items), len(taken.found), len(items) * held.arena.block_bytes, num_tokens)
 
 
+def _numbered(table: Sequence[BlockRef], num_tokens: int, block_size: int) -> Iterator[tuple[int, BlockRef]]:
+    """Yields a table's blocks with their numbers in the sequence. The last block is that of the last position."""
+    return enumerate(table, blocks_of(num_tokens, block_size) - len(table))
+
+
 def leading_blocks(ticket: Ticket, num_tokens: int, block_size: int) -> set[BlockRef]:
     """Returns the blocks of a ticket that lie entirely within the first `num_tokens` tokens."""
     found: set[BlockRef] = set()
     for tables, branch_tokens in zip(ticket.tables, ticket.num_tokens, strict=True):
         for table in tables:
-            numbered = enumerate(table, -(-branch_tokens // block_size) - len(table))
+            numbered = _numbered(table, branch_tokens, block_size)
             found.update(ref for number, ref in numbered if number < num_tokens // block_size)
     return found
 
@@ -113,9 +119,9 @@ def copied_tokens(ticket: Ticket, copied: Collection[BlockRef], block_size: int)
     seen: set[BlockRef] = set()
     total = 0
     for tables, num_tokens in zip(ticket.tables, ticket.num_tokens, strict=True):
-        num_blocks, copied_here = -(-num_tokens // block_size), set[int]()
-        for table in tables:  # its last block is that of the last position
-            numbered = enumerate(table, num_blocks - len(table))
+        copied_here = set[int]()
+        for table in tables:
+            numbered = _numbered(table, num_tokens, block_size)
             copied_here.update(number for number, ref in numbered if ref in copied and ref not in seen)
         total += sum(min(block_size, num_tokens - number * block_size) for number in copied_here)
         seen.update(ref for table in tables for ref in table)

@@ -158,9 +158,9 @@ class Discovery:
         """
         ledgers: dict[str, LedgerScripts] = {}
         stores: dict[str, StoreAddress] = {}
-        for arena_id in {arena for _, arena in self._known}:
-            store = self._registry.get_store(arena_id)
-            if store is not None:
+        arenas = {arena for _, arena in self._known}
+        for store in self._registry.list_stores() if arenas else ():
+            if (arena_id := store.arena_id) in arenas:
                 stores[arena_id] = StoreAddress(store.address, store.pulls)
                 old = self._ledgers.get(arena_id)
                 same = old is not None and old.dataset == store.dataset

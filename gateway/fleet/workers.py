@@ -41,7 +41,7 @@ would soon be given back again.
 
 
 class DecodePlace:
-    """A group's place on a decode worker, counted until `release`."""
+    """A group's place on a decode worker, counted until the end of a `with` block."""
 
     __slots__ = ("_num_sequences", "_router", "_state", "session")
 
@@ -56,9 +56,6 @@ class DecodePlace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
         self._state.dispatched_sequences -= self._num_sequences
 
     def suspect(self) -> None:
@@ -102,8 +99,7 @@ class Workers:
         self._sessions.sync(records)
         self.missing_for()
         addresses = [r.address for r in records if r.role == "prefill"]
-        self._keep(asyncio.create_task(self._prefills.keep(addresses)))
-        self._keep(asyncio.create_task(self._pulls.keep()))
+        self._keep(asyncio.create_task(self._keep_channels(addresses)))
 
     def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
         """Receives the block stores after every poll."""
@@ -270,6 +266,10 @@ class Workers:
 
     def _usable_for(self, need: GroupNeed) -> Callable[[WorkerRecord], bool]:
         return lambda record: self._usable(record) and GroupRoom.of(record).holds(need)
+
+    async def _keep_channels(self, prefills: Sequence[str]) -> None:
+        await self._prefills.keep(prefills)
+        await self._pulls.keep()
 
     def _on_load(self, worker_id: str, load: WorkerLoad) -> None:
         self._router.report(worker_id, load, time.monotonic())

@@ -24,7 +24,7 @@ from tests.model_check import SHARDS, explore
 NUMBER = st.integers(0, 30)
 FLOORS = {
     "alloc": 100, "seal": 60, "acquire": 60, "hit": 40, "dedup": 10, "hand_over": 40, "claim": 30, "release": 60,
-    "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 15,
+    "keep": 30, "reap": 20, "ticket_reap": 5, "zombie": 20, "unquarantine": 5, "stale": 15,
     "late": 10, "gap": 20, "rebuild": 20, "older": 20, "assert": 60,
 }  # fmt: skip
 """The minimum numbers of successes in the whole run. A machine that rarely reaches deep states finds no bugs."""
@@ -75,6 +75,10 @@ def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedS
         @rule(who=NUMBER, which=NUMBER)
         def claim(self, who: int, which: int) -> None:
             self.walk.claim(who, which)
+
+        @rule(which=NUMBER)
+        def keep(self, which: int) -> None:
+            self.walk.keep(which)
 
         @rule(who=NUMBER, n=NUMBER, unsealed=st.booleans())
         def release(self, who: int, n: int, unsealed: bool) -> None:
@@ -133,8 +137,8 @@ def test_random_operations_keep_the_invariants(redis_handle: RedisHandle, shard:
 def random_walk(store: TestStore, seed: int, steps: int) -> None:
     walk, draw = LedgerWalk(store, Counter()), random.Random(seed)
     weights = {
-        "alloc": 4, "seal": 6, "acquire": 3, "hand_over": 3, "unsealed": 1, "claim": 2, "release": 3, "stale": 1,
-        "die": 1, "ticket_dies": 1, "revive": 2, "late": 2, "gap": 1, "flushed": 1, "older": 1,
+        "alloc": 4, "seal": 6, "acquire": 3, "hand_over": 3, "unsealed": 1, "claim": 2, "keep": 1, "release": 3,
+        "stale": 1, "die": 1, "ticket_dies": 1, "revive": 2, "late": 2, "gap": 1, "flushed": 1, "older": 1,
     }  # fmt: skip
     for name in draw.choices([*weights], [*weights.values()], k=steps):
         one_step(walk, name, *(draw.randrange(31) for _ in range(3)))
@@ -155,6 +159,8 @@ def one_step(walk: LedgerWalk, name: str, a: int, b: int, c: int) -> None:
             walk.hand_over_unsealed(a)
         case "claim":
             walk.claim(a, b)
+        case "keep":
+            walk.keep(a)
         case "release":
             walk.release(a, b, c % 4 == 0)
         case "stale":
@@ -230,6 +236,7 @@ MORE: dict[str, list[Edit]] = {
     "an acquire leaves the owner's list": [("acquire", "send('ZREM', cached_key(owner), owned)", "")],
     "seal forgets the owner": [("seal", "struct.pack('<I2', owner)", "struct.pack('<I2', 0)")],
     "claim without the secret": [("claim", "is_ticket(ticket, secret)", "live(ticket)")],
+    "keep without the secret": [("keep", "is_ticket(ticket, secret)", "live(ticket)")],
     "claim leaves the ticket alive": [("claim", "call('ZREM', LEASES, ticket)", "")],
     "claim forgets the block side": [("claim", "send('HSET', REFS, new_sides)", "")],
     "release of old generations": [("release", "and generation_of(records[i]) == generations[i]", "")],

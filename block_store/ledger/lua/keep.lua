@@ -2,6 +2,5 @@
 -- gets shorter.
 local ticket, secret = ARGV[2], ARGV[3]
 if not is_ticket(ticket, secret) then return '-GONE' end
-local deadline = tonumber(call('ZSCORE', LEASES, ticket))
-call('ZADD', LEASES, math.max(deadline, now_ms() + tonumber(ARGV[4])), ticket)
+call('ZADD', LEASES, math.max(tonumber(live(ticket)), now_ms() + tonumber(ARGV[4])), ticket)
 return '+'
