@@ -210,7 +210,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml
 	touch $@
 
 $(VENV)/.compiled: $(VENV)/.created $(NATIVE)
-	@echo "compiling the kernels for each instruction set ..."
+	@echo "compiling the kernels for each instruction set (two minutes on two cores) ..."
 	$(PY) setup.py --quiet build_ext --inplace
 	touch $@
 
