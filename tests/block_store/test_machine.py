@@ -54,6 +54,8 @@ def make_machine(redis: RedisHandle, successes: Counter[str]) -> type[RuleBasedS
             self.walk.alloc(who, n)
             self.walk.seal(who, which, n)
             self.walk.hand_over(who, n, which)
+            if n % 2:
+                self.walk.keep(0)
             if to % 3:
                 self.walk.claim(to, 0)
             else:
