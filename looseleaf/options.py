@@ -143,11 +143,7 @@ def build_embed_request(text: str | Sequence[int], options: EmbedOptions) -> pb.
     """Returns the request for an embedding. Raises TypeError for an unknown option or a value of a wrong type."""
     check_names(cast(Mapping[str, object], options), EmbedOptions.__annotations__)
     request, values = pb.EmbedRequest(), cast(Mapping[str, object], options)
-    if isinstance(text, str):
-        request.text = text
-    else:
-        request.token_ids.ids.extend(text)
-        request.token_ids.SetInParent()
+    _set_text(request, text)
     for name in ("model", "request_id", "priority", "dimensions", "truncate_prompt_tokens"):
         _set(request, name, values)
     _set(request.cache, "cache_salt", values)
@@ -176,12 +172,17 @@ def _set_early_stopping(request: pb.GenerateRequest, values: Mapping[str, Any]) 
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+    if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
         request.chat.CopyFrom(chat_to_pb(cast(Sequence[Message], prompt)))
     else:
-        request.token_ids.ids.extend(cast(Sequence[int], prompt))
+        _set_text(request, cast("str | Sequence[int]", prompt))
+
+
+def _set_text(request: pb.GenerateRequest | pb.EmbedRequest, text: str | Sequence[int]) -> None:
+    if isinstance(text, str):
+        request.text = text
+    else:
+        request.token_ids.ids.extend(text)
         request.token_ids.SetInParent()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from common.errors import InvalidArgument
 from gateway.api.chat_messages import MessageBody, plain_messages
-from gateway.api.tool_choice import CHOICES, Choice, Chosen, ToolChoice, function_of, tool_choice_of
+from gateway.api.tool_choice import ToolChoice, chosen_of, function_of, tool_choice_of
 from gateway.intake.wanted import ChatPrompt
 from gateway.tools.enforce import Function
 
@@ -66,23 +67,14 @@ def effort_variable(name: str, effort: str | None) -> dict[str, str]:
 def tool_choice(body: ToolFields) -> ToolChoice:
     """Checks the tools of a body. Returns them and which of them may be called."""
     functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
-    choice, named = _choice(body.tool_choice)
+    chosen = chosen_of(body.tool_choice, _name_in, '{"type": "function", "function": {"name": ...}}')
     many = body.parallel_tool_calls is not False
-    return tool_choice_of(functions, Chosen(choice, named, "tool_choice.function.name", many))
+    return tool_choice_of(functions, replace(chosen, name_field="tool_choice.function.name", many=many))
 
 
-def _choice(given: str | dict[str, Any] | None) -> tuple[Choice, str | None]:
-    """Returns the choice, and the function's name if there is one."""
-    if given is None:
-        return "auto", None
-    if isinstance(given, str) and given in CHOICES:
-        return CHOICES[given], None
-    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        what = 'must be none, auto, required or {"type": "function", "function": {"name": ...}}'
-        raise InvalidArgument.of("tool_choice", what)
-    return "required", name
+def _name_in(choice: Mapping[str, Any]) -> object:
+    function = choice.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _function(name: str, tool: Mapping[str, Any]) -> Function:

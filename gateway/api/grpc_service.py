@@ -20,7 +20,7 @@ from gateway.intake.limits import RANGES
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
 from gateway.request.delta import Delta, Summary
-from gateway.request.outlet import Outlet
+from gateway.request.outlet import Outlet, Write
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 
@@ -32,34 +32,27 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The gRPC service that clients call."""
 
     def __init__(self, front: Front) -> None:
+        self._front = front
         self._assets = front.assets
         self._authenticator = front.authenticator
         self._admission = front.admission
         self._validator = front.validator
         self._runner = front.runner
-        self._metrics = front.metrics
         self._adapters = front.adapters
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        with self._admitted(context) as entry:
-            await self._stream(await self._resolved(wanted_of(request), entry, context), context)
+        with admitted(self._front, context) as entry:
+            resolved = await self._resolved(wanted_of(request), entry, context)
+            await self._run(resolved, _Messages(resolved.request_id, context).write)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        with self._admitted(context) as entry:
+        with admitted(self._front, context) as entry:
             resolved = await self._resolved(embed_wanted_of(request), entry, context)
-            found = await self._embedded(resolved)
+            deltas: list[Delta] = []
+            await self._run(resolved, deltas.extend)
+            found = deltas[-1]
             dimensions = request.dimensions if request.HasField("dimensions") else None
             return embed_response_of(resolved.request_id, found, shortened(found.embedding, dimensions))
-
-    @contextmanager
-    def _admitted(self, context: Context) -> Iterator[Entry]:
-        """Admits a request. Counts the errors that it raises."""
-        try:
-            with self._admission.enter(self._authenticator.tenant(authorization(context))) as entry:
-                yield entry
-        except LooseleafError as error:
-            self._metrics.failed(error.grpc_code)
-            raise
 
     async def _resolved(self, wanted: Wanted, entry: Entry, context: Context) -> ResolvedRequest:
         wanted.timeout_s = time_left(context)
@@ -67,17 +60,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         entry.take([resolved])
         return resolved
 
-    async def _embedded(self, request: ResolvedRequest) -> Delta:
-        deltas: list[Delta] = []
+    async def _run(self, request: ResolvedRequest, write: Write) -> None:
         in_time = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
-        async with Outlet(deltas.extend) as outlet, in_time:
-            await self._runner.run(request, outlet)
-        return deltas[-1]
-
-    async def _stream(self, request: ResolvedRequest, context: Context) -> None:
-        messages = _Messages(request.request_id, context)
-        in_time = self._admission.answers.within(request.timeout_s + STALLED_CLIENT_S)
-        async with Outlet(messages.write) as outlet, in_time:
+        async with Outlet(write) as outlet, in_time:
             await self._runner.run(request, outlet)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -95,12 +80,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         self._authenticator.tenant(authorization(context))
-        base = self._assets.name
+        base, max_model_len = self._assets.name, self._validator.checker().max_model_len
         names = [(base, ""), *((ref.name, base) for ref in self._adapters.served)]
         models = [
             pb.Model(
                 id=name,
-                max_model_len=self._validator.checker().max_model_len,
+                max_model_len=max_model_len,
                 vocab_size=self._assets.vocab_size,
                 eos_token_ids=self._assets.eos_token_ids,
                 pooling=self._validator.pooling,
@@ -109,6 +94,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             for name, parent in names
         ]
         return pb.ListModelsResponse(models=models)
+
+
+@contextmanager
+def admitted(front: Front, context: Context) -> Iterator[Entry]:
+    """Admits a request. Counts the errors that it raises."""
+    try:
+        with front.admission.enter(front.authenticator.tenant(authorization(context))) as entry:
+            yield entry
+    except LooseleafError as error:
+        front.metrics.failed(error.grpc_code)
+        raise
 
 
 class _Messages:
@@ -145,9 +141,7 @@ def key_check(
     def check(method: str, context: Context) -> None:
         context.set_trailing_metadata(((HEADER, take_request_id(_metadata(context, HEADER))),))
         if not method.startswith("/grpc."):
-            tenant = authenticator.tenant(
-                authorization(context), context.peer().rpartition(":")[0].partition(":")[2].strip("[]")
-            )
+            tenant = authenticator.tenant(authorization(context), address_of(context.peer()))
             if admission is not None and method.endswith(("/Generate", "/Embed")):
                 try:
                     admission.check(tenant)
@@ -158,9 +152,9 @@ def key_check(
     return check
 
 
-def _address(context: Context) -> str:
-    """Returns the caller's address without its port. Peers look like "ipv4:10.0.0.1:4711" or "ipv6:%5B::1%5D:4711"."""
-    _, _, host = str(context.peer()).rpartition(":")[0].partition(":")
+def address_of(peer: str) -> str:
+    """Returns a peer's address without its port. Peers look like "ipv4:10.0.0.1:4711" or "ipv6:%5B::1%5D:4711"."""
+    _, _, host = peer.rpartition(":")[0].partition(":")
     return unquote(host).strip("[]")
 
 

@@ -41,22 +41,22 @@ class About:
 
     async def health(self, request: Request) -> Response:
         ready = self._ready()
-        return _json({"status": "ready" if ready else "waiting for workers"}, 200 if ready else 503)
+        return json_response({"status": "ready" if ready else "waiting for workers"}, 200 if ready else 503)
 
     async def ping(self, request: Request) -> Response:
         """Answers health checks of SageMaker and others: an empty body with status 200 or 503."""
         return Response(status_code=200 if self._ready() else 503)
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": VERSION})
+        return json_response({"version": VERSION})
 
     async def load(self, request: Request) -> Response:
         """Returns the number of requests that are running or waiting, in vLLM's format."""
-        return _json({"server_load": self._num_requests()})
+        return json_response({"server_load": self._num_requests()})
 
     async def openapi(self, request: Request) -> Response:
         checker = self._checker()
-        return _json(description(checker.vocab_size, checker.max_model_len))
+        return json_response(description(checker.vocab_size, checker.max_model_len))
 
     async def docs(self, request: Request) -> Response:
         name = request.url.path.rpartition("/")[2]
@@ -64,5 +64,5 @@ class About:
         return Response(self._pages[name], headers=_PAGE_HEADERS, media_type=_PAGE_TYPES[name])
 
 
-def _json(content: object, status: int = 200) -> Response:
+def json_response(content: object, status: int = 200) -> Response:
     return Response(dumps(content), status, media_type="application/json")

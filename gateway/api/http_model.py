@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.bodies import BodyReader
 from gateway.api.front import Front
+from gateway.api.http_about import json_response
 from gateway.api.messages_request import CountTokensBody
-from gateway.api.openai_reply import dumps
 from gateway.api.openai_request import DetokenizeBody, TokenizeBody
 from gateway.intake.wanted import Wanted
 
@@ -42,8 +41,8 @@ class ModelApi:
         entries = [{"id": self._name, **about}, *adapters]
         if (name := request.path_params.get("model")) is not None:
             self._validator.check_model(name or "\n")  # a path that ends in a newline arrives as an empty name
-            return _json(next(entry for entry in entries if entry["id"] == name))
-        return _json({"object": "list", "data": entries})
+            return json_response(next(entry for entry in entries if entry["id"] == name))
+        return json_response({"object": "list", "data": entries})
 
     async def tokenize(self, request: Request) -> Response:
         self._check_key(request)
@@ -52,7 +51,9 @@ class ModelApi:
         name, prompt = body.input()
         self._planner.check(prompt)
         ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
-        return _json({"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids})
+        return json_response(
+            {"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids}
+        )
 
     async def count_tokens(self, request: Request) -> Response:
         self._check_key(request)
@@ -62,14 +63,10 @@ class ModelApi:
         body.structured()  # refuses a format that an answer could not have
         self._planner.plan(wanted, body.chosen_tools())  # leaves out tools that may not be called
         ids = await self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
-        return _json({"input_tokens": len(ids)})
+        return json_response({"input_tokens": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:
         self._check_key(request)
         body = await self._bodies.read(request, DetokenizeBody)
         self._validator.check_model(body.model)
-        return _json({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
-
-
-def _json(content: Any) -> Response:
-    return Response(dumps(content), media_type="application/json")
+        return json_response({"prompt": await self._validator.detokenize(body.tokens, "tokens")})

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidArgument, Unimplemented
-from gateway.api.responses_input import InputPart, check_parts, text_of
+from gateway.api.responses_input import InputPart, check_parts, content_text
 
 ROLES = ("user", "assistant")
 
@@ -102,8 +102,7 @@ def _question(blocks: Sequence[ContentBlock], name: str) -> Iterator[dict[str, A
 
 
 def _result(block: ContentBlock, name: str) -> dict[str, Any]:
-    content = block.content or ""
-    text = text_of(content, f"{name}.content") if isinstance(content, list) else content
+    text = content_text(block.content or "", f"{name}.content")
     return {"role": "tool", "tool_call_id": _given(block.tool_use_id, f"{name}.tool_use_id"), "content": text}
 
 

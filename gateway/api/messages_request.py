@@ -11,7 +11,7 @@ from common.errors import InvalidArgument, Unimplemented
 from gateway.api.chat_fields import effort_variable
 from gateway.api.messages_history import TurnBody, plain_turns
 from gateway.api.openai_request import Body
-from gateway.api.responses_input import InputPart, text_of
+from gateway.api.responses_input import InputPart, content_text
 from gateway.api.structured_fields import NOT_GIVEN, Found, structured_of_type
 from gateway.api.tool_choice import Choice, Chosen, ToolChoice, chat_tool, function_of, tool_choice_of
 from gateway.intake.wanted import ChatPrompt, Wanted
@@ -72,8 +72,8 @@ class CountTokensBody(Body, kw_only=True):
         """Returns the conversation. Raises InvalidArgument or Unimplemented."""
         if self.thinking is not None and self.thinking.type != "disabled":
             raise Unimplemented.of("thinking.type", f"{self.thinking.type[:40]!r} is not supported yet")
-        system = text_of(self.system, "system") if isinstance(self.system, list) else self.system
-        first = [] if system is None else [{"role": "system", "content": system}]
+        system = self.system
+        first = [] if system is None else [{"role": "system", "content": content_text(system, "system")}]
         messages, names = plain_turns(self.messages)
         effort = None if self.output_config is None else self.output_config.effort
         return ChatPrompt(

@@ -35,9 +35,6 @@ class InputItem(msgspec.Struct):
     arguments: str | None = None
     output: str | list[InputPart] | None = None
 
-    def content_text(self, name: str) -> str:
-        return _text(self.content, f"{name}.content")
-
 
 def plain_items(items: Sequence[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument or
@@ -90,7 +87,7 @@ class _History:
         elif item.type == "function_call_output":
             call_id = _given(item.call_id, f"{name}.call_id")
             self._append(
-                {"role": "tool", "tool_call_id": call_id, "content": _text(item.output, f"{name}.output")}, name
+                {"role": "tool", "tool_call_id": call_id, "content": content_text(item.output, f"{name}.output")}, name
             )
         elif item.type == "reasoning":
             parts = item.content if isinstance(item.content, list) else []
@@ -101,7 +98,7 @@ class _History:
     def _message(self, item: InputItem, name: str) -> None:
         if item.role is None or item.role not in ROLES:
             raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(ROLES)}")
-        self._append({"role": item.role, "content": item.content_text(name)}, name)
+        self._append({"role": item.role, "content": content_text(item.content, f"{name}.content")}, name)
 
     def _call(self, item: InputItem, name: str) -> None:
         arguments = call_arguments(f"{name}.arguments", item.arguments)
@@ -118,7 +115,8 @@ class _History:
         self.names.append(name)
 
 
-def _text(content: str | list[InputPart] | None, name: str) -> str:
+def content_text(content: str | list[InputPart] | None, name: str) -> str:
+    """Returns the text of a message's content."""
     if content is None:
         raise InvalidArgument.of(name, "must be given")
     return content if isinstance(content, str) else text_of(content, name)

@@ -13,7 +13,7 @@ from gateway.api.chat_fields import effort_variable
 from gateway.api.openai_request import Body, logit_bias_of
 from gateway.api.responses_input import InputItem, plain_items
 from gateway.api.structured_fields import NOT_GIVEN, Found, structured_of_type
-from gateway.api.tool_choice import CHOICES, Chosen, ToolChoice, chat_tool, function_of, tool_choice_of
+from gateway.api.tool_choice import ToolChoice, chat_tool, chosen_of, function_of, tool_choice_of
 from gateway.api.vllm_fields import UNSUPPORTED
 from gateway.intake.wanted import ChatPrompt, Wanted
 from gateway.tools.enforce import Function
@@ -120,19 +120,8 @@ class ResponsesBody(Body, kw_only=True):
     def chosen_tools(self) -> ToolChoice:
         """Returns the tools that may be called. Raises InvalidArgument."""
         functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
-        return tool_choice_of(functions, replace(self._choice(), many=self.parallel_tool_calls is not False))
-
-    def _choice(self) -> Chosen:
-        given = self.tool_choice
-        if given is None:
-            return Chosen()
-        if isinstance(given, str) and given in CHOICES:
-            return Chosen(CHOICES[given])
-        name = given.get("name") if isinstance(given, dict) and given.get("type") == "function" else None
-        if not isinstance(name, str):
-            what = 'must be none, auto, required or {"type": "function", "name": ...}'
-            raise InvalidArgument.of("tool_choice", what)
-        return Chosen("required", name)
+        chosen = chosen_of(self.tool_choice, lambda choice: choice.get("name"), '{"type": "function", "name": ...}')
+        return tool_choice_of(functions, replace(chosen, many=self.parallel_tool_calls is not False))
 
     def _structured(self) -> Found | None:
         form = None if self.text is None else self.text.format

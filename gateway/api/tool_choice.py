@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from gateway.tools.enforce import Function
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 Choice = Literal["none", "auto", "required"]
-CHOICES: Mapping[str, Choice] = {"none": "none", "auto": "auto", "required": "required"}
+_CHOICES: Mapping[str, Choice] = {"none": "none", "auto": "auto", "required": "required"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,18 @@ class Chosen:
     name_field: str = "tool_choice.name"
     """The name of the field that holds `named`."""
     many: bool = True
+
+
+def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, Any]], object], form: str) -> Chosen:
+    """Returns OpenAI's `tool_choice`. `name_of` returns the name from an object for a function, which has this form."""
+    if given is None:
+        return Chosen()
+    if isinstance(given, str) and given in _CHOICES:
+        return Chosen(_CHOICES[given])
+    name = name_of(given) if isinstance(given, dict) and given.get("type") == "function" else None
+    if not isinstance(name, str):
+        raise InvalidArgument.of("tool_choice", f"must be none, auto, required or {form}")
+    return Chosen("required", name)
 
 
 def function_of(name: str, given: Mapping[str, Any], parameters: str = "parameters") -> Function:

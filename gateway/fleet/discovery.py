@@ -143,13 +143,13 @@ class Discovery:
 
     def _lookup(self, by_arena: dict[str, WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
         found: dict[str, int] = {}
+        hashes: dict[tuple[str, int], list[bytes]] = {}
         for arena_id, record in by_arena.items():
             if (ledger := self._ledgers.get(arena_id)) is not None:
-                size, ids = record.block_size, request.prompt_ids
-                domain = adapter_domain(bytes.fromhex(record.hash_domain), bytes.fromhex(request.adapter_digest))
-                start, rekey = prompt_chain(domain, request.salt, ids, request.public_tokens, size)
-                hashes = hash_blocks(start, ids, size, rekey=rekey)[: (len(ids) - 1) // size]
-                found[arena_id] = cached_blocks(ledger, hashes, record.kv_rules) * size
+                key = record.hash_domain, record.block_size
+                if key not in hashes:  # arenas of one model differ in their contents only
+                    hashes[key] = _prompt_hashes(request, *key)
+                found[arena_id] = cached_blocks(ledger, hashes[key], record.kv_rules) * record.block_size
         return found
 
     def _open_ledgers(self) -> tuple[dict[str, LedgerScripts], dict[str, StoreAddress]]:
@@ -184,6 +184,14 @@ class Discovery:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> list[bytes]:
+    """Returns the hashes of the blocks that a prefix of the prompt may consist of; at least one token is computed."""
+    ids = request.prompt_ids
+    domain = adapter_domain(bytes.fromhex(hash_domain), bytes.fromhex(request.adapter_digest))
+    start, rekey = prompt_chain(domain, request.salt, ids, request.public_tokens, size)
+    return list(hash_blocks(start, ids, size, rekey=rekey)[: (len(ids) - 1) // size])
 
 
 def cached_blocks(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules) -> int:

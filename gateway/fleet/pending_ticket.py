@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from gateway.fleet.workers import Workers
-from protos.v1 import block_store_pb2
+from protos.v1 import block_store_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 
@@ -17,6 +17,10 @@ class PendingTicket:
     workers: Workers
     ticket: types_pb.Ticket | None
     """The ticket, or None if there is none or decode has it."""
+
+    @classmethod
+    def of(cls, workers: Workers, done: prefill_pb2.PrefillDone) -> Self:
+        return cls(workers, done.ticket if done.HasField("ticket") else None)
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ longest ago is chosen, so that the load is spread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from common.types import WorkerLoad, WorkerRecord
@@ -57,7 +57,7 @@ class Router:
         self.workers: dict[str, WorkerState] = {}
         self.stores: Mapping[str, bool] = {}
         """The arenas with a live block store, and whether that store copies blocks from other arenas."""
-        self.broken: set[tuple[str, str]] = set()
+        self.broken: Collection[tuple[str, str]] = ()
         """Pairs of arenas (source, destination) between which a copy has just failed for lack of an answer."""
         self._picks = 0
 
@@ -100,9 +100,8 @@ class Router:
         """Returns whether there is a prefill worker and a usable decode worker that can exchange tickets and have
         loaded `adapter`.
         """
-        prefills = [p.record for p in self._of_role("prefill") if p.record.has_adapter(adapter)]
-        decodes = [d.record for p in prefills for d in self._decodes_for(p)]
-        return any(usable(decode) and decode.has_adapter(adapter) for decode in decodes)
+        prefills = (p.record for p in self._of_role("prefill") if p.record.has_adapter(adapter))
+        return any(any(self._partners(prefill, usable, adapter)) for prefill in prefills)
 
     def pick_prefill(
         self,
@@ -123,7 +122,7 @@ class Router:
             for p in self._of_role("prefill")
             if p.unreachable_until <= now
             and p.record.has_adapter(adapter)
-            and any(usable(d.record) and d.record.has_adapter(adapter) for d in self._decodes_for(p.record))
+            and any(self._partners(p.record, usable, adapter))
         ]
 
         def cost(state: WorkerState) -> float:
@@ -143,8 +142,7 @@ class Router:
             share = decode.sequences(now) / max(1, decode.record.max_num_seqs)
             return share if decode.record.arena_id == prefill.arena_id else share + PULL_COST
 
-        candidates = [d for d in self._decodes_for(prefill) if usable(d.record) and d.record.has_adapter(adapter)]
-        return self._least(candidates, cost, now)
+        return self._least(list(self._partners(prefill, usable, adapter)), cost, now)
 
     def capacity(self) -> int:
         """Returns the total batch capacity of all decode workers, in sequences."""
@@ -156,6 +154,12 @@ class Router:
 
     def _of_role(self, role: str) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]
+
+    def _partners(
+        self, prefill: WorkerRecord, usable: Callable[[WorkerRecord], bool], adapter: str
+    ) -> Iterator[WorkerState]:
+        """Yields the usable decode workers that accept a prefill worker's tickets and have loaded `adapter`."""
+        return (d for d in self._decodes_for(prefill) if usable(d.record) and d.record.has_adapter(adapter))
 
     def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
         """Returns the decode workers that accept a prefill worker's tickets. They must have the same pairing

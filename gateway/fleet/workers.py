@@ -75,6 +75,7 @@ class Workers:
         """The block stores by arena."""
         self._avoided: dict[tuple[str, str], asyncio.TimerHandle] = {}
         """When routing uses a pair of arenas again, between which a copy has failed."""
+        self._router.broken = self._avoided.keys()
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
         """The group sizes that the decode workers accept; if there are no workers, the sizes that the last ones
@@ -104,7 +105,8 @@ class Workers:
     def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
         """Receives the block stores after every poll."""
         moved = {arena_id for arena_id, store in stores.items() if store != self._stores.get(arena_id)}
-        self._router.broken = {pair for pair in self._router.broken if moved.isdisjoint(pair)}
+        for pair in [pair for pair in self._avoided if not moved.isdisjoint(pair)]:
+            self._avoided.pop(pair).cancel()
         self._router.stores = {arena_id: store.pulls for arena_id, store in stores.items()}
         self._stores = stores
 
@@ -225,11 +227,10 @@ class Workers:
 
     def _avoid(self, pair: tuple[str, str]) -> None:
         """Makes routing avoid copies between a pair of arenas for a while."""
-        self._router.broken.add(pair)
         if (before := self._avoided.pop(pair, None)) is not None:
             before.cancel()
         forget = asyncio.get_running_loop().call_later
-        self._avoided[pair] = forget(UNREACHABLE_S, lambda: self._router.broken.discard(pair))
+        self._avoided[pair] = forget(UNREACHABLE_S, self._avoided.pop, pair)
 
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other

@@ -89,7 +89,7 @@ class Validator:
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
         """Resolves a request. Raises NotFound (model), or InvalidArgument with every violation."""
-        self.check_model(wanted.model)
+        adapter = self.check_model(wanted.model)
         checker = self.checker()
         _check_numbers(checker, wanted)
         _check_rest(checker, wanted)
@@ -112,7 +112,7 @@ class Validator:
         checker.prompt_len(wanted.prompt_field, len(ids))
         checker.token_ids(wanted.prompt_field, ids)
         checker.finish()
-        return self._resolved(wanted, tenant, text, ids)
+        return self._resolved(wanted, tenant, text, ids, adapter)
 
     def _kept_tokens(self, wanted: Wanted) -> int | None:
         """Returns how many tokens at the end of the prompt are kept, or None for all tokens."""
@@ -121,13 +121,14 @@ class Validator:
         default = 1 if isinstance(wanted.prompt, ChatPrompt) else DEFAULT_MAX_TOKENS
         return max(1, self._max_model_len() - (default if wanted.max_tokens is None else wanted.max_tokens))
 
-    def check_model(self, name: str | None) -> None:
-        """Checks the model name. Raises NotFound for a name that is neither the model's nor an adapter's. A request
-        without a name passes.
-        """
-        if name and name != self._assets.name and self._find_adapter(name) is None:
+    def check_model(self, name: str | None) -> AdapterRef | None:
+        """Returns the adapter with this name, or None for the model's name or none. Raises NotFound for other names."""
+        if not name or name == self._assets.name:
+            return None
+        if (adapter := self._find_adapter(name)) is None:
             what = f"{name[:100]!r} is not served here; served is {self._assets.name!r}"
             raise ModelNotFound(f"model {what}", violations=(FieldViolation("model", what),))
+        return adapter
 
     def prompt_limits(self) -> PromptLimits:
         fitting = self._max_model_len() * self._assets.longest_token
@@ -189,7 +190,9 @@ class Validator:
         assert isinstance(prompt, IdsPrompt)
         return None, list(prompt.ids)
 
-    def _resolved(self, wanted: Wanted, tenant: str, text: str | None, ids: list[int]) -> ResolvedRequest:
+    def _resolved(
+        self, wanted: Wanted, tenant: str, text: str | None, ids: list[int], adapter: AdapterRef | None
+    ) -> ResolvedRequest:
         timeout_s = self._timeout_s if wanted.timeout_s is None else min(wanted.timeout_s, self._timeout_s)
         return ResolvedRequest(
             request_id=wanted.request_id or REQUEST_ID.get() or new_request_id(),
@@ -208,7 +211,7 @@ class Validator:
             public_tokens=self._public_tokens(ids) if tenant and wanted.cache_salt is None else 0,
             pooling=self.pooling if wanted.embeds else None,
             cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),
-            adapter=self._find_adapter(wanted.model) if wanted.model and wanted.model != self._assets.name else None,
+            adapter=adapter,
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:

@@ -69,9 +69,8 @@ class Attempts:
                 prefilled = await self._prefill(state, place, held)
             else:
                 prefilled = await self._take_over(state, start, held)
-            done = prefilled.done
-            ticket = held.enter_context(PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None))
-            going = state.accept_first(done)
+            ticket = held.enter_context(PendingTicket.of(self._workers, prefilled.done))
+            going = state.accept_first(prefilled.done)
             state.decoded_from = state.output_len
             if state.num_open:
                 await self._decode(state, prefilled, going, ticket)
@@ -89,7 +88,7 @@ class Attempts:
     async def _take_over(self, state: RequestState, start: HeadStart, held: ExitStack) -> _Prefilled:
         """Continues from a prefill that another call has made. It counts as this request's attempt."""
         done = start.done
-        with PendingTicket(self._workers, done.ticket if done.HasField("ticket") else None) as pending:
+        with PendingTicket.of(self._workers, done) as pending:
             isolation = await self._isolation.enter(state.digest, incarnation(start.worker))
             pending.ticket = None
         held.enter_context(isolation)

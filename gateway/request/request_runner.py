@@ -82,9 +82,7 @@ class RequestRunner:
 
         Cancelling this cancels the work. Raises any LooseleafError; deltas accepted before it are still pending.
         """
-        REQUEST_ID.set(request.request_id)
-        digest = digest_of(request.prompt_ids, request.salt + bytes.fromhex(request.adapter_digest))
-        state = RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics)
+        state = self._begin(request, outlet)
         if head_start is not None:
             state.head_start = self.head_starts.take(head_start, request)
         outlet.open(self._interval_s, state.leaves)
@@ -105,9 +103,7 @@ class RequestRunner:
         """Makes a request's prefill, for a call of `run` that continues it. Returns the name for that call, and the
         result. Cancelling this cancels the work. Raises any LooseleafError.
         """
-        REQUEST_ID.set(request.request_id)
-        digest = digest_of(request.prompt_ids, request.salt)
-        state = RequestState.begin(request, self._detokenizers, digest, Outlet(lambda deltas: None), self._metrics)
+        state = self._begin(request, Outlet(lambda deltas: None))
         place = await self._enter(state)
         try:
             start = await self._prefill_until_done(state, place)
@@ -115,6 +111,11 @@ class RequestRunner:
             self._gate.leave(place)
             raise
         return self.head_starts.put(start), start.done
+
+    def _begin(self, request: ResolvedRequest, outlet: Outlet) -> RequestState:
+        REQUEST_ID.set(request.request_id)
+        digest = digest_of(request.prompt_ids, request.salt + bytes.fromhex(request.adapter_digest))
+        return RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics)
 
     async def _prefill_until_done(self, state: RequestState, place: Place) -> HeadStart:
         while True:

@@ -114,6 +114,11 @@ class CallParser(ABC):
     def _marked(self, ch: str) -> Scan:
         """Reads from a character that is a trigger."""
 
+    def _after(self, ch: str, marker: str, read: Callable[[str], Scan]) -> Scan:
+        """Reads a marker, and uses `read` to read the text after it."""
+        found, ch = yield from self._matches(ch, marker)
+        return (yield from self._begun(marker, ch, read)) if found else ch
+
     def _begun(self, marker: str, ch: str, read: Callable[[str], Scan]) -> Scan:
         """Uses `read` to read the text after a marker. If that text is not a call, it becomes content, and so does the
         marker.
@@ -170,10 +175,7 @@ class HermesParser(CallParser):
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def _marked(self, ch: str) -> Scan:
-        found, ch = yield from self._matches(ch, self.OPEN)
-        if found:
-            ch = yield from self._begun(self.OPEN, ch, self._block)
-        return ch
+        return (yield from self._after(ch, self.OPEN, self._block))
 
     def _block(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)
@@ -195,10 +197,7 @@ class Llama3Parser(CallParser):
     def _marked(self, ch: str) -> Scan:
         if ch == "{":
             return (yield from self._begun("", ch, lambda ch: self._objects(ch, self.SEPARATORS, self._known)))
-        found, ch = yield from self._matches(ch, self.TAG)
-        if found:
-            ch = yield from self._begun(self.TAG, ch, self._tagged)
-        return ch
+        return (yield from self._after(ch, self.TAG, self._tagged))
 
     def _tagged(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)
@@ -213,10 +212,7 @@ class MistralParser(CallParser):
     MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
     def _marked(self, ch: str) -> Scan:
-        found, ch = yield from self._matches(ch, self.MARKER)
-        if found:
-            ch = yield from self._begun(self.MARKER, ch, self._calls)
-        return ch
+        return (yield from self._after(ch, self.MARKER, self._calls))
 
     def _calls(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)

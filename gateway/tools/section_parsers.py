@@ -22,10 +22,7 @@ class DeepSeekParser(CallParser):
     KIND, CODE, CODE_END = "function", "```json", "```"
 
     def _marked(self, ch: str) -> Scan:
-        found, ch = yield from self._matches(ch, self.OPEN)
-        if found:
-            ch = yield from self._begun(self.OPEN, ch, self._calls)
-        return ch
+        return (yield from self._after(ch, self.OPEN, self._calls))
 
     def _calls(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)
@@ -82,10 +79,7 @@ class ListParser(CallParser):
     MARK: str
 
     def _marked(self, ch: str) -> Scan:
-        found, ch = yield from self._matches(ch, self.MARK)
-        if found:
-            ch = yield from self._begun(self.MARK, ch, self._calls)
-        return ch
+        return (yield from self._after(ch, self.MARK, self._calls))
 
     def _calls(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)

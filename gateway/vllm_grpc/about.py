@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 import zipfile
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +59,7 @@ class About:
             eos_token_ids=assets.eos_token_ids,
             bos_token_id=_id(config.get("bos_token_id")),
             pad_token_id=_id(config.get("pad_token_id")),
-            default_sampling_params_json=_defaults_json(assets),
+            default_sampling_params_json=json.dumps(asdict(assets.defaults)),
         )
 
     def server(self, role: Role, active_requests: int) -> pb.GetServerInfoResponse:
@@ -123,19 +124,6 @@ def _tokens(states: list[WorkerState]) -> tuple[int, int]:
     arenas = {state.record.arena_id: state for state in states}.values()
     total = sum(state.load.total_blocks * state.record.block_size for state in arenas)
     return total, total - sum(state.load.free_blocks * state.record.block_size for state in arenas)
-
-
-def _defaults_json(assets: ModelAssets) -> str:
-    defaults = assets.defaults
-    return json.dumps(
-        {
-            "temperature": defaults.temperature,
-            "top_k": defaults.top_k,
-            "top_p": defaults.top_p,
-            "min_p": defaults.min_p,
-            "repetition_penalty": defaults.repetition_penalty,
-        }
-    )
 
 
 def _id(value: Any) -> int:

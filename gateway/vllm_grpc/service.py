@@ -16,10 +16,10 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from common.errors import LooseleafError, Unimplemented
+from common.errors import Unimplemented
 from common.guard import Context
 from gateway.api.front import Front
-from gateway.api.grpc_service import STALLED_CLIENT_S, authorization, time_left
+from gateway.api.grpc_service import STALLED_CLIENT_S, admitted, authorization, time_left
 from gateway.fleet.workers import Workers
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.outlet import LAST_WORD_S, Outlet
@@ -40,19 +40,14 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         """Requests by tenant and request id. Ids are the router's and need not be unique."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        try:
-            tenant = self._tenant(context)
-            with self._front.admission.enter(tenant) as entry:
-                head_start = head_start_of(request) if self._role == "decode" else None
-                resolved = await self._resolve(request, context, tenant, head_start)
-                entry.take([resolved])
-                if self._role == "prefill":
-                    await self._prefill(resolved, context)
-                else:
-                    await self._generate(resolved, head_start, Replies(resolved, context.write, stream=request.stream))
-        except LooseleafError as error:
-            self._front.metrics.failed(error.grpc_code)
-            raise
+        with admitted(self._front, context) as entry:
+            head_start = head_start_of(request) if self._role == "decode" else None
+            resolved = await self._resolve(request, context, entry.tenant, head_start)
+            entry.take([resolved])
+            if self._role == "prefill":
+                await self._prefill(resolved, context)
+            else:
+                await self._generate(resolved, head_start, Replies(resolved, context.write, stream=request.stream))
 
     async def _resolve(
         self, request: pb.GenerateRequest, context: Context, tenant: str, head_start: str | None

@@ -19,6 +19,7 @@ from gateway.admission.tenants import Tenants
 from gateway.api.http_app import HttpApi
 from gateway.fleet import adapters as module
 from gateway.fleet.adapters import Adapters
+from gateway.intake.wanted import TextPrompt, Wanted
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 
@@ -65,6 +66,14 @@ async def test_an_adapter_is_served_from_its_load_to_its_unload(
     with pytest.raises(ModelNotFound), adapters.using(ref):
         pass
     following.cancel()
+
+
+async def test_a_request_keeps_the_adapter_that_it_was_admitted_with(make_rig: MakeRig, ref: AdapterRef) -> None:
+    rig = await make_rig()
+    unloaded: list[AdapterRef | None] = [ref]  # found once, then unloaded while the request is tokenized
+    rig.validator.use_adapters(lambda name: unloaded.pop() if unloaded else None)
+    resolved = await rig.validator.resolve(Wanted(prompt=TextPrompt("text"), model="sql"))
+    assert resolved.adapter == ref
 
 
 async def test_what_one_worker_cannot_load_no_worker_keeps(

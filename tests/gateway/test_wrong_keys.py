@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ResourceExhausted
+from gateway.api.grpc_service import address_of
 from gateway.api.wrong_keys import MAX_ADDRESSES, WrongKeys
 
 HOST, OTHER = "10.0.0.1", "10.0.0.2"
@@ -78,3 +79,8 @@ def test_memory_is_bounded_and_zero_is_no_limit(clock: Clock) -> None:
     for _ in range(100):
         free.wrong(HOST)
     free.check(HOST, b"k")
+
+
+@pytest.mark.parametrize(("peer", "address"), [("ipv4:10.0.0.1:4711", HOST), ("ipv6:%5B::1%5D:4711", "::1")])
+def test_a_grpc_callers_address_has_no_port_and_no_escapes(peer: str, address: str) -> None:
+    assert address_of(peer) == address
