@@ -98,8 +98,8 @@ KvOrder = Literal["heads_first", "slots_first"]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The memory layout of a block: [layers, 2, kv_heads, block_size, head_dim] (heads_first), or slots before
-    heads.
+    """The memory layout of a block: [layers, 2, kv_heads, block_size, head_dim] if `order` is "heads_first"; otherwise
+    block_size precedes kv_heads.
     """
 
     block_size: int

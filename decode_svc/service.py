@@ -1,4 +1,6 @@
-"""DecodeService over gRPC: one session per gateway, one message per step. It never computes."""
+"""DecodeService over gRPC: one session per gateway, and one message per step (or per several steps, if the gateway is
+slow). Runs in the event loop; the model runs in the step thread.
+"""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ Device = CpuDevice | CudaDevice
 
 
 def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent: bool = False) -> Device:
-    """Opens the device that the settings request. auto: a GPU if torch finds one. urgent: see `CudaDevice`.
+    """Opens the device named by `asked`. "auto" means a GPU if torch finds one. For `urgent`, see `CudaDevice`.
 
     Raises ModelError if there is no such device.
     """

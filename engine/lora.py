@@ -102,7 +102,9 @@ class LoraModel:
 
     @classmethod
     def of(cls, sites: Sequence[Site], kind: tuple[torch.dtype, torch.device], settings: Settings) -> Self:
-        """Returns what adapters can correct. Raises ModelError if the model or the device cannot have adapters."""
+        """Returns the LoraModel for a model with these `sites`. Raises ModelError if the model does not support
+        adapters, or if `deterministic` is set on a GPU.
+        """
         if not sites:
             raise ModelError("--enable-lora: models that run with transformers' definitions cannot have adapters")
         if kind[1].type != "cpu" and settings.deterministic:

@@ -1,4 +1,4 @@
-"""Byte layout of an arena file: one fixed page, arrays of per-block fields, then the blocks. Describes bytes only.
+"""Byte layout of an arena file: one fixed page, arrays of per-block fields, then the blocks. Does no I/O.
 
 0        fixed page: magic .. layout JSON (`FIXED`, then JSON up to 4096)
 4096     generation u64[n] | digest u64[n] | prefix hash u8[n, 32] | writer slot u32[n] | state u8[n],

@@ -31,8 +31,8 @@ class NoDeviceMemory(ArenaError):
 def create_on_device(
     directory: Path, layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> Arena:
-    """Creates an arena, for the store. This process allocates its blocks (all zeros), or leaves the allocation to the
-    first worker.
+    """Creates an arena whose blocks are in device memory. The store calls this. It allocates the arena's blocks (all
+    zeros) itself, or leaves the allocation to the first worker.
 
     If `owner` is "auto", the worker owns the memory only if this process cannot export memory; this is logged. Raises
     NoDeviceMemory, ArenaExists or NotEnoughSharedMemory.

@@ -178,7 +178,9 @@ class LedgerScripts:
         return self._call("assert_all", *call) == b"1"
 
     def ask_all(self, census: str) -> None:
-        """Asks every worker, with its next beat, for a `report` under this name. Raises LedgerUnavailable."""
+        """Asks every worker to answer its next heartbeat with a `report` under the name `census`. Raises
+        LedgerUnavailable.
+        """
         try:
             self.client.set(self.tag + "census", census, ex=10)
         except (redis.ConnectionError, redis.TimeoutError) as error:

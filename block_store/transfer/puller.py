@@ -180,7 +180,9 @@ class Puller:
 
     @asynccontextmanager
     async def _kept(self, ticket: Ticket, source: str) -> AsyncIterator[_SourceLease]:
-        """Extends the lease of the source's ticket until the block ends, and notes when the source has lost it."""
+        """Keeps extending the source's lease on the ticket while the body of the `with` statement runs. Sets `lost` of
+        the yielded lease if the source refuses, or fails to answer MAX_UNANSWERED times in a row.
+        """
         lease = _SourceLease()
 
         async def keep() -> None:

@@ -82,7 +82,9 @@ class TransformersModel:
     def forward(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype."""
+        """Returns logits [R, vocab] of `rows` (int64 [R], indices into the T tokens; None: all), in the model's
+        dtype.
+        """
         return self._run(token_ids, step.positions, rows, Pass(step, caches, self.states))
 
     def hidden(

@@ -103,10 +103,10 @@ class Margin:
 
 
 def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:
-    """Returns how much of the waiting work, given by tenant, is done before a new request of `tenant` begins.
+    """Returns how much of the waiting `work` (one entry per tenant) is done before a new request of `tenant` begins.
 
-    Tenants take turns by `quantum`. Of each other tenant's work, at most the tenant's own amount plus one turn precedes
-    the request.
+    Tenants take turns of one `quantum` each. Of every other tenant's work, the request waits for at most as much as
+    `tenant` itself has waiting, plus one turn.
     """
     own = work.get(tenant, 0.0)
     return own + sum(min(other, own + quantum) for name, other in work.items() if name != tenant)

@@ -61,7 +61,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_details: Any = None
 
     def plain(self, name: str) -> dict[str, Any]:
-        """Returns the message for a chat template. `name` is its name in errors."""
+        """Returns the message as chat templates expect it. `name` identifies it in error messages."""
         plain: dict[str, Any] = {"role": self.role, "content": self._text(f"{name}.content")}
         for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if (value := getattr(self, key)) is not None:

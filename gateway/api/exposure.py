@@ -1,4 +1,4 @@
-"""Loads the gateway's certificate and warns if other machines can reach the gateway without a key or TLS."""
+"""Loads the gateway's certificate. Warns if other machines can reach the gateway without an API key, or without TLS."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Discovery: polls the registry in Redis, informs the router and the sessions, and looks up cached prefixes for
 routing.
 
-All Redis calls run in threads, within a time budget. Without Redis the gateway routes by load alone, to the known
-workers. After a few unanswered lookups, requests skip them until a poll is answered within the time of a lookup. When
-Redis comes back, its list of workers may be lost, or the workers may have been unable to write to it. No worker
-therefore counts as gone until all of them have had time to register again.
+All Redis calls run in threads, within a time budget. Without Redis, the gateway routes by load alone, to the known
+workers. After a few unanswered lookups, requests skip the lookup until a poll is answered within a lookup's time
+budget. When Redis comes back, it may have lost its list of workers, or the workers may have been unable to update the
+list. No worker therefore counts as gone until all of them have had time to register again.
 """
 
 from __future__ import annotations

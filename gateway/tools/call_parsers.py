@@ -17,8 +17,9 @@ Marked = Generator[None, str, tuple[bool, str]]
 
 
 class CallParser(ABC):
-    """A parser of one sample's text. The same text gives the same pieces (after `merged`) for every division into
-    parts."""
+    """Parses one sample's text. The same text gives the same pieces (after `merged`), however it is split across calls
+    of `feed`.
+    """
 
     triggers: frozenset[str]
     """The characters that may begin a call."""

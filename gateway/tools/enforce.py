@@ -47,7 +47,7 @@ def calls_grammar(
     """Returns a grammar for at least one call of `functions`, and for exactly one unless `many` is set. If `free` is
     set, it is a grammar for any text that may contain calls; only the arguments of strict functions match their schema.
 
-    `special` contains the ids of marks that are special tokens; `thinking` is the result of `thinking_before`. Raises
+    `special` contains the ids of markers that are special tokens; `thinking` is the result of `thinking_before`. Raises
     ValueError for free text if the format's calls have no marker.
     """
     lark = _Lark(form, functions, special)

@@ -1,8 +1,8 @@
 """The families of output formats: which one a model's chat template asks for, and what that family needs from the
 tokenizer.
 
-A family is recognized by the marks of its format in the template. For a template of an unknown family or without known
-marks, no format is found, and `--tool-call-parser` must choose one.
+A family is recognized by the markers of its format in the template. For a template of an unknown family or without
+known markers, no format is found, and `--tool-call-parser` must choose one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _short_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a section of calls is written, for a grammar that enforces it. Each part is a mark or plain text."""
+    """How a section of calls is written, for a grammar that enforces it. Each part is a marker or plain text."""
 
     opening: Sequence[str]
     """Between the format's marker and the first call."""

@@ -1,4 +1,4 @@
-"""Finds tool calls in the formats of DeepSeek, Granite 3 and Phi-4-mini: JSON arguments between marks."""
+"""Finds tool calls in the formats of DeepSeek, Granite 3 and Phi-4-mini: JSON arguments between markers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeepSeekParser(CallParser):
             self._held = [mark, ch]
 
     def _call(self, ch: str) -> Scan:
-        """Reads one call after its first mark."""
+        """Reads one call after its first marker."""
         name: list[str] = []
         ch = yield from _until(ch, "<", name)
         ch = yield from _expect(ch, self.SEP)
@@ -59,8 +59,8 @@ class DeepSeekParser(CallParser):
         return ch
 
     def _one_of(self, ch: str, marks: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
-        """Reads one of several marks, none of which begins another. Returns "" if there is none; the part that matched
-        becomes content.
+        """Reads one of several markers, none of which begins another. Returns "" if there is none; the part that
+        matched becomes content.
         """
         read = ""
         while ch != END and any(mark.startswith(read + ch) for mark in marks):
@@ -74,7 +74,7 @@ class DeepSeekParser(CallParser):
 
 
 class ListParser(CallParser):
-    """A mark, then a list of `{"name": ..., "arguments": {...}}`, or one such object."""
+    """A marker, then a list of `{"name": ..., "arguments": {...}}`, or one such object."""
 
     MARK: str
 
@@ -101,7 +101,7 @@ class Phi4MiniParser(ListParser):
 
 
 def _expect(ch: str, mark: str) -> Scan:
-    """Reads a mark. Raises NotACall for any other text."""
+    """Reads a marker. Raises NotACall for any other text."""
     for expected in mark:
         if ch != expected:
             raise NotACall

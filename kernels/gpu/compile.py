@@ -132,7 +132,7 @@ def _cuobjdump() -> str:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Returns (registers, stack and local bytes) per thread of the only kernel in `cubin`."""
+    """Returns (registers, stack + local bytes) per thread of the only kernel in `cubin`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

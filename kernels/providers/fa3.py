@@ -93,7 +93,9 @@ class Fa3Attention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Plans the split of keys once for all layers of a decode step; prefill plans by itself."""
+        """Computes how the keys are split, once for all layers of a decode step. In prefill, each kernel call computes
+        this itself.
+        """
         self._metadata = None
         if batch.decode_only:
             metadata = self._plan(**self._shape(batch), **self._where(batch))

@@ -1,7 +1,8 @@
-"""`looseleaf secrets DIRECTORY`: creates a launch's secret and a password for its Redis, in separate files.
+"""`looseleaf secrets DIRECTORY`: creates the secret that the services of a deployment share and the password of their
+Redis, in separate files.
 
 It is for compose and for services that are started by hand; `looseleaf serve` creates its own secrets. Existing files
-are kept, so that running services and later ones agree.
+are kept, so that services that are already running and services that are started later agree.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ NAMES = ("secret", "redis-password")
 
 
 class SecretsSettings(Settings):
-    """Makes the files `secret` and `redis-password`, for --secret-file and --redis-password-file of every service."""
+    """Creates the files `secret` and `redis-password`, for the flags --secret-file and --redis-password-file of every
+    service.
+    """
 
     model_config = settings_config("LOOSELEAF_SECRETS_", "looseleaf secrets")
 
