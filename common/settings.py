@@ -131,7 +131,7 @@ class ServerSettings(Settings):
 
 
 class WorkerSettings(ServerSettings):
-    """The settings that prefill and decode workers share. A setting that vLLM also has is named as in vLLM."""
+    """The settings that prefill and decode workers share. A setting that vLLM also has keeps vLLM's name."""
 
     model: str = Field(description="Hugging Face model directory")
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")

@@ -12,8 +12,8 @@ from gateway.tools.formats import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(VllmGrpcSettings, ServerSettings):
-    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has is named
-    as in vLLM.
+    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has keeps
+    vLLM's name.
     """
 
     model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")

@@ -55,9 +55,9 @@ class Admission:
         self._on_refusal = on_refusal
         self._clock = clock
         self._sequences: Counter[str] = Counter()
-        """Sequences by tenant, for tenants that have any sequences."""
+        """Number of sequences of each tenant that has any."""
         self._coming: Counter[str] = Counter()
-        """Requests, by tenant, that have not been read and therefore have not reached the gate."""
+        """Number of requests of each tenant that have not been read yet, and therefore have not reached the gate."""
         self.current = 0
         """Sequences of all tenants."""
         self.num_requests = 0

@@ -113,12 +113,12 @@ class Gate:
         return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
 
     def waited(self, place: Place, seconds: float) -> None:
-        """Notes how long a request whose prefill has begun waited after it arrived here."""
+        """Records how long a request waited, from its arrival at the gate until its prefill began."""
         if place.predicted_s is not None:
             self._margin.learn(place.predicted_s, seconds)
 
     def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """Returns the mean wait, not the likely maximum as `wait_s` does. It is 0 if there is a place now."""
+        """Returns the predicted mean wait (`wait_s` returns the likely maximum). It is 0 if there is a place now."""
         self._note_time()
         rate, capacity = self._rate.per_second, self._capacity()
         if rate is None:
@@ -164,8 +164,8 @@ class Gate:
         self.wake()
 
     async def come_back(self, place: Place, fits: Callable[[], bool]) -> None:
-        """Waits until a group that was given back may be prefilled again. It keeps its place, even if this is
-        cancelled.
+        """Waits until a group that was given back may be prefilled again. The group keeps its place, even if this call
+        is cancelled.
 
         `fits` (must not raise) is called only for the first group, by rank and arrival, and each call of `wake` lets at
         most one group through. At the next `wake`, `fits` can account for the blocks that this group takes. While the
@@ -207,8 +207,8 @@ class Gate:
             self._admit(waiter, reserved=False)
 
     def _with_reserve(self) -> Iterator[_Waiter]:
-        """Takes out of their queues, one by one, the waiters that may be let in although all places are taken, and
-        yields them.
+        """Removes from their queues, and yields one by one, the waiters that may enter although all places
+        are taken.
         """
         if self._shares.num_tenants < 2:
             return

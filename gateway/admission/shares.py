@@ -2,7 +2,7 @@
 Python, no clock.
 
 A tenant that has less than an even share of the places may start requests beyond the limit. Their rank precedes that of
-requests without a reserved place, so workers preempt the newest group of the tenants that have more. At a time, this
+requests without a reserved place, so workers preempt the newest group of the tenants that have more. At any time, this
 applies to only a few sequences of a tenant, or to one request, and never to more than half of all places. Requests
 without a reserved place therefore also make progress.
 """
@@ -54,7 +54,7 @@ class Shares:
         self._holding(tenant).waiting += weight
 
     def wait_no_more(self, tenant: str, weight: int) -> None:
-        """Notes that a request has been let in, after a call to `enter`, or has given up."""
+        """Notes that a request no longer waits: it has been let in (call `enter` first), or it has given up."""
         self._holdings[tenant].waiting -= weight
         self._drop_if_empty(tenant)
 

@@ -36,8 +36,8 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """Returns a function that takes bytes for one body and keeps them until the context ends. The function raises
-        ResourceExhausted if the budget is used up.
+        """A context that yields a function. The function takes bytes for one body from the budget, which gets them back
+        when the context ends, and raises ResourceExhausted if the budget is used up.
         """
         taken = 0
 

@@ -56,7 +56,9 @@ def chat_prompt(body: TemplateFields, messages: Sequence[MessageBody], effort: s
 
 
 def effort_variable(name: str, effort: str | None) -> dict[str, str]:
-    """Returns the variable of the chat template for a reasoning effort. `name` is the field's name in errors."""
+    """Returns the variable of the chat template for a reasoning effort. `name` identifies the field in error
+    messages.
+    """
     if effort is None:
         return {}
     if effort not in EFFORTS:
@@ -65,7 +67,7 @@ def effort_variable(name: str, effort: str | None) -> dict[str, str]:
 
 
 def tool_choice(body: ToolFields) -> ToolChoice:
-    """Checks the tools of a body. Returns them and which of them may be called."""
+    """Checks the tools of a body. Returns them, and states which of them the model may call."""
     functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
     chosen = chosen_of(body.tool_choice, _name_in, '{"type": "function", "function": {"name": ...}}')
     many = body.parallel_tool_calls is not False

@@ -104,7 +104,9 @@ def plain_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
 
 
 def call_arguments(name: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the arguments of a call as the object that chat templates expect. `name` is their name in errors."""
+    """Returns the arguments of a call as the object that chat templates expect. `name` identifies them in error
+    messages.
+    """
     if isinstance(given, dict):
         return given
     try:

@@ -1,7 +1,7 @@
 """Plans the features of a chat beyond text: tools that are offered or enforced, and reasoning that is split off. Each
 body has one plan.
 
-The plan adds the options that workers need (a grammar, special tokens as text) and makes a reader for each sample.
+The plan adds the options that workers need (a grammar, special tokens as text) and creates a reader for each sample.
 """
 
 from __future__ import annotations

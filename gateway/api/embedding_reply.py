@@ -20,7 +20,9 @@ from gateway.request.delta import Delta, Summary
 
 
 def shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
-    """Returns the first dimensions of a vector, with length 1 again, as OpenAI's API does. Raises InvalidArgument."""
+    """Returns the first dimensions of a vector, scaled to length 1 again, as in OpenAI's API. Raises InvalidArgument if
+    the vector has fewer.
+    """
     if dimensions is None or dimensions == len(vector):
         return vector
     if not 1 <= dimensions <= len(vector):
@@ -87,7 +89,7 @@ class EmbeddingAnswer(PooledAnswer):
 
 
 class ScoreAnswer(PooledAnswer):
-    """The answer to one body of /score: the cosine of two embeddings for each pair of texts."""
+    """The answer to one body of /score: the cosine similarity of two embeddings for each pair of texts."""
 
     def __init__(self, body: ScoreBody, model: str) -> None:
         super().__init__(body, model)

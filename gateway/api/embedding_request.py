@@ -42,7 +42,7 @@ class EmbeddingBody(PooledBody, kw_only=True):
     """The body of POST /v1/embeddings."""
 
     input: Sequence[TextPrompt | IdsPrompt]
-    """The texts, given as a string, strings, ids or lists of ids."""
+    """The texts: a string, a list of strings, a list of token ids, or a list of such lists."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 

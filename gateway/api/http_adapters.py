@@ -37,7 +37,9 @@ class AdapterChanges:
     """Loads and unloads adapters while requests run."""
 
     def __init__(self, adapters: Adapters, bodies: BodyReader, is_operator: Callable[[Request], bool]) -> None:
-        """`is_operator` says whether a request comes from the operator, and raises Unauthenticated."""
+        """`is_operator` returns whether a request comes from the operator. It raises Unauthenticated for a
+        wrong key.
+        """
         self._adapters = adapters
         self._bodies = bodies
         self._is_operator = is_operator
@@ -63,7 +65,7 @@ class AdapterChanges:
             raise PermissionDenied("only the operator may load and unload adapters (operator=1 in the key file)")
 
     async def _to_the_end(self, change: Coroutine[Any, Any, None]) -> None:
-        """Runs a change, and does not end it if the client disconnects."""
+        """Runs a change to its end, even if the client disconnects."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -81,9 +81,9 @@ class HttpApi:
         options: HttpOptions = DEFAULT_OPTIONS,
         is_operator: Callable[[str], bool] | None = None,
     ) -> ASGIApp:
-        """Builds the application. `ready` says whether requests can be served. `body_budget_bytes` limits the total
-        size of all bodies that have been received but not yet parsed. `is_operator` says whether a tenant may load
-        adapters; if it is None, no one may.
+        """Builds the application. `ready` returns whether requests can be served. `body_budget_bytes` limits the total
+        size of all bodies that have been received but not yet parsed. `is_operator` returns whether a tenant may load
+        adapters; if it is None, no tenant may.
         """
         budget = BodyBudget(body_budget_bytes)
         self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)

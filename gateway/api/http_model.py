@@ -1,4 +1,4 @@
-"""The HTTP endpoints about the model: its card, and its tokenizer. They make no request to the workers."""
+"""The HTTP endpoints about the model: its entry in /v1/models, and its tokenizer. They send nothing to the workers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
 SURPLUS = 64
-"""Number of connections above the limit that get an answer that says why they are closed."""
+"""Number of connections above the limit that are told why they are closed."""
 SURPLUS_S = 1.0
 MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 """Number of bytes of a body that are read after its request has been answered, before the connection is closed."""

@@ -37,7 +37,7 @@ def plain_turns(turns: Sequence[TurnBody]) -> tuple[list[dict[str, Any]], list[s
     """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument or
     Unimplemented.
 
-    The results of tools, which are blocks of a user's message, become messages of their own.
+    Tool results, which are blocks of a user message, become separate messages.
     """
     if not turns:
         raise InvalidArgument.of("messages", "must hold at least one message")

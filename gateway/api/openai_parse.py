@@ -41,7 +41,7 @@ from gateway.intake.wanted import IdsPrompt, TextPrompt
 
 M = TypeVar("M", bound=Body)
 JSON_BYTES = 6
-"""The most that JSON takes for a byte of a text: an ASCII character as \\u0041."""
+"""The largest number of bytes that JSON needs for one byte of text: an ASCII character may be written as \\u0041."""
 ID_BYTES = 8
 """Number of bytes that JSON usually needs for a token id and its comma."""
 NOTHING_BYTES = 64
@@ -127,7 +127,9 @@ def _text(name: str, raw: bytes, limits: PromptLimits) -> str | None:
 
 
 def _prompts(name: str, raw: bytes, limits: PromptLimits) -> list[TextPrompt | IdsPrompt]:
-    """Returns the prompts of a completion, which are a string, strings, ids or lists of ids."""
+    """Returns the prompts of a completion: a string, a list of strings, a list of token ids, or a list of
+    such lists.
+    """
     if raw.startswith(b'"'):
         return [TextPrompt(_text(name, raw, limits) or "")]
     first = _FIRST.match(raw)
@@ -179,7 +181,7 @@ def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[l
 def _prompt_ids(
     name: str, own_name: str, raw: bytes, limits: PromptLimits, begin: int = 0, end: int | None = None
 ) -> list[int]:
-    """Returns the ids in this part of `raw`. Errors name the prompt `own_name`."""
+    """Returns the ids in this part of `raw`. `own_name` identifies the prompt in error messages."""
     count = raw.count(b",", begin, end) + 1
     if count > limits.max_model_len:
         checker = Checker(vocab_size=0, max_model_len=limits.max_model_len)

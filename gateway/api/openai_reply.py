@@ -116,7 +116,9 @@ class LogprobFormat:
         return {"content": content, "refusal": None}
 
     def prompt(self, items: Sequence[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-        """Returns vLLM's format: for each token a map from id to logprob, rank and text; None for the first token."""
+        """Returns the prompt's log-probabilities in vLLM's format: for each token, a map from id to logprob, rank and
+        text; for the first token, None.
+        """
         answer: list[dict[str, Any] | None] = [None]
         for item in items:
             entries = {

@@ -131,7 +131,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: Sequence[TextPrompt | IdsPrompt]
-    """The prompts, given as a string, strings, ids or lists of ids."""
+    """The prompts: a string, a list of strings, a list of token ids, or a list of such lists."""
     echo: bool | None = None
     logprobs: int | None = None
 

@@ -58,7 +58,7 @@ def check_parts(name: str, contents: Sequence[object]) -> None:
 
 
 def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = TEXT_PARTS) -> str:
-    """Returns the text of a message's parts. Errors use `name` for the list of parts."""
+    """Returns the text of a message's parts. `name` identifies the list of parts in error messages."""
     texts: list[str] = []
     for index, part in enumerate(parts):
         if part.type not in kinds:

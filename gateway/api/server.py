@@ -35,7 +35,7 @@ CERTIFICATE_POLL_S = 1.0
 BACKLOG = 2048
 OTHER_FILES = 512
 LAST_WORDS_S = 2.0
-"""The time for which answers that the drain has ended can still be written."""
+"""Time that clients have to read the last event of answers that the drain has ended."""
 
 
 class HttpServer(uvicorn.Server):

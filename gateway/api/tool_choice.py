@@ -46,7 +46,9 @@ class Chosen:
 
 
 def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, Any]], object], form: str) -> Chosen:
-    """Returns OpenAI's `tool_choice`. `name_of` returns the name from an object for a function, which has this form."""
+    """Parses OpenAI's `tool_choice`. `name_of` extracts the function's name from an object that chooses a function.
+    `form` describes such objects in error messages.
+    """
     if given is None:
         return Chosen()
     if isinstance(given, str) and given in _CHOICES:
@@ -58,7 +60,9 @@ def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, A
 
 
 def function_of(name: str, given: Mapping[str, Any], parameters: str = "parameters") -> Function:
-    """Checks the description of a function. `name` is its name in errors, and `parameters` is the key of its schema."""
+    """Checks the description of a function. `name` identifies it in error messages, and `parameters` is the key of its
+    schema.
+    """
     own_name, schema, strict = given.get("name"), given.get(parameters), given.get("strict")
     if not isinstance(own_name, str) or not _NAME.fullmatch(own_name):
         raise InvalidArgument.of(f"{name}.name", "must be 1 to 128 letters, digits or any of _ . : / -")

@@ -1,8 +1,9 @@
 """The LoRA adapters that clients can choose by name: loading and unloading them, and the requests that use them.
 
-The list of wanted adapters is in Redis (`AdapterRegistry`). Workers load what it names and say so in their records. An
-adapter is served once a pair of workers has loaded it, and until it is unloaded: while a worker restarts, its requests
-wait. All calls to Redis run in threads, one at a time, so that no answer is older than what this gateway has written.
+The list of wanted adapters is in Redis (`AdapterRegistry`). Workers load the adapters on this list and report them in
+their registry entries. An adapter is served once a pair of workers has loaded it, and until it is unloaded: while a
+worker restarts, requests for the adapter wait. All calls to Redis run in threads, one at a time, so that no answer is
+older than what this gateway has written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Adapters:
     """The adapters that this gateway serves. Used in the event loop."""
 
     def __init__(self, workers: Workers, registry: AdapterRegistry | None, base_name: str) -> None:
-        """Without a `registry`, adapters are not enabled, and there are never any."""
+        """Without a `registry`, adapters are disabled, and there are never any."""
         self._workers = workers
         self._registry = registry
         self._base_name = base_name
@@ -86,8 +87,8 @@ class Adapters:
             await asyncio.sleep(_POLL_S)
 
     async def begin(self, modules: Sequence[str]) -> None:
-        """Loads the adapters named at start ("name=path"), for as long as it takes. Raises StartupError, which names
-        the adapter that cannot be loaded.
+        """Loads the adapters of --lora-modules ("name=path"), and waits without a limit until all workers have loaded
+        them. Raises StartupError, which names the adapter that cannot be loaded.
         """
         for text in modules:
             try:
@@ -100,7 +101,7 @@ class Adapters:
                 raise StartupError(f"--lora-modules {text}: {error}") from None
 
     async def load(self, name: str, path: str) -> None:
-        """Makes every worker load an adapter, and serves it. If one cannot, none keeps it.
+        """Makes every worker load an adapter, and serves it. If a worker cannot load it, no worker keeps it.
 
         Raises InvalidArgument, which names the field and the problem, or Unavailable.
         """
@@ -121,8 +122,8 @@ class Adapters:
             raise
 
     async def unload(self, name: str) -> None:
-        """Refuses further requests for an adapter, waits until the running ones have ended, and lets the workers drop
-        it. Raises ModelNotFound if it is not served.
+        """Refuses further requests for an adapter, waits until the running ones have ended, and tells the workers to
+        drop it. Raises ModelNotFound if it is not served.
         """
         if (ref := self._served.pop(name, None)) is None:
             raise ModelNotFound(f"model {name[:100]!r} is not a loaded adapter")
@@ -142,7 +143,7 @@ class Adapters:
             raise InvalidArgument.of("lora_name", f"must differ from the model's name, {name!r}")
 
     async def _until_loaded(self, ref: AdapterRef, timeout_s: float | None) -> None:
-        """Waits until all workers have loaded an adapter. Raises InvalidArgument if one cannot."""
+        """Waits until all workers have loaded an adapter. Raises InvalidArgument if a worker cannot load it."""
         began = time.monotonic()
         while True:
             states = self._workers.adapter_states(ref.digest)
@@ -193,8 +194,8 @@ class Adapters:
 
 
 def _repair(known: AdapterList, found: AdapterList | None, registry: AdapterRegistry) -> AdapterList | None:
-    """Writes what a gateway knows, and Redis has lost, into the list again. Returns the list. Entries that nobody can
-    read are removed.
+    """Writes the adapters that this gateway knows, but that Redis has lost, into the list again. Returns the list.
+    Entries that nobody can read are removed.
     """
     is_lost = found is None or found.life != known.life
     there = set() if found is None else {ref.name for ref in found.refs}

@@ -121,8 +121,8 @@ class DecodeSession:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
     def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
-        """Sends a group with its `attempt` filled in, and fills in the handle. The group ends when all `samples` have
-        ended.
+        """Sends a group whose `attempt` has been filled in, and fills in the handle. The group ends when all `samples`
+        have ended.
         """
         request.handle = self._next_handle
         self._next_handle += 1

@@ -35,7 +35,8 @@ LOOKUP_BUDGET_S = 0.05
 MAX_UNANSWERED = 3
 """Number of consecutive unanswered lookups that opens the breaker. A single one may only mean that Redis was busy."""
 FIRST_POLL_S = 0.05
-"""Interval between polls while there is no worker. It is short, because a start is complete when the first one joins.
+"""Interval between polls while there is no worker. It is short, because startup is complete when the first worker
+joins.
 """
 GRACE_S = 5.0
 """Time after Redis has been silent or has lost its data during which missing workers do not count as gone. Workers
@@ -187,7 +188,9 @@ class Discovery:
 
 
 def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> list[bytes]:
-    """Returns the hashes of the blocks that a prefix of the prompt may consist of; at least one token is computed."""
+    """Returns the hashes of the blocks of the longest prefix that may be cached: at least one token must be
+    computed.
+    """
     ids = request.prompt_ids
     domain = adapter_domain(bytes.fromhex(hash_domain), bytes.fromhex(request.adapter_digest))
     start, rekey = prompt_chain(domain, request.salt, ids, request.public_tokens, size)

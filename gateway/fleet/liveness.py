@@ -61,7 +61,7 @@ class Liveness:
         self._heard_at = time.monotonic()
 
     def stepped(self) -> None:
-        """Notes that the worker has made a step, or has received its first work from this gateway."""
+        """Notes that the worker has completed a step, or has received its first work from this gateway."""
         self._stepped_at = time.monotonic()
 
     def _tick(self) -> None:

@@ -16,8 +16,8 @@ from common.types import WorkerLoad, WorkerRecord
 SUSPECT_S = 2.0
 """Time for which a worker that has failed a request is avoided while there are others."""
 UNREACHABLE_S = 4.0
-"""Time for which a prefill worker that could not be reached gets no requests. It is longer than the registry lists dead
-workers. The worker's successor has a different address and is used at once.
+"""Time for which a prefill worker that could not be reached gets no requests. This is longer than the time for which
+the registry still lists a dead worker. The worker's successor has a different address and is used at once.
 """
 REPORT_S = 3.0
 """Load reports older than this are ignored."""

@@ -151,8 +151,8 @@ class Workers:
         return [record.adapters.get(digest) for record in records]
 
     async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> WorkerRecord | None:
-        """Picks the worker to prefill on, or None if no ready pair has a decode worker that holds the group. The prefix
-        index is consulted only if there is a choice.
+        """Picks the worker to prefill on, or None if no ready pair has a decode worker with room for a group of this
+        size. The prefix index is consulted only if there is a choice.
         """
         records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
         cached: dict[str, int] = {}
@@ -210,7 +210,7 @@ class Workers:
     async def pull(
         self, request: block_store_pb2.PullRequest, arena_id: str, timeout_s: float
     ) -> block_store_pb2.PullResponse:
-        """Copies a ticket's blocks into another arena. Fills in the request's source. Raises the errors of
+        """Copies a ticket's blocks into another arena, and fills in `request.source`. Raises the errors of
         `PullClient.pull`. If one of the two stores does not answer, routing avoids the pair for a while.
         """
         pair = (request.ticket.arena_id, arena_id)
@@ -234,7 +234,7 @@ class Workers:
 
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other
-        sequence of this gateway is at workers. `num_blocks` takes what a worker's KV groups keep. A promise counts
+        sequence of this gateway is at the workers. `num_blocks` takes what a worker's KV groups keep. A promise counts
         until `keep_promise`.
 
         Also returns True, without a promise, if there is no decode worker: that wait is limited elsewhere.
@@ -261,7 +261,7 @@ class Workers:
 
     @property
     def _nothing_there(self) -> bool:
-        """Returns whether no sequence of this gateway is at workers or on its way to them."""
+        """Returns whether no sequence of this gateway is at the workers or on its way to them."""
         states = self._router.workers.values()
         return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
 

@@ -48,8 +48,8 @@ def _check_words(checker: Checker, words: Sequence[str]) -> None:
 
 
 async def bad_token_ids(pool: TokenizerPool, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token sequences of checked words, as vLLM chooses them: that of the word at the start of a text, and
-    that of the word after a space, if it has the same length and another first token.
+    """Returns the token sequences of checked words, as vLLM chooses them: the one for the word at the beginning of a
+    text, and the one for the word after a space if it has the same length and a different first token.
     """
     found: list[list[int]] = []
     for word in words:

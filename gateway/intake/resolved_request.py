@@ -38,7 +38,7 @@ class ResolvedRequest:
     """The tenant's limit on cached blocks, if it has one."""
 
     adapter: AdapterRef | None = None
-    """The adapter that the client has chosen by its name; None: the model as it is."""
+    """The adapter that the client has chosen by its name; None: the base model."""
 
     @property
     def adapter_digest(self) -> str:

@@ -122,7 +122,7 @@ class Validator:
         return max(1, self._max_model_len() - (default if wanted.max_tokens is None else wanted.max_tokens))
 
     def check_model(self, name: str | None) -> AdapterRef | None:
-        """Returns the adapter with this name, or None for the model's name or none. Raises NotFound for other names."""
+        """Returns the adapter with this name, or None for the base model. Raises ModelNotFound for an unknown name."""
         if not name or name == self._assets.name:
             return None
         if (adapter := self._find_adapter(name)) is None:

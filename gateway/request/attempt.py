@@ -78,7 +78,7 @@ class Attempts:
                 state.sum_up()
 
     async def prefill(self, state: RequestState, place: Place) -> HeadStart:
-        """Makes only the prefill, for a call that continues it. Raises the errors of `run`."""
+        """Runs only the prefill, for a later call that continues it. Raises the errors of `run`."""
         with ExitStack() as held:
             prefilled = await self._prefill(state, place, held)
         return HeadStart(state.request, place, prefilled.worker, prefilled.done)
@@ -86,7 +86,7 @@ class Attempts:
     # --- the first half
 
     async def _take_over(self, state: RequestState, start: HeadStart, held: ExitStack) -> _Prefilled:
-        """Continues from a prefill that another call has made. It counts as this request's attempt."""
+        """Continues from a prefill that another call has run. That prefill counts as an attempt of this request."""
         done = start.done
         with PendingTicket.of(self._workers, done) as pending:
             isolation = await self._isolation.enter(state.digest, incarnation(start.worker))
@@ -114,7 +114,9 @@ class Attempts:
         return _Prefilled(worker, done, isolation)
 
     async def _enter_prefill(self, state: RequestState) -> tuple[WorkerRecord, IsolationTicket]:
-        """Returns a prefill worker that the request may be sent to now."""
+        """Waits until the request may be sent to a prefill worker. Returns that worker, and the permission to
+        use it.
+        """
         worker = await self._pick_prefill(state)
         isolation = await self._isolation.enter(state.digest, incarnation(worker))
         if self._workers.failed(worker):  # while this request waited for its turn
@@ -137,7 +139,7 @@ class Attempts:
             await asyncio.sleep(min(WAIT_FOR_WORKERS_S, state.remaining_s()))
 
     def _objection(self, request: ResolvedRequest, need: GroupNeed) -> str | None:
-        """Returns why the workers that are ready cannot accept a request, if there are any."""
+        """Returns why no ready worker can accept the request, or None if one can or if no worker is ready."""
         if self._workers.ready and not self._workers.holds(need):
             return "no decode worker holds a group of this size"
         if self._workers.ready and not self._workers.have_adapter(request.adapter_digest):
@@ -176,8 +178,8 @@ class Attempts:
     async def _bring(
         self, state: RequestState, done: prefill_pb2.PrefillDone, place: DecodePlace, ticket: PendingTicket
     ) -> None:
-        """Copies the blocks to the host of the decode worker, if prefill ran on another one. From then on the ticket is
-        that of the copies.
+        """Copies the blocks to the host of the decode worker, if prefill ran on a different host. From then on the
+        ticket is that of the copies.
         """
         if done.ticket.arena_id == place.session.record.arena_id:
             return

@@ -33,8 +33,8 @@ FEW_STREAMS = 16
 
 
 class Outlet:
-    """The deltas of one request that one client has yet to receive. It belongs to one event loop, and writes happen
-    within `async with`.
+    """Holds the deltas of one request that its client has yet to receive, and writes them. Belongs to one event loop;
+    writes happen within `async with`.
     """
 
     __slots__ = ("_at_once", "_error", "_interval_s", "_leaves", "_left_at", "_settled", "_timer", "_write", "_writing",

@@ -100,8 +100,8 @@ class RequestRunner:
                 self._used(request.tenant, summary.prompt_tokens + summary.completion_tokens)
 
     async def prefill(self, request: ResolvedRequest) -> tuple[str, prefill_pb2.PrefillDone]:
-        """Makes a request's prefill, for a call of `run` that continues it. Returns the name for that call, and the
-        result. Cancelling this cancels the work. Raises any LooseleafError.
+        """Runs a request's prefill, for a later call of `run` that continues it. Returns the name to pass to that call,
+        and the result. Cancelling this cancels the work. Raises any LooseleafError.
         """
         state = self._begin(request, Outlet(lambda deltas: None))
         place = await self._enter(state)

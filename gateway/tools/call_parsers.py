@@ -25,7 +25,7 @@ class CallParser(ABC):
     """The characters that may begin a call."""
 
     def __init__(self, known: frozenset[str], max_calls: int | None = None) -> None:
-        """`known` are the names of the tools. Calls beyond `max_calls` are dropped."""
+        """`known` contains the names of the tools. Calls beyond `max_calls` are dropped."""
         self.num_calls = 0
         self._known = known
         self._max_calls = max_calls

@@ -1,4 +1,5 @@
-"""The ports at which a gateway speaks vLLM's gRPC protocol: one for each role, because routers know roles by address.
+"""The ports at which a gateway speaks vLLM's gRPC protocol: one for each role, because a router tells roles apart by
+their addresses.
 
 The protocol's messages come from the package smg-grpc-proto, so nothing here may be imported without the extra `smg`.
 """
@@ -34,8 +35,8 @@ class VllmPorts:
         check_of: Callable[[Authenticator], Check],
         protection: Protection,
     ) -> None:
-        """`check_of` returns the check of callers that an authenticator admits. Raises StartupError if a port cannot be
-        bound, or if other machines could call one without a key.
+        """`check_of` returns the check for the callers that an authenticator accepts. Raises StartupError if a port
+        cannot be bound, or if other machines could call one without a key.
         """
         self._host, tenant = settings.vllm_grpc_host, settings.vllm_grpc_tenant
         if not is_loopback(self._host) and (tenant is not None or not authenticator.needs_key):

@@ -1,4 +1,5 @@
-"""Converts vLLM's GenerateRequest into a `Wanted`. Fields that are not supported are refused by name.
+"""Converts vLLM's GenerateRequest into a `Wanted`. Fields that are not supported are refused, with an error that names
+them.
 
 Absent numbers have the same meaning as in vLLM's own server: proto3's 0 is "not given" for top_p, repetition_penalty
 and n, and the model's generation config does not apply, because the router has applied it.
@@ -33,8 +34,8 @@ _GRAMMARS: Mapping[str, Callable[[pb.SamplingParams], StructuredOutput]] = {
 
 
 def wanted_of(request: pb.GenerateRequest) -> Wanted:
-    """Converts a request without checking its values. Raises InvalidArgument, which names fields that no value of
-    which is supported.
+    """Converts a request without checking its values. Raises InvalidArgument, which names the fields that are not
+    supported with any value.
     """
     params = request.sampling_params
     _refuse_unsupported(request)
@@ -67,7 +68,7 @@ def first_token_only(wanted: Wanted) -> None:
 
     The router has replaced `max_tokens` and `ignore_eos` by its own values, so prefill must end no sample: decode gets
     the client's values and judges the first tokens. Only `min_tokens` affects what is drawn: it masks stop tokens. A
-    grammar says itself where the output ends.
+    grammar itself determines where the output ends.
     """
     wanted.max_tokens, wanted.fills_context, wanted.stop = None, False, ()
     wanted.min_tokens = min(1, wanted.min_tokens or 0)

@@ -1,4 +1,5 @@
-"""VllmEngine over gRPC, for one role: `regular` takes whole requests, `prefill` and `decode` the halves of one.
+"""VllmEngine over gRPC, for one role: `regular` takes whole requests, `prefill` and `decode` each take one half of a
+request.
 
 Every role uses the gateway's own path: limits, admission, recovery. What a router carries from prefill to
 decode is a name (`gateway.request.head_start`); without a usable one, decode prefills the request itself.

@@ -1,4 +1,4 @@
-"""Settings of `looseleaf serve` and of `LLM`. A flag that vLLM also has is named as in vLLM."""
+"""Settings of `looseleaf serve` and of `LLM`. A flag that vLLM also has keeps vLLM's name."""
 
 from __future__ import annotations
 
