@@ -1,9 +1,9 @@
 """`python -m bench.engine`: measures tokens per second of decode steps (forward and sampling) and of a prompt.
 
-Uses greedy sampling, and random weights of a 125M Llama shape unless a model directory is given. A step's floor is the
-time to read weights and KV once, at the rate measured in the same run: reading 256 MB on a CPU, copying 4 GiB on a GPU.
-`outside` is the time of a step outside the pass, in which arrays are laid out and tokens are drawn.
-`python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
+Uses greedy sampling, and a model with Llama's architecture and 125M random parameters unless a model directory is
+given. A step's floor is the time to read weights and KV once, at the rate measured in the same run: reading 256 MB on a
+CPU, copying 4 GiB on a GPU. `outside` is the part of a step outside the forward pass, in which arrays are laid out and
+tokens are drawn. `python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """`python -m bench.kv_cache`: compares keys and values of 16 and 8 bits on this CPU.
 
-Speed: decode steps of a 125M Llama shape with random weights, at several context lengths and batch sizes. The variants
-take turns step by step, so that other load on the machine affects all of them. Quality: the built-in model over stories
-that were not in its training data, in fp32 but for keys and values: perplexity, distance of the logits from those with
-unrounded keys and values, and how often both have the same most likely token. The last line is one JSON object.
+Speed: decode steps of a model with Llama's architecture and 125M random parameters, at several context lengths and
+batch sizes. The variants alternate, one step at a time, so that other load on the machine affects all of them. Quality:
+the built-in model over stories that were not in its training data, in fp32 except for keys and values: perplexity,
+distance of the logits from those with unrounded keys and values, and how often both have the same most likely token.
+The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`python -m bench.quantization`: compares weights of 16, 8 and 4 bits on this CPU.
 
-Speed: decode steps and a prompt of a 125M Llama shape with random weights. The variants take turns step by step, so
-that other load on the machine affects all of them. Quality: the perplexity of the built-in model over stories from its
-own grammar that were not in its training data, in fp32. The last line is one JSON object.
+Speed: decode steps and a prompt of a model with Llama's architecture and 125M random parameters. The variants
+alternate, one step at a time, so that other load on the machine affects all of them. Quality: the perplexity of the
+built-in model over stories from its own grammar that were not in its training data, in fp32. The last line is one JSON
+object.
 """
 
 from __future__ import annotations

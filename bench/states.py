@@ -1,7 +1,7 @@
-"""`python -m bench.states`: compares the speed of a model with recurrent states with transformers, step by step.
+"""`python -m bench.states`: compares the speed of a model with recurrent states with that of transformers.
 
-The model is Mamba-2's 130M shape with random weights, on this CPU with one thread per core. Measures a prompt and
-decode steps in turn, each at several context lengths: with states, a step takes the same time at any length.
+The model has the architecture of Mamba-2 130M and random weights, and runs on this CPU with one thread per core.
+Prompts and decode steps alternate, at several context lengths: with states, a step takes the same time at any length.
 transformers uses its own cache and its own CPU code in float32, which is faster than its bf16. Our model runs in bf16.
 The last line is one JSON object.
 """

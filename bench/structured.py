@@ -1,11 +1,11 @@
 """`python -m bench.structured`: measures how a JSON schema affects a decode step and the time to the first token.
 
-The first part measures steps of a model's shape with random weights, with `--batch` sequences at position `--context`.
-The arms take turns step by step, so that other load on the machine affects all of them: free text, text with a JSON
-schema for one sequence or for all, and text with a schema whose strings are bounded. A step consists of the forward
-pass, the masks, the draw and the tokens' bookkeeping. Tokens are drawn at random, so sequences wander through the
-schema; a sequence that ends starts over. The tokenizer is a byte-level BPE that is trained on this repository's files.
-It has as many tokens as they yield, up to the shape's vocabulary.
+The first part measures steps of a model with random weights, with `--batch` sequences at position `--context`. The
+variants alternate, one step at a time, so that other load on the machine affects all of them: free text, text with a
+JSON schema for one sequence or for all, and text with a schema whose strings are bounded. A step consists of the
+forward pass, the masks, the draw and the tokens' bookkeeping. Tokens are drawn at random, so sequences wander through
+the schema; a sequence that ends starts over. The tokenizer is a byte-level BPE that is trained on this repository's
+files. It has as many tokens as they yield, up to the shape's vocabulary.
 
 The second part serves the built-in model with `looseleaf serve`. It sends requests in `--batch` streams, alternately
 with and without the schema. The schema is new in the first round, so the first round's time includes its compilation.

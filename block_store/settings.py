@@ -27,7 +27,9 @@ class BlockStoreSettings(ServerSettings):
     redis_password_file: Path | None = Field(
         None, description="a file with the password of the Redis server at --redis-url"
     )
-    expect_workers: int = Field(2, ge=1, le=1024, description="number of workers to wait for before the arena is made")
+    expect_workers: int = Field(
+        2, ge=1, le=1024, description="number of workers to wait for before the arena is created"
+    )
     attach_timeout_s: float = Field(
         600.0, gt=0, description="maximum time in seconds that a worker waits for the others"
     )

@@ -1,4 +1,4 @@
-"""The access policy of gRPC methods. A method is open to all callers, or only to processes that know the launch's
+"""The access policy of gRPC methods. A method is open to all callers, or only to processes that know the deployment's
 secret.
 
 The policy lists the methods of every service. A method that is not listed is internal. The secret is checked before the
@@ -28,7 +28,7 @@ class Access(Enum):
     PUBLIC = "public"
     """All callers. The service itself may require an API key."""
     INTERNAL = "internal"
-    """Callers that know the launch's secret."""
+    """Callers that know the deployment's secret."""
     REFLECTION = "reflection"
     """All callers at the gateway; the same as INTERNAL at other services."""
 
@@ -65,7 +65,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         method = handler_call_details.method
         if POLICY.get(method) is Access.PUBLIC or self._knows_secret(handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
-        self.fallbacks.note("internal call refused", f"{method[:100]!r} without the launch's secret")
+        self.fallbacks.note("internal call refused", f"{method[:100]!r} without the deployment's secret")
         return _REFUSAL
 
     def _knows_secret(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
@@ -74,7 +74,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    text = f"this call is internal: it needs the launch's secret ({SECRET_HEADER} in its metadata)"
+    text = f"this call is internal: it needs the deployment's secret ({SECRET_HEADER} in its metadata)"
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
 

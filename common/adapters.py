@@ -1,7 +1,7 @@
 """LoRA adapters as directories in PEFT's format: their names, their identities and their configuration.
 
-Everything that serves an adapter agrees on its *digest*, the SHA-256 of its configuration and weights. A name is only
-the way in which clients choose it. This module does not use torch, because the gateway also reads configurations.
+Everything that serves an adapter agrees on its *digest*, the SHA-256 of its configuration and weights. Clients choose
+an adapter by its name. This module does not use torch, because the gateway also reads configurations.
 """
 
 from __future__ import annotations

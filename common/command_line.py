@@ -1,6 +1,6 @@
 """Removes secrets from a process's command line, which every user of the machine can read (`ps`).
 
-The operating system shows the original command line until this code has run, shortly after the start. To hide a value
+The operating system shows the original command line until this code has run, shortly after startup. To hide a value
 completely, pass it in a variable or in a file.
 """
 

@@ -71,8 +71,8 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatcher:
-    """Returns a grammar at its start, with the first mask computed. Raises GrammarError if it cannot be compiled,
-    exceeds a limit or matches nothing.
+    """Returns a grammar in its initial state, with the first mask computed. Raises GrammarError if it cannot be
+    compiled, exceeds a limit or matches nothing.
     """
     limits = LLParserLimits(verbose_errors=False, **LIMITS)
     try:

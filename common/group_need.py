@@ -41,8 +41,8 @@ class GroupNeed:
 
 
 def most_held(rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
-    """Returns the most blocks that sequences with a common prompt hold together while they grow to these lengths, over
-    all KV groups, without copies.
+    """Returns the largest number of blocks that sequences with a common prompt hold together while they grow to these
+    lengths, over all KV groups, without copies.
     """
     return sum(_most_in(group, rules, prompt_len, lengths) for group in rules.groups)
 
@@ -63,8 +63,8 @@ def _most_in(group: Retention, rules: KvRules, prompt_len: int, lengths: Sequenc
 
 
 def floor_of(role: Role, max_model_len: int, rules: KvRules) -> int:
-    """Returns the least floor of a worker: the blocks with which one sequence of full length can always go on. A decode
-    worker copies the sequence's last blocks; a prefill worker does not.
+    """Returns the least floor of a worker: the blocks with which one sequence of full length can always continue. A
+    decode worker copies the sequence's last blocks; a prefill worker does not.
     """
     if role == "decode":
         return GroupNeed(max_model_len - 1, 1, 1).blocks(rules)

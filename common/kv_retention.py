@@ -43,8 +43,8 @@ class Retention:
         return -(-num_computed // block_size) - self.first_needed(num_computed, block_size)
 
     def most_held(self, num_tokens: int, block_size: int, step: int = 1) -> int:
-        """Returns the most blocks that a sequence holds at a time while it grows to `num_tokens` positions, of which
-        one step computes at most `step`. A copy-on-write comes on top.
+        """Returns the largest number of blocks that a sequence holds at a time while it grows to `num_tokens`
+        positions, of which one step computes at most `step`. A copy-on-write needs further blocks.
 
         During a step a sequence holds the blocks of adjacent positions: those that the step computes, and those before
         them that it reads, at least one. n adjacent positions lie in at most 1 + ceil((n - 1) / block_size) blocks. A

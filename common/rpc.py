@@ -1,6 +1,6 @@
 """gRPC at the edge of every service: a server with health and reflection, channels, signals.
 
-There is one event loop, which never computes. `guard` runs before every method.
+There is one event loop, in which the model never runs. `guard` runs before every method.
 """
 
 from __future__ import annotations

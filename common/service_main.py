@@ -38,7 +38,7 @@ class Role(Protocol):
         """Registers the role's service."""
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Starts to step. If an exception ends the steps, `on_failure` is called, in any thread."""
+        """Starts the step thread. If an exception ends it, `on_failure` is called, in any thread."""
 
     def announce(self, address: str) -> None:
         """Lets gateways find the role at `address`, host:port."""
@@ -54,7 +54,7 @@ class Role(Protocol):
 
 
 def internal_server(settings: ServerSettings) -> RpcServer:
-    """Returns a server for calls within the same launch. Raises StartupError if other machines could reach the server
+    """Returns a server for calls within the deployment. Raises StartupError if other machines could reach the server
     and no secret is required.
     """
     trust = trust_of(settings)

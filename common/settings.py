@@ -116,7 +116,7 @@ class ServerSettings(Settings):
     """A file into which the bound host:port is written when the service is ready."""
     secret_file: Path | None = Field(
         None,
-        description="a file with the launch's secret, which every internal call must carry; the same for all services",
+        description="a file with the deployment's secret, the same for all services; every internal call must carry it",
     )
     tls_cert: Path | None = Field(
         None, description="this service's certificate for internal calls (PEM), with the name looseleaf.internal"

@@ -1,5 +1,5 @@
-"""The credentials that processes of the same launch present to each other: a secret and certificates. Does not depend
-on services.
+"""The credentials that processes of the same deployment present to each other: a secret and certificates. Does not
+depend on services.
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ class WorkerRecord:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     adapters: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Digests (hex) of the LoRA adapters that it has been told to load. The value is "" if the adapter is loaded, else
-    the reason why it cannot be.
+    the reason why it cannot be loaded.
     """
     fallbacks: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Counts of its process, which may have other roles (`common.telemetry.fallback_counts`)."""
@@ -352,5 +352,5 @@ class WorkerRecord:
         return KvRules(self.block_size, tuple(map(Retention, self.kv_windows)), self.prefill_step)
 
     def has_adapter(self, digest: str) -> bool:
-        """Returns whether it computes requests with this adapter; "" stands for none."""
+        """Returns whether the worker has loaded the adapter with this digest; "" stands for the base model."""
         return not digest or self.adapters.get(digest) == ""

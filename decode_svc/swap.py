@@ -131,7 +131,9 @@ class SwapSpace:
     # --- inside
 
     def _kept(self, sequence: Sequence) -> list[list[BlockRef]]:
-        """Returns the blocks with the sequence's KV, per KV group; the source of a copy that was only planned."""
+        """Returns the blocks with the sequence's KV, per KV group. For a copy that was only planned, that is its
+        source.
+        """
         end = blocks_of(sequence.num_computed, self.block_size)
         kept = [table[table.first : end] for table in sequence.tables]
         for refs, source in zip(kept, sequence.copy_from, strict=False):  # `copy_from` is empty if nothing is copied

@@ -54,7 +54,7 @@ class CpuDevice:
         return [torch.from_numpy(array) for array in arrays]
 
     def wait(self) -> None:
-        """Waits for all work that was started. On a CPU there is never any."""
+        """Does nothing: on a CPU, work is complete when its call returns."""
 
     def record(self, work: Work) -> Work:
         """Returns `work` unchanged: there is nothing to capture."""

@@ -38,7 +38,7 @@ logger = logging.getLogger("engine")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 """Buffers that old checkpoints contain and no model needs."""
 DUMMY_POOL = 1_048_573
-"""Number of random values that dummy weights are cut from: a prime, so that rows of any width differ."""
+"""Number of random values from which dummy weights are taken: a prime, so that rows of any width differ."""
 DUMMY_STD = 0.02
 
 
@@ -50,7 +50,7 @@ class Target:
     """Data type of the computation."""
     device: torch.device
     deterministic: bool
-    """Whether linear layers must not depend on the batch. On a CPU they never do."""
+    """Whether a row of a linear layer must not depend on its batch. On a CPU it never does."""
     bits: Bits | None = None
     """Bits to which matrices of floats are rounded. None: they are not rounded."""
 
@@ -152,7 +152,7 @@ class Weights:
         self._format = weight_format
         self.num_bytes = 0
         self.sites: list[Site] = []
-        """The linear layers of the decoder's layers so far, which adapters can correct."""
+        """The linear layers that have been loaded so far and that adapters can correct."""
         self._source = source
         self._progress = progress
         self._task = task

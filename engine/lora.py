@@ -1,7 +1,7 @@
 """LoRA adapters of a loaded model: tensors in PEFT's format, laid out for the packed products that they correct.
 
 An adapter is bound to one model. The packed products of a model's layers are its *sites*, numbered as the model has
-loaded them; routers and experts are not sites. Does not depend on who asks for an adapter.
+loaded them; routers and experts are not sites. Does not depend on the requests that use an adapter.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class LoraStep:
         self.of_rows = self.of_tokens if same else LoraRows(weights, of_row)
 
     def correct(self, linear: PackedLinear, x: torch.Tensor, out: torch.Tensor, of_rows: bool) -> None:
-        """Adds to `out`, the product of x, what the adapters change. The rows are tokens or, with `of_rows`, the wanted
-        rows.
+        """Adds the adapters' corrections to `out`, the product of x. The rows of x are tokens or, with `of_rows`, the
+        requested rows.
         """
         if linear.site is not None:
             lora(x, out, self.of_rows if of_rows else self.of_tokens, linear.site)
@@ -118,7 +118,7 @@ class LoraModel:
         return width * self._max_rank * torch.empty((), dtype=self._dtype).element_size()
 
     def step_of(self, batch: StepInput) -> LoraStep | None:
-        """Returns the adapters of a step, or None if there are none."""
+        """Returns the adapters of a step, or None if no sequence has one."""
         return LoraStep(batch) if batch.adapters else None
 
     def load(self, ref: AdapterRef) -> LoraAdapter:

@@ -103,7 +103,7 @@ class ModelRunner:
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
         self.weights_bytes = 0
-        """Bytes of weights that this runner has loaded; 0 if it shares another's."""
+        """Bytes of weights that this runner has loaded; 0 if it shares those of another runner."""
         self.model = model or self._load()
         kind = (TORCH_DTYPES[self.dtype], self.device.torch_device)
         self.lora = LoraModel.of(self.model.sites, kind, settings) if settings.enable_lora else None
@@ -250,7 +250,7 @@ class ModelRunner:
             raise ModelError(str(error)) from error
 
     def _attention_by_layer(self) -> dict[int, tuple[AttentionProvider, int]]:
-        """Returns a provider and a KV group for each layer that attends, if not all layers attend alike."""
+        """Returns a provider and a KV group for each layer that attends, if not all layers attend in the same way."""
         specs = spec_by_layer(self._attention_spec(), self.model, self.config)
         return choose_by_layer(specs, self.layer_groups, self._choose_attention)
 

@@ -70,7 +70,7 @@ class Sequence:
     pooling: Pooling | None = None
     """How the hidden states of the prompt become one vector; None: tokens are drawn."""
     adapter: LoraAdapter | None = None
-    """The adapter that all of its positions are computed with; None: the model as it is."""
+    """The adapter with which all of the sequence's positions are computed; None: the base model."""
 
     @property
     def wants_every_row(self) -> bool:

@@ -34,7 +34,8 @@ the first one have the same peak.
 
 def warm_up(runner: ModelRunner) -> None:
     """Runs the variants of steps that requests may need on scratch memory, so that no request waits for set-up. These
-    are a prefill and a decode step and, if kernels are compiled at their first launch, every other variant of one.
+    are a prefill and a decode step and, if kernels are compiled at their first launch, every other variant of such
+    steps.
     """
     _scratch_step(runner, min(16, runner.max_model_len), 1, min(16, runner.max_model_len))
     logits = _scratch_step(runner, 1, 1, 1)
@@ -49,7 +50,7 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
     `capture(max_num_seqs)` will need.
 
     All block tables name one scratch block, so KV does not count. Contexts are shortened so that a pass reads at most 2
-    Mi keys. On a CPU, a pass ends after two layers, to keep the start short. It is measured once.
+    Mi keys. On a CPU, a pass ends after two layers, to keep startup short. It is measured once.
     """
     asked = (max_num_batched_tokens, max_num_seqs, graphs)
     if (known := runner.peaks.get(asked)) is not None:

@@ -75,9 +75,9 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         2.25, gt=0.5, description="a worker that sends nothing for this long, not even heartbeats, is given up"
     )
     stall_s: float = Field(
-        60.0, gt=0, description="a decode worker that has sequences but makes no step for this long is given up"
+        60.0, gt=0, description="a decode worker that has sequences but completes no step for this long is given up"
     )
-    poll_s: float = Field(0.25, gt=0.01, le=10, description="interval between two looks for workers")
+    poll_s: float = Field(0.25, gt=0.01, le=10, description="interval in seconds between polls of the list of workers")
     num_tokenizer_threads: int = Field(2, ge=1, le=64, description="number of threads for long prompts")
     ssl_certfile: Path | None = Field(None, description="certificate (PEM) for HTTPS and gRPC with clients")
     ssl_keyfile: Path | None = Field(None, description="private key of that certificate")
@@ -98,7 +98,7 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
     )
     enable_lora: bool = Field(False, description="serve LoRA adapters, which clients choose as their model")
     lora_modules: list[str] = Field(
-        [], description="adapters to load at start, name=path; may be given several times, or separated by commas"
+        [], description="adapters to load at startup, name=path; may be given several times, or separated by commas"
     )
     allow_runtime_lora_updating: bool = Field(
         False, description="let the operator load and unload adapters over HTTP while requests run"

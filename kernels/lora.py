@@ -108,7 +108,9 @@ def lora(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
 
 
 def lora_by_adapter(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
-    """Does the same as `lora` with two products of torch for every adapter. Their bits may depend on its rows."""
+    """Does the same as `lora` with two products of torch for every adapter. The bits may depend on how many rows an
+    adapter has.
+    """
     for weights, index in rows.by_adapter(x.device):
         for part in weights.products[site]:
             low = F.linear(x[index].float(), part.a.float()) * part.scale

@@ -3,7 +3,7 @@
 A block of a sequence's table holds the state after the block's last computed position. A chunk reads its initial state
 from the block of the preceding position, and writes the state into each block that it fills or enters. One recurrence
 serves Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464). It is computed
-token by token even in a prompt, so a row has the same bits however a sequence is cut into steps. Does not depend on
+token by token even in a prompt, so a row has the same bits however a sequence is divided into steps. Does not depend on
 layers or on block ownership.
 """
 

@@ -1,8 +1,8 @@
 """Measures the gain of continuous batching, through the whole stack: `python -m loadtest.batching`.
 
-Serves the 125M shape with random weights on this machine and sends the same requests twice in one run: one at a time,
-and 16 at once. Prints tokens per second of both and their ratio; the last line is JSON. The two kinds of rounds
-alternate, so a machine that becomes slower affects both.
+Serves the benchmarks' model with 125M random parameters on this machine and sends the same requests twice in one run:
+one at a time, and 16 at once. Prints tokens per second of both and their ratio; the last line is JSON. The two kinds of
+rounds alternate, so a machine that becomes slower affects both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures how soon a busy system answers calls that need no model: `python -m loadtest.latency`.
 
-Serves the 125M shape with random weights on this machine. Measures health checks of every service over gRPC while
-prompts of 4,000 tokens are prefilled. Measures refusals while the gateway's queue is full, one request at a time and
-1,000 at the same instant. For comparison, it also sends the 1,000 requests to a server that only refuses
+Serves the benchmarks' model with 125M random parameters on this machine. Measures health checks of every service over
+gRPC while prompts of 4,000 tokens are prefilled. Measures refusals while the gateway's queue is full, one request at a
+time and 1,000 at the same instant. For comparison, it also sends the 1,000 requests to a server that only refuses
 (`loadtest.refuser`). Prints percentiles; the last line is JSON.
 """
 

@@ -196,8 +196,8 @@ class GroupBlocks:
             self._attached.held.release_many(dropped)
 
     def _follow(self, job: Job) -> None:
-        """Gives the sequences that continue blocks of the trunk those in the groups that slide, as soon as the trunk
-        has computed them and before it drops them.
+        """In the groups that slide, gives the trunk's blocks to the sequences that continue them, as soon as the trunk
+        has computed the blocks and before it drops them.
         """
         for sequence in job.sequences:
             if self._awaits_trunk(sequence) and job.trunk.num_computed >= sequence.num_computed:

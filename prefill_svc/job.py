@@ -48,7 +48,7 @@ class Job:
     """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
     pool: Pool | None = None
-    """The hidden states of which the embedding is made. None: the job draws tokens."""
+    """The hidden states from which the embedding is computed. None: the job draws tokens."""
 
     def __post_init__(self) -> None:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]

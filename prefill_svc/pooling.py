@@ -1,7 +1,7 @@
 """Embeddings: the hidden states of a prompt become one vector, chunk by chunk. Plain Python and numpy.
 
-The same prompt gives the same bits in any batch and for any chunks: a hidden state does not depend on its batch, and
-the mean adds the states one after the other, in fp64, in the order of their positions.
+The same prompt gives the same bits in any batch and however it is divided into chunks: a hidden state does not depend
+on its batch, and the mean adds the states one after the other, in fp64, in the order of their positions.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""PrefillService over gRPC: turns requests into jobs of the step thread, and its events into responses. It never
-computes.
+"""PrefillService over gRPC: turns requests into jobs of the step thread, and its events into responses. Runs in the
+event loop; the model runs in the step thread.
 """
 
 from __future__ import annotations

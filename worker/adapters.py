@@ -39,7 +39,7 @@ class AdapterPool:
         return self._model is not None
 
     def get(self, digest: bytes) -> LoraAdapter | None:
-        """Returns an adapter, or None for the empty digest, which stands for the model as it is.
+        """Returns an adapter, or None for the empty digest, which stands for the base model.
 
         Raises Aborted if the adapter is not loaded here: another worker may have it.
         """
@@ -50,7 +50,9 @@ class AdapterPool:
         return adapter
 
     def status(self) -> Mapping[str, str]:
-        """Returns every wanted adapter by digest: "" if it is loaded, else the reason why it cannot be."""
+        """Returns a text for every wanted adapter, by digest: "" if the adapter is loaded, else the reason why it
+        cannot be loaded.
+        """
         return {**dict.fromkeys(list(self._loaded), ""), **self._problems}
 
     def follow(self, wanted: AdapterList | None) -> None:
@@ -100,7 +102,9 @@ class AdapterThread:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Loads what is wanted now, and then starts the thread. Does nothing if adapters are not enabled."""
+        """Loads the adapters that are wanted now, and then starts the thread. Does nothing if adapters are
+        not enabled.
+        """
         if self._pool.is_enabled:
             self._look()
             threading.Thread(target=self._run, name="adapters", daemon=True).start()

@@ -1,5 +1,5 @@
-"""The thread that owns a worker's model, and its inbox. The event loop never computes, and this thread does no I/O
-except with the ledger.
+"""The thread that owns a worker's model, and its inbox. The model never runs in the event loop, and this thread does no
+I/O except with the ledger.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`python -m bench.served.cpu_served`: measures `looseleaf serve` on this machine.
 
-Serves a Llama shape with random weights, once with both roles in one process and once with split roles. For both
-servers, it measures the seconds until the first token, two workloads over gRPC (lengths as in chats; a common prefix of
-512 tokens), and memory. The two servers are measured in turn. The last line is JSON.
+Serves a model with Llama's architecture and random weights, once with both roles in one process and once with split
+roles. For both servers, it measures the seconds until the first token, two workloads over gRPC (lengths as in chats; a
+common prefix of 512 tokens), and memory. The two servers are measured in turn. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Arena:
         cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
         placement: Placement | None = None, ahead: Prefault | None = None,
     ) -> Arena:  # fmt: skip
-        """Makes the file, with all blocks empty and all memory allocated (so that no SIGBUS can follow). Uses `ahead`
+        """Creates the file, with all blocks empty and all memory allocated (so that no SIGBUS can follow). Uses `ahead`
         if it is given.
 
         `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.

@@ -192,7 +192,9 @@ class CudaDevice:
 
     @contextmanager
     def _current(self) -> Iterator[Any]:
-        """Makes the context current in this thread while the block runs, and restores the thread's previous context."""
+        """Makes the context current in this thread while the body of the `with` statement runs, and then restores the
+        previous one.
+        """
         self._cuda.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield self._cuda.call

@@ -1,8 +1,7 @@
 """Shared memory for an arena, allocated while workers load their model, because 4 GiB in small pages take seconds of
 CPU time.
 
-The file gets a name only when an arena is made from it, so a killed store leaves nothing behind. Does not depend on
-headers.
+The file gets a name only when it becomes an arena, so a killed store leaves nothing behind. Does not depend on headers.
 """
 
 from __future__ import annotations

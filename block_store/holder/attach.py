@@ -54,8 +54,8 @@ PREDECESSOR_S = 10.0
 """Time for which a starting worker retries its registration, so that the lease of a killed predecessor can end."""
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
-"""Long, because the store answers only when every worker that it expects has asked, and large models take minutes to
-load.
+"""Time to wait for the store's answer. It is long, because the store answers only when every worker that it expects has
+asked, and large models take minutes to load.
 """
 
 

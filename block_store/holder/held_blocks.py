@@ -8,8 +8,9 @@ Used by one thread at a time, while the holder's beat thread calls `rejoin`. Doe
 Once the holder is fenced, every method raises Fenced: abort the sequences, close the writer slot, register again.
 
 While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the reserve. When the reserve
-is empty, `alloc` raises LedgerUnavailable and the caller waits. No prefix is found. Seals and releases reach the ledger
-later. Hand-overs and claims raise LedgerUnavailable: nothing has changed, and the caller tries again.
+is empty, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached prefix is found, and seals
+and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable: nothing has changed, and the caller
+tries again.
 """
 
 from __future__ import annotations

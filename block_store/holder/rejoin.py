@@ -94,7 +94,7 @@ class Rejoining:
         return [*self._in_use, *self._reserve]
 
     def _settled_page(self) -> FixedHeader:
-        """Returns the header's fixed page, but not while another process is writing it."""
+        """Reads the header's fixed page until two readings agree, because another process may be writing it."""
         arena = self._calls.arena
         while (page := arena.fixed) != arena.fixed:
             continue

@@ -44,7 +44,7 @@ class Breaker:
         return self.is_open
 
     def open(self, reason: object) -> None:
-        """Opens the breaker, because Redis gave no answer, or one that voids the ledger."""
+        """Opens the breaker, because Redis gave no answer, or an answer that invalidates the ledger."""
         if not self.is_open:
             self._closed.clear()
             self._opened_at = time.monotonic()

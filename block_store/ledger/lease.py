@@ -1,4 +1,4 @@
-"""A holder's lease in the ledger. A separate thread extends it with beats.
+"""A holder's lease in the ledger. A separate thread, the beat thread, extends it with beats (heartbeats).
 
 The same thread notices when the ledger answers again or has been rebuilt, and makes the holder settle missed calls.
 """
@@ -44,7 +44,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self, beat_s: float) -> None:
-        """Starts to beat every `beat_s` seconds, until `end`."""
+        """Starts the beat thread, which sends a beat every `beat_s` seconds until `end`."""
         name = f"beat-{self._lane.name}"
         self._thread = threading.Thread(target=self._beat_on, args=(beat_s,), name=name, daemon=True)
         self._thread.start()
@@ -66,12 +66,14 @@ class Lease:
             raise
 
     def keep(self) -> None:
-        """Beats if the last beat was more than a fifth of a lease ago. Called during long work in the beat thread."""
+        """Sends a beat if the last one was more than a fifth of a lease ago. Called during long work in the beat
+        thread.
+        """
         if time.monotonic() - self._beaten_at > self.lease_s / 5:
             self.beat()
 
     def probe(self) -> None:
-        """Beats, rejoins if the ledger has been rebuilt, and opens or closes the breaker. Raises Fenced."""
+        """Sends a beat, rejoins if the ledger has been rebuilt, and opens or closes the breaker. Raises Fenced."""
         lane = self._lane
         try:
             self.beat()

@@ -35,8 +35,8 @@ def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes,
 
 def adapter_domain(domain: bytes, adapter: bytes) -> bytes:
     """Returns the hash domain of sequences that are computed with an adapter, whose digest is `adapter`. Every hash of
-    a chain depends on it, so that no adapter finds another's blocks, and not those of the model as it is, which has an
-    empty digest.
+    a chain depends on it, so that a sequence never finds blocks that were computed with a different adapter, or with
+    the base model (whose digest is empty).
     """
     return _digest(b"adapter", (domain, adapter)) if adapter else domain
 

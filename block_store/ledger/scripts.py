@@ -143,7 +143,9 @@ class LedgerScripts:
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket, or the remaining part of a ticket, that no worker will claim. Is never refused."""
+        """Ends a ticket, or the remaining part of a ticket, that no worker will claim. The ledger never
+        refuses this.
+        """
         self._call("give_up", ticket.epoch, ticket.secret)
 
     def keep(self, ticket: TicketId, lease_s: float = TICKET_LEASE_S) -> None:
@@ -158,7 +160,7 @@ class LedgerScripts:
         self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
 
     def release(self, call: CallId, refs: Sequence[BlockRef]) -> int:
-        """Gives up `refs` (a chain, head first). Returns how many of them were held. Is never refused."""
+        """Gives up `refs` (a chain, head first). Returns how many of them were held. The ledger never refuses this."""
         _bounded(len(refs), RELEASE_CHUNK)
         return self._ask(int, "release", *call, codec.pack_refs(refs))
 

@@ -1,4 +1,5 @@
-"""The list of LoRA adapters that operators have asked for, in Redis. Gateways write it; workers load what it names.
+"""The list of LoRA adapters that operators have asked for, in Redis. Gateways write the list; workers load the adapters
+on it.
 
 The list has a *life*, a random id that the first writer sets. No life means that Redis has lost the list, which is not
 the same as an empty one: workers keep what they have, and a gateway writes its adapters again. Calls block; make them

@@ -23,8 +23,7 @@ from common.secret_files import read_secret, write_secret
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 10.0
-"""A start takes a tenth of a second. On a machine that froze for part of that time, it took over three.
-"""
+"""Startup takes a tenth of a second. On a machine that froze during startup, it took over three seconds."""
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
 _SOCKET_NAME = "redis.sock"

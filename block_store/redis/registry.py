@@ -107,8 +107,8 @@ class WorkerRegistry:
         self._remove(self._stores, arena_id)
 
     def get_store(self, arena_id: str | None = None, fresh_s: float = FRESH_S) -> StoreRecord | None:
-        """Returns the store of `arena_id`, or, if that is not given, the first fresh one by arena id. None if there is
-        none.
+        """Returns the store of `arena_id` or, without an `arena_id`, the first store in the order of arena ids. Returns
+        None if no such store is fresh.
         """
         return next((record for record in self.list_stores(fresh_s) if arena_id in (None, record.arena_id)), None)
 

@@ -1,5 +1,5 @@
-"""The life of the store's arena: it finds the arena, or sizes and makes it; opens its ledger; reaps silent holders; and
-removes the arena at the end.
+"""The life of the store's arena: it finds the arena, or sizes and creates it; opens its ledger; reaps silent holders;
+and removes the arena at the end.
 
 Methods block; the service calls them in threads. Does not use gRPC.
 """
@@ -33,8 +33,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArenaOwner:
-    """The owner of at most one arena. `arena` and `ledger` are None until the arena is found or made, and after it has
-    been lost.
+    """The owner of at most one arena. `arena` and `ledger` are None until the arena is found or created, and after it
+    has been lost.
     """
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
@@ -74,7 +74,7 @@ class ArenaOwner:
             self._lose(arena)
 
     def create(self, layout: KvLayout, needs: Sequence[WorkerNeeds], device_uuid: bytes) -> None:
-        """Sizes and makes the arena, on the workers' device, or on the host if `device_uuid` is empty.
+        """Sizes and creates the arena, on the workers' device, or on the host if `device_uuid` is empty.
 
         Raises CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable or LedgerError, or ArenaError if the
         workers use a device other than `--device`.
@@ -104,7 +104,7 @@ class ArenaOwner:
             most_bytes = min(limits.room_bytes, limits.budget_bytes - limits.reserve_bytes)
             self._ahead = Prefault(self._directory, max(0, most_bytes))
         except OSError as error:
-            _LOG.info("shared memory will be allocated when the arena is made: %s", error.strerror)
+            _LOG.info("shared memory will be allocated when the arena is created: %s", error.strerror)
 
     def _create_on_host(self, layout: KvLayout, num_blocks: int) -> Arena:
         try:
@@ -128,8 +128,9 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps. Removes the arena, even if a different store made it, unless the settings keep it and this
-        is possible."""
+        """Ends the sweeps. Removes the arena, even if a different store created it, unless the settings keep it and
+        this is possible.
+        """
         self._stop_reaper()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
@@ -191,7 +192,7 @@ class ArenaOwner:
 class DirectoryLock:
     """The lock that a directory's only store holds.
 
-    The constructor raises StartupError if another store is running there, or if the directory cannot be made.
+    The constructor raises StartupError if another store is running there, or if the directory cannot be created.
     """
 
     def __init__(self, directory: Path) -> None:

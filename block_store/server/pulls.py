@@ -1,4 +1,4 @@
-"""Pulls into the store's arena, for a store that accepts them. The arena's puller is made with the first pull.
+"""Pulls into the store's arena, for a store that accepts them. The arena's puller is created with the first pull.
 
 Does not use protobuf.
 """

@@ -201,7 +201,8 @@ class BlockStoreServicer:
             self._needs.pop(request.worker_id, None)
 
     async def _make(self, layout: KvLayout) -> None:
-        """Makes the arena, or sends all waiting workers the reason why it cannot be made. Later workers may try again.
+        """Creates the arena, or sends all waiting workers the reason why it cannot be created. Later workers may try
+        again.
 
         Runs as a separate task, since the worker whose call started it may be gone before the task ends.
         """

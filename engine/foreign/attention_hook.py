@@ -1,8 +1,8 @@
 """Implements transformers' attention interface with our attention over blocks, and records each layer's requirements.
 
 A thread sets the implementation while it runs a model (`answered_by`), because in some families (Nemotron, StableLM)
-keyword arguments do not reach the attention. At start, a `Recorder` returns zeros and records the requirements of each
-layer. `state_hook` directs the calls of recurrent layers to the same implementation.
+keyword arguments do not reach the attention. At startup, a `Recorder` returns zeros and records the requirements of
+each layer. `state_hook` directs the calls of recurrent layers to the same implementation.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class _Matrices:
         key = (dtype, outputs_first)
         if key not in self.packed:
             if self.raw is None:
-                raise UnsupportedModel(f"tensor {self.name} is used in a way that the start did not see")
+                raise UnsupportedModel(f"tensor {self.name} is used in a way that was not seen at startup")
             stack = self.raw if self.raw.dim() == 3 else self.raw[None]
             self.packed[key] = [self._pack(matrix if outputs_first else matrix.T, dtype) for matrix in stack]
         return self.packed[key][index]
@@ -64,7 +64,7 @@ class _Matrices:
 
     def plain(self) -> Tensor:
         if self.raw is None:
-            raise UnsupportedModel(f"tensor {self.name} is used in a way that the start did not see")
+            raise UnsupportedModel(f"tensor {self.name} is used in a way that was not seen at startup")
         self.is_plain = True
         return self.raw
 

@@ -1,4 +1,4 @@
-"""Checks at start, bit by bit, whether a row of a model's results depends on the other rows of its batch.
+"""Checks at startup, bit by bit, whether a row of a model's results depends on the other rows of its batch.
 
 The check finds models whose rows depend on each other. It does not prove that the rows of other models are independent
 (docs/design.md, Numbers).
@@ -28,7 +28,8 @@ BATCH = 3
 def check_rows(runner: ModelRunner) -> None:
     """Checks a transformers model whose rows must be independent, before it serves.
 
-    Raises UnsupportedModel if they are not, unless `allow_variant_numerics` is set; in that case its numerics say so.
+    Raises UnsupportedModel if they are not, unless `allow_variant_numerics` is set; in that case, the numerics
+    fingerprint records it.
     """
     model, settings = runner.model, runner.settings
     on_gpu = runner.device.compute_capability is not None

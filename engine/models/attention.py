@@ -38,11 +38,11 @@ class StepMetadata:
     """The adapters of the step; None if no sequence has one."""
 
     def linear(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product of x [T, in], with what adapters add to it."""
+        """Returns the product of x [T, in], with the corrections of adapters."""
         return self._corrected(linear, x, of_rows=False)
 
     def linear_of_rows(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product of x [R, in], which has the wanted rows alone, with what adapters add to it."""
+        """Returns the same for x [R, in], which contains only the requested rows."""
         return self._corrected(linear, x, of_rows=True)
 
     def _corrected(self, linear: PackedLinear, x: torch.Tensor, *, of_rows: bool) -> torch.Tensor:

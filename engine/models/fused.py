@@ -1,8 +1,8 @@
 """A decoder's whole pass over one arena in one C call, if all of its parts are our own. Same entry points, same bits.
 
 `Decoder.forward` is the readable version; this module contains only the addresses. A pass without it makes some thirty
-calls per layer. Python and torch between these calls cost more than a small model's arithmetic, and each call lets in
-the threads that answer RPCs.
+calls per layer. Python and torch between these calls cost more than a small model's arithmetic, and between any two of
+them, threads that answer RPCs may take the interpreter lock.
 """
 
 from __future__ import annotations

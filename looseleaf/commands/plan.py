@@ -1,4 +1,4 @@
-"""`looseleaf plan MODEL`: shows the needs of a model and a context length, with the arithmetic. Loads no weights."""
+"""`looseleaf plan MODEL`: shows what a model and a context length need, with the arithmetic. Loads no weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 
 class PlanSettings(Settings):
-    """Shows the needs of a model and a context length: weights, KV, blocks, hosts."""
+    """Shows what a model and a context length need: memory for weights and KV, blocks, hosts."""
 
     model_config = settings_config("LOOSELEAF_PLAN_", "looseleaf plan")
 

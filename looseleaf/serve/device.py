@@ -1,5 +1,5 @@
-"""Decides whether a launch computes on a GPU or on the CPU. Reads torch's version file and asks the driver; does not
-import torch.
+"""Decides whether a launch runs the model on a GPU or on the CPU. Reads torch's version file and asks the driver; does
+not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Finds the model directory that a launch serves, or makes a small random model if none is given. Loads no weights."""
+"""Finds the model directory that a launch serves, or creates a small random model if none is given. Loads no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def cache_directory() -> Path:
 
 
 def tiny_checkpoint(cache: Path) -> Path:
-    """Returns a small random Llama below `cache`. On first use it is made in a separate process, which loads torch."""
+    """Returns a small random Llama below `cache`. On first use, a separate process creates it, because that needs
+    torch.
+    """
     target = cache / f"tiny-llama-{_VERSION}"
     if (target / "config.json").is_file():
         return target
@@ -91,7 +95,8 @@ def tiny_checkpoint(cache: Path) -> Path:
 
 
 def gguf_directory(file: Path, cache: Path) -> Path:
-    """Returns a model directory below `cache` for a GGUF file. A separate process, which loads transformers, makes it.
+    """Returns a model directory below `cache` for a GGUF file. A separate process creates it, because that needs
+    transformers.
 
     The weights stay in the file. A different file with the same name gets a different directory.
     """

@@ -108,7 +108,7 @@ class ServeSettings(VllmGrpcSettings):
     kv_cache_dtype: KvCacheDType = Field("auto", description=KV_CACHE_DTYPE)
     enable_lora: bool = Field(False, description="serve LoRA adapters, which clients choose as their model")
     lora_modules: list[str] = Field(
-        [], description="adapters to load at start, name=path; may be given several times, or separated by commas"
+        [], description="adapters to load at startup, name=path; may be given several times, or separated by commas"
     )
     max_loras: int = Field(8, ge=1, le=1024, description="maximum number of LoRA adapters that are loaded at a time")
     max_lora_rank: int = Field(16, ge=1, le=512, description="maximum rank of a LoRA adapter")

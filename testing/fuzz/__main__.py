@@ -1,7 +1,7 @@
 """`make fuzz`: starts a system, sends invalid input to every port, and checks that the system keeps working.
 
 No process may end, no status may be UNKNOWN or INTERNAL, every call must end, every block must be released, and memory
-must not grow. Internal services get inputs with and without the launch's secret.
+must not grow. Internal services get inputs with and without the deployment's secret.
 """
 
 from __future__ import annotations

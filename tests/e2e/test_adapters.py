@@ -175,7 +175,7 @@ def test_reloaded_content_never_meets_the_old_blocks_and_an_unload_waits(
 
 
 async def test_killed_workers_come_back_with_their_adapters(llm: LLM, model: Path, tmp_path: Path) -> None:
-    """Those named at start and those loaded over HTTP."""
+    """Those loaded at startup and those loaded over HTTP."""
     make_adapter(tmp_path, model, seed=9)
     assert post(llm, "load_lora_adapter", lora_name="late", lora_path=str(tmp_path)).status_code == 200
     options: dict[str, Any] = {**GREEDY, "model": "late", "max_tokens": 20, "cache_salt": "late"}
