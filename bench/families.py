@@ -1,5 +1,5 @@
 """`python -m bench.families`: compares every family of the zoo with transformers and writes the table in
-docs/models.md. A family that has an implementation of ours is run by it.
+docs/models.md. A family that has a native implementation runs natively.
 
 Uses tiny random checkpoints in fp32 on this CPU. The distance is the largest difference between a logit and that of
 transformers, as a fraction of the logits' standard deviation, over 150 positions in chunks of 24. The table also shows

@@ -131,7 +131,7 @@ def _linear(rows: int, n_out: int, provider: Provider) -> Work:
 
 
 def _lora(rows: int, num_adapters: int, rank: int = 16) -> Work:
-    """Returns the corrections of twelve sites in turn. The rows take turns among the adapters."""
+    """Returns the corrections of twelve sites in turn. The adapters are assigned to the rows in turn."""
     n_out = 2304
     sites = [
         LoraWeights(

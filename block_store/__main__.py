@@ -23,7 +23,7 @@ from protos.v1 import block_store_pb2_grpc
 
 
 async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
-    """Serves until a signal, and cleans up."""
+    """Serves until a signal arrives, and then cleans up."""
     server = internal_server(settings)
     server.bind()
     owner = ArenaOwner(settings, redis, settings.advertise or f"{settings.host}:{server.port}")

@@ -72,7 +72,7 @@ class RedisUnusable(BlockStoreError):
 
 
 class ArenaError(BlockStoreError):
-    """The arena cannot be made or used."""
+    """The arena cannot be created or used."""
 
 
 class ArenaExists(ArenaError):
@@ -90,7 +90,7 @@ class ArenaLost(ArenaError):
 
 
 class LayoutMismatch(ArenaError):
-    """The arena was made for a different KV layout."""
+    """The arena was created for a different KV layout."""
 
 
 class NotEnoughSharedMemory(ArenaError):

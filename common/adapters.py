@@ -80,7 +80,7 @@ def _matching(pattern: Mapping[str, float] | None, module: str, default: float) 
 
 
 def read_config(directory: str | Path) -> LoraConfig:
-    """Reads adapter_config.json. Raises AdapterError for what cannot be served."""
+    """Reads adapter_config.json. Raises AdapterError for anything that cannot be served."""
     path = Path(directory) / CONFIG_FILE
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:

@@ -195,7 +195,7 @@ class ChannelPool:
     """One channel for each address, shared by all calls to it."""
 
     def __init__(self, trust: Trust = NO_TRUST, options: Sequence[tuple[str, int]] = ()) -> None:
-        """`options` come on top of those that every channel has."""
+        """`options` are added to those that every channel has."""
         self._trust = trust
         self._options = options
         self._pooled: dict[str, _Pooled] = {}

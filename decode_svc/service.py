@@ -47,7 +47,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(
         self, worker: DecodeWorker, thread: StepThread, vocab_size: int, shared: tuple[Grammars, AdapterPool]
     ) -> None:
-        """`shared` is what the roles of the process share."""
+        """`shared` contains the objects that the roles of the process share."""
         self._worker = worker
         self._grammars, self._adapters = shared
         self._thread = thread

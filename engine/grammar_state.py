@@ -28,7 +28,7 @@ class GrammarState:
     __slots__ = ("_address", "_ends", "_error", "_followed", "_mask", "_mask_at", "_matcher", "_stopping", "_unwanted")
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stopping: StoppingParams) -> None:
-        """Takes ownership of `matcher`, which must be at the grammar's start."""
+        """Takes ownership of `matcher`, which must be in its initial state."""
         self._init(matcher, stopping, 4 * -(-tokenizer.vocab_size // 32))
         self._unwanted = [token for token in tokenizer.eos_tokens if token not in stopping.stop_token_ids]
 

@@ -21,7 +21,7 @@ from engine.errors import ModelError, UnsupportedModel
 from kernels.quantization import UNIT, Bits, QuantizedWeight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output of every value in a word of AWQ."""
+"""The output to which each value in a word of AWQ belongs."""
 IGNORED_SUFFIXES = (".g_idx", ".weight_g_idx", ".weight_shape", ".input_scale", ".input_zero_point", ".output_scale")
 """Tensors of quantized layers that are not needed, or that concern activations."""
 

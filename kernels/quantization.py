@@ -18,7 +18,7 @@ Bits = Literal[4, 8]
 GROUPS: dict[Bits, int] = {4: 64, 8: 128}
 """Number of inputs that share a scale when a matrix of floats is rounded, by number of bits."""
 UNIT = 8
-"""Divisor of every group's size."""
+"""The size of every group is a multiple of this."""
 _SHRINKS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.78, 0.76)
 """Further scales that rounding to 4 bits tries, as fractions of the scale that makes the largest weight -8."""
 

@@ -36,7 +36,7 @@ class StreamTimer:
         self.num_tokens += count
 
     def done(self) -> None:
-        """Notes that the stream has ended well. A stream without tokens is a failure."""
+        """Notes that the stream has ended successfully. A stream without tokens is a failure."""
         if self.num_tokens == 0:
             self.failed(RuntimeError("the stream ended without a token"))
             return

@@ -31,7 +31,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(
         self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits, shared: tuple[Grammars, AdapterPool]
     ) -> None:
-        """`shared` is what the roles of the process share."""
+        """`shared` contains the objects that the roles of the process share."""
         self._worker = worker
         self._grammars, self._adapters = shared
         self._thread = thread

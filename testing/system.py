@@ -23,7 +23,7 @@ def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size
 
 
 def trust_at(block_store: str) -> Trust:
-    """Returns the credentials for the launch of the store at this address."""
+    """Returns the credentials of the deployment to which the store at this address belongs."""
     found = operator_file.find(block_store)
     return NO_TRUST if found is None else found.trust.read()
 

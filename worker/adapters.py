@@ -27,7 +27,7 @@ class AdapterPool:
     """The loaded adapters of one model, by digest."""
 
     def __init__(self, model: LoraModel | None, max_loras: int) -> None:
-        """Without a `model`, there are never any."""
+        """Without a `model`, there are never any adapters."""
         self._model = model
         self._max_loras = max_loras
         self._loaded: dict[str, LoraAdapter] = {}

@@ -119,7 +119,7 @@ def served_table(served: dict[str, Any]) -> list[str]:
 
 
 def put_between(page: str, text: str) -> str:
-    """Returns `page` with `text` between its two marks. Raises ValueError if the marks are missing."""
+    """Returns `page` with `text` between its two markers. Raises ValueError if the markers are missing."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

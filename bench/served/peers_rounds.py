@@ -109,7 +109,7 @@ class Rounds:
 
 
 def _seed(group: tuple[str, ...], number: int) -> int:
-    """Returns the seed of a run of the client. Two runs with the same seed cut prompts at the same places in the
+    """Returns the seed of a run of the client. Two runs with the same seed take prompts from the same places in the
     corpus, even if their tests differ. If seeds were equal, a target that is measured in more groups than other targets
     would find prefixes in its cache.
     """

@@ -1,5 +1,5 @@
-"""Measures how clients are affected if the only decode worker is killed with -9:
-`python -m bench.served.recovery --model DIR`.
+"""Measures how clients are affected if the only decode worker is killed with SIGKILL: `python -m bench.served.recovery
+--model DIR`.
 
 Runs several trials with a spare worker, and several without one. Each kill is during a stream, and the streams are
 compared with undisturbed ones.

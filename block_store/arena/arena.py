@@ -335,7 +335,7 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
 
 
 def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
-    """Makes the file from memory that was allocated in advance."""
+    """Creates the file from memory that was allocated in advance."""
     ahead.stop()
     available = _free_bytes(where) + ahead.num_bytes
     if available < size:

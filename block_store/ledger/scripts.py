@@ -217,7 +217,7 @@ class LedgerScripts:
         self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
-        """Releases all references and ends the holder. Is never refused."""
+        """Releases all references and ends the holder. The ledger never refuses this."""
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:

@@ -33,7 +33,7 @@ class Pulls:
         self._owner = owner
         self._trust = trust
         self._making: asyncio.Task[Puller] | None = None
-        """Makes the puller. All pulls wait for the same one."""
+        """Creates the puller. All pulls wait for the same one."""
         self._upkeep: asyncio.Task[None] | None = None
 
     async def pull(

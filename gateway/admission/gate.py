@@ -55,7 +55,7 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request without a place."""
+    """A request that waits for a place."""
 
     wanted: Place
     future: asyncio.Future[Place]

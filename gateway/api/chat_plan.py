@@ -53,7 +53,7 @@ class ChatPlan:
 
 
 class ChatPlanner:
-    """Makes plans for one model."""
+    """Creates plans for one model."""
 
     def __init__(
         self, assets: ModelAssets, parser: CallFormatName = "auto", reasoning: ReasoningFormatName | None = None

@@ -104,12 +104,12 @@ class ScoreAnswer(PooledAnswer):
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the cosine of two vectors of length 1."""
+    """Returns the cosine similarity of two vectors of length 1."""
     return math.fsum(a * b for a, b in zip(first, second, strict=True))
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """Returns fp32 values, little-endian, as OpenAI's API does."""
+    """Returns fp32 values in base64, little-endian, as in OpenAI's API."""
     values = array("f", vector)
     if sys.byteorder == "big":
         values.byteswap()

@@ -21,7 +21,7 @@ Tokenize = Callable[[Prompt, str], Awaitable[list[int]]]
 
 
 class PublicPrefixes:
-    """The token ids of every public beginning."""
+    """The token ids of every public prefix."""
 
     def __init__(self, prefixes: Sequence[Sequence[int]] = ()) -> None:
         self._prefixes = [list(prefix) for prefix in prefixes]

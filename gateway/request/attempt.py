@@ -45,7 +45,7 @@ class _Prefilled:
 
 
 class Attempts:
-    """Makes attempts at requests."""
+    """Runs the attempts of requests."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, recover_s: float

@@ -39,7 +39,7 @@ class Detokenizing(Protocol):
 
 
 class Detokenizers:
-    """Makes a tokenizer's detokenizers."""
+    """Creates detokenizers for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

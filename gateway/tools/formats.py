@@ -28,7 +28,7 @@ _FOREIGN = re.compile(
     r"<function|<arg_key>|<parameter|<\|tool_call|<tool_call\|>|<\|action_start|<\|channel\|>|<\|START_ACTION"
     r"|<\uff5ctool|<\uff5cDSML|tool_calls_section|minimax:tool_call|<\|python_start|\[func_name"
 )
-"""Marks of formats for which there is no parser here."""
+"""Markers of formats for which there is no parser here."""
 _KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")
 
 

@@ -17,7 +17,7 @@ from kernels.cpu.loader import amx_library, current
 from kernels.cpu.selection import CpuLibrary
 
 DEPTH = 32
-"""Divisor of every number of inputs."""
+"""Every number of inputs must be a multiple of this."""
 _PANEL, _TILE = 32, 16
 
 

@@ -85,7 +85,7 @@ class _Authority:
         _write(cert_file, self._cert.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, hosts: Sequence[str]) -> None:
-        """Makes NAME.pem and NAME.key. Each replaces the old file atomically."""
+        """Creates NAME.pem and NAME.key. Each replaces the old file atomically."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = self._builder(_name(hosts[0]), self._cert.subject, key)
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

@@ -26,7 +26,7 @@ _TAIL_LINES = 20
 _MAX_RESTARTS = 5
 _RESTART_WINDOW_S = 60.0
 Echo = Callable[[str], None]
-"""A function that takes one line of log."""
+"""A function that takes one log line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Addresses:
     vllm_grpc: tuple[str, ...] = ()
     """The addresses of vLLM's protocol, if it is served: whole requests, prefill, decode."""
     is_tls: bool = False
-    """Whether the front's HTTP and gRPC use TLS."""
+    """Whether HTTP and gRPC for clients use TLS."""
     notice: str | None = None
     """A note about the model for the user."""
 

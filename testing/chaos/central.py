@@ -1,4 +1,4 @@
-"""Scenarios that kill a service of which there is only one, the block store or the gateway, with -9 under load.
+"""Scenarios that kill a service of which there is only one, the block store or the gateway, with SIGKILL under load.
 
 The death of the store must not affect any request. The death of the gateway breaks its connections, and has no other
 effect: the gateway comes back on its ports and finds the blocks of earlier prompts, and the workers release the blocks

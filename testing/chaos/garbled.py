@@ -1,7 +1,7 @@
 """Scenario: Redis' values are changed at random under load. The changes affect whole keys, and all kinds of values in
 the ledger and the registry.
 
-No token may be wrong and no process may end. The changes cost cache misses, repeated prefills and rebuilds. `fsck`
+No token may be wrong and no process may end. The changes may cause cache misses, repeated prefills and rebuilds. `fsck`
 finds the changes that have not been noticed by the end, and its repair makes the ledger consistent.
 """
 

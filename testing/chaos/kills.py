@@ -1,4 +1,4 @@
-"""Scenarios that kill a worker with -9 while it serves.
+"""Scenarios that kill a worker with SIGKILL while it serves.
 
 Each trial kills one worker and waits until its successor is serving. There is always a second worker of the same role.
 """

@@ -113,7 +113,7 @@ def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[
 
 
 def _stop_in_step(note: Path) -> None:
-    """Waits until the worker has stopped itself, or gives up if it makes no step."""
+    """Waits until the worker has stopped itself, or gives up if the worker completes no step."""
     note.touch()
     deadline = time.monotonic() + STEP_S
     while note.exists() and time.monotonic() < deadline:
