@@ -148,7 +148,7 @@ def test_seal_of_a_known_prefix_moves_the_count(store: TestStore) -> None:
     store.check()
 
 
-def test_seal_keeps_its_own_block_where_the_indexed_one_lives_another_life(store: TestStore) -> None:
+def test_seal_keeps_its_own_block_if_the_indexed_one_has_been_reallocated(store: TestStore) -> None:
     """Otherwise the same prompt would get the stale block again and again, and every reader would reject it."""
     one, two = store.held(), store.held()
     first = filled(one, "a", 2)
