@@ -243,7 +243,7 @@ def read_dtype(raw: dict[str, Any]) -> DType:
     """Returns the dtype of a checkpoint's floats. Raises UnsupportedModel."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("bfloat16", "float32", "float16"):
-        raise UnsupportedModel(f"checkpoint dtype {name} is not supported; supported are bfloat16, float16, float32")
+        raise UnsupportedModel(f"checkpoint dtype {name} is not supported; only bfloat16, float16 and float32 are")
     return cast(DType, name)
 
 

@@ -21,4 +21,4 @@ def refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:
     """
     value = raw.get(name, allowed[0])
     if value not in allowed:
-        raise UnsupportedModel(f"{name}={value!r} is not supported; supported is {allowed[0]!r}")
+        raise UnsupportedModel(f"{name}={value!r} is not supported; only {allowed[0]!r} is")

@@ -232,7 +232,7 @@ def _kinds(raw: dict[str, Any], family: Family, num_layers: int) -> Sequence[str
 def _windows(kinds: Sequence[str], window: Any) -> dict[str, Any]:
     """Returns the configuration's fields for windows: one window for all layers, or one per layer."""
     if other := sorted(set(kinds) - {FULL, SLIDING}):
-        raise UnsupportedModel(f"layers of kind {', '.join(other)} are not supported; supported are {FULL}, {SLIDING}")
+        raise UnsupportedModel(f"layers of kind {', '.join(other)} are not supported; only {FULL} and {SLIDING} are")
     windows = [int(window) if kind == SLIDING else None for kind in kinds]
     if len(set(windows)) == 1:
         return {"window": windows[0]}
@@ -257,4 +257,4 @@ def _check_sizes(config: ModelConfig) -> None:
     if config.family == "opt" and config.hidden_size % config.num_heads:
         raise ValueError(f"hidden_size {config.hidden_size} is not a multiple of {config.num_heads} heads")
     if config.head_dim % 8:
-        raise UnsupportedModel(f"head_dim {config.head_dim} is not supported; supported are multiples of 8")
+        raise UnsupportedModel(f"head_dim {config.head_dim} is not supported; it must be a multiple of 8")

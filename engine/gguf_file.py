@@ -43,7 +43,7 @@ def make_directory(file: Path, directory: Path) -> None:
     families = {family: name for name, family in ARCHITECTURES.items() if family in FAMILIES}
     if found.get("model_type") not in families:
         supported = ", ".join(families)
-        raise UnsupportedModel(f"GGUF files of {architecture} are not supported; supported are {supported}")
+        raise UnsupportedModel(f"GGUF files of {architecture} are not supported; only those of {supported} are")
     if (key_length := reader.get_field(f"{architecture}.attention.key_length")) is not None:
         found["head_dim"] = int(key_length.contents())  # transformers does not read it for every family
     if (factors := _tensor(reader, ROPE_FACTORS)) is not None:
@@ -163,7 +163,7 @@ class GgufSource:
         tensor = self._tensors[name]
         if _shape(tensor) != shape:
             found = list(_shape(tensor))
-            raise ModelError(f"tensor {name} of the GGUF file has shape {found}, the config asks for {list(shape)}")
+            raise ModelError(f"tensor {name} of the GGUF file has shape {found}, the config requires {list(shape)}")
         floats = gguf.dequantize(tensor.data, tensor.tensor_type)
         self._unused.discard(name)
         rows = torch.from_numpy(np.array(floats, dtype=np.float32)).view(shape)

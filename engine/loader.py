@@ -91,7 +91,7 @@ class SafetensorsSource:
         file = self._place[name]
         found = file.tensors[name][1]
         if found != shape:
-            raise ModelError(f"tensor {name} in {file.path} has shape {list(found)}, the config asks for {list(shape)}")
+            raise ModelError(f"tensor {name} in {file.path} has shape {list(found)}, the config requires {list(shape)}")
         return self.raw(name).to(dtype)
 
     def raw(self, name: str) -> torch.Tensor:

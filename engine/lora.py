@@ -106,7 +106,7 @@ class LoraModel:
         adapters, or if `deterministic` is set on a GPU.
         """
         if not sites:
-            raise ModelError("--enable-lora: models that run with transformers' definitions cannot have adapters")
+            raise ModelError("--enable-lora: models that run with transformers' definitions do not support adapters")
         if kind[1].type != "cpu" and settings.deterministic:
             raise ModelError("--enable-lora: on a GPU, rows with adapters depend on their batch; omit --deterministic")
         return cls(sites, *kind, settings.max_lora_rank)

@@ -67,7 +67,7 @@ def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
     }
     if method not in readers:
         names = ", ".join(readers)
-        raise UnsupportedModel(f"quantization_config ({method or 'unknown'}) is not supported; supported are {names}")
+        raise UnsupportedModel(f"quantization_config ({method or 'unknown'}) is not supported; only {names} are")
     return readers[method](cast(dict[str, Any], config))
 
 
@@ -85,7 +85,7 @@ def _group(size: int, n_in: int, name: str) -> int:
     """Returns the number of inputs of a group: `size`, or all inputs if it is -1."""
     group = n_in if size == -1 else size
     if group <= 0 or group % UNIT:
-        raise UnsupportedModel(f"{name} has groups of {group} inputs; supported are multiples of {UNIT}")
+        raise UnsupportedModel(f"{name} has groups of {group} inputs; only multiples of {UNIT} are supported")
     return group
 
 
@@ -98,7 +98,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 def _expect(matrix: Matrix, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ModelError(
-            f"tensor {matrix.name}.{what} has shape {list(tensor.shape)}, the config asks for {list(shape)}"
+            f"tensor {matrix.name}.{what} has shape {list(tensor.shape)}, the config requires {list(shape)}"
         )
 
 
@@ -139,7 +139,7 @@ class Gptq:
         if tensors.has(f"{name}.g_idx"):
             in_order = torch.arange(n_in, dtype=torch.int32) // group
             if not torch.equal(tensors.raw(f"{name}.g_idx").to(torch.int32), in_order):
-                raise UnsupportedModel(f"{name}.g_idx is not in order (desc_act); supported are groups in order")
+                raise UnsupportedModel(f"{name}.g_idx is not in order (desc_act); only groups in order are supported")
         values = unpacked(words.T.contiguous(), self.bits)
         return _integers(values, unpacked(zeros, self.bits).T + self.zero_add, scales.T, self.bits, group)
 
@@ -232,7 +232,7 @@ def _compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
     _allowed(config, method, format=formats, quantization_status=("compressed",))
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
-        raise UnsupportedModel(f"quantization_config ({method}) has {len(groups)} config_groups; supported is one")
+        raise UnsupportedModel(f"quantization_config ({method}) has {len(groups)} config_groups; only one is supported")
     weights = groups[0].get("weights") or {}
     _allowed(weights, method, num_bits=(8, 4), type=("int", "float"), strategy=("group", "channel", "tensor"))
     _allowed(weights, method, actorder=(None, "weight", "static"))
@@ -290,5 +290,5 @@ class Gguf:
         found = decode(tensors.raw(f"{name}.blocks"))
         if found.shape != (matrix.n_out, matrix.n_in):
             want = [matrix.n_out, matrix.n_in]
-            raise ModelError(f"tensor {name} has shape {list(found.shape)}, the config asks for {want}")
+            raise ModelError(f"tensor {name} has shape {list(found.shape)}, the config requires {want}")
         return found

@@ -72,7 +72,7 @@ class AdapterPool:
     def _load(self, model: LoraModel, ref: AdapterRef) -> None:
         try:
             if len(self._loaded) >= self._max_loras:
-                raise AdapterError(f"--max-loras {self._max_loras} adapters are loaded already")
+                raise AdapterError(f"--max-loras {self._max_loras} adapters are already loaded")
             adapter = model.load(ref)
         except AdapterError as error:
             logger.error("adapter %s cannot be loaded: %s", ref.name, error)

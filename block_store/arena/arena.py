@@ -123,7 +123,7 @@ class Arena:
             if found < size:
                 raise ArenaError(f"{path} has {found} bytes, its header needs {size}")
             if layout_fingerprint is not None and layout_fingerprint != header.layout_fingerprint:
-                raise LayoutMismatch(f"{path} was made for a different KV layout: {header.layout}")
+                raise LayoutMismatch(f"{path} was created for a different KV layout: {header.layout}")
             return cls(path.parent, header, mmap.mmap(fd, size))
         finally:
             os.close(fd)

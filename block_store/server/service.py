@@ -214,8 +214,8 @@ class BlockStoreServicer:
         except (CannotSize, BlockStoreError) as refusal:
             error = FailedPrecondition(str(refusal))
         except Exception:
-            _LOG.exception("the arena could not be made")
-            error = Internal("the arena could not be made; the block store's log says why")
+            _LOG.exception("the arena could not be created")
+            error = Internal("the arena could not be created; the block store's log says why")
         made, self._making = self._made, None
         if error is None:
             made.set_result(None)

@@ -94,7 +94,7 @@ def _refuse_unknown(function: str, asked: dict[str, Any]) -> None:
     if unknown := sorted(name for name, value in asked.items() if value is not None and name not in allowed):
         raise UnsupportedModel(f"{function} takes {', '.join(unknown)}")
     if any(asked.get(name) for name in _STATE_ARGUMENTS):
-        raise UnsupportedModel(f"{function} asks for the final state")
+        raise UnsupportedModel(f"{function} requests the final state, which is not supported")
 
 
 def _recur(inputs: Recurrence) -> Tensor:

@@ -68,10 +68,10 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
                 plain[key] = value
         if self.tool_calls:
             if self.role != "assistant":
-                raise InvalidArgument.of(f"{name}.tool_calls", "may only be part of an assistant's message")
+                raise InvalidArgument.of(f"{name}.tool_calls", "may only be part of an assistant message")
             plain["tool_calls"] = list(self._calls(f"{name}.tool_calls"))
         elif self.content is None:
-            raise InvalidArgument.of(f"{name}.content", "must be given, unless an assistant's message has tool_calls")
+            raise InvalidArgument.of(f"{name}.content", "must be given, unless an assistant message has tool_calls")
         return plain
 
     def _text(self, name: str) -> str | None:

@@ -111,7 +111,7 @@ class Adapters:
             raise InvalidArgument.of("lora_path", f"cannot be served: {error}") from None
         self._check_name(name)
         if name in self._served or name in self._leaving or any(known.name == name for known in self._listed):
-            raise InvalidArgument.of("lora_name", f"{name!r} is loaded already; unload it first")
+            raise InvalidArgument.of("lora_name", f"{name!r} is already loaded; unload it first")
         try:
             await self._publish(ref)
             await self._until_loaded(ref, LOAD_TIMEOUT_S)

@@ -51,7 +51,7 @@ class GrammarTrials:
         if digest not in self._verdicts:
             if (task := self._running.get(digest)) is None:
                 if len(self._running) >= MAX_WAITING:
-                    raise ResourceExhausted("too many new grammars wait to be compiled", retry_after_s=1.0)
+                    raise ResourceExhausted("too many new grammars are waiting to be compiled", retry_after_s=1.0)
                 task = self._running[digest] = asyncio.create_task(self._try(wanted))
                 task.add_done_callback(lambda _: self._running.pop(digest, None))
             self._keep(digest, await asyncio.shield(task))

@@ -126,7 +126,7 @@ class Validator:
         if not name or name == self._assets.name:
             return None
         if (adapter := self._find_adapter(name)) is None:
-            what = f"{name[:100]!r} is not served here; served is {self._assets.name!r}"
+            what = f"{name[:100]!r} is not served here; this server serves {self._assets.name!r}"
             raise ModelNotFound(f"model {what}", violations=(FieldViolation("model", what),))
         return adapter
 

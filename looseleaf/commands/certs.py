@@ -23,7 +23,9 @@ try:
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError as _error:
-    raise StartupError("certificates are made with cryptography: pip install 'looseleaf[certs]'") from _error
+    raise StartupError(
+        "creating certificates needs the package cryptography: pip install 'looseleaf[certs]'"
+    ) from _error
 
 _LEEWAY = datetime.timedelta(minutes=5)
 """Certificates begin this much earlier, because clocks differ."""

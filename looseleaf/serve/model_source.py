@@ -86,7 +86,7 @@ def tiny_checkpoint(cache: Path) -> Path:
             [sys.executable, "-c", _MAKE, str(partial)], capture_output=True, text=True, cwd=REPOSITORY, check=False
         )
         if made.returncode != 0:
-            raise StartupError(f"the small random model could not be made: {_last_line(made.stderr)}")
+            raise StartupError(f"the small random model could not be created: {_last_line(made.stderr)}")
         partial.rename(target)
     except OSError as error:
         if not (target / "config.json").is_file():  # another launch may have been quicker

@@ -1,4 +1,4 @@
-"""`make bench`: the stored results, and the page that is made from them."""
+"""`make bench`: the stored results, and the page that is generated from them."""
 
 from __future__ import annotations
 

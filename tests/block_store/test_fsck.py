@@ -25,7 +25,7 @@ def filled(held: HeldBlocks, name: str, n: int) -> list[BlockRef]:
 
 
 def look(store: TestStore, *workers: HeldBlocks) -> Findings:
-    """Runs fsck with the workers' heartbeats made here, without waiting for their threads."""
+    """Runs fsck, and sends the workers' heartbeats here instead of waiting for their threads."""
     stop = threading.Event()
 
     def beat() -> None:

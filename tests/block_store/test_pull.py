@@ -99,7 +99,7 @@ def test_a_pull_waits_for_room_and_holds_nothing_meanwhile(hosts: tuple[Host, Ho
 
 
 def test_the_sources_ticket_lives_while_it_is_read(hosts: tuple[Host, Host]) -> None:
-    """A frozen reader's ticket ends with its lease; one that is being pulled does not."""
+    """The ticket of a frozen reader ends with its lease. A ticket whose blocks are being pulled stays alive."""
     a, b = hosts
     blocks, _ = a.fill(chain("kept", 2))
     ticket = a.hand_over([[blocks]])

@@ -234,7 +234,7 @@ def answers(client: Client, expected: tuple[int, ...]) -> bool:
 
 
 def test_the_tls_profile_serves_over_tls_and_nothing_without(compose: Compose) -> None:
-    """This profile replaces the others, with certificates that are created at its first start."""
+    """This profile replaces the others, with certificates that are created on its first startup."""
     compose("down", "--volumes", "--remove-orphans")
     names = {"redis", "block_store-tls", "prefill-tls", "decode-tls", "gateway-tls"}
     compose("--profile", "tls", "up", "--detach", "--no-build")

@@ -53,7 +53,9 @@ def serve(model: Path, adapters: Mapping[str, Path], **settings: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def llm(model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
-    """Of 110 blocks prefill's floor takes 32, so eight sequences of 120 tokens or more do not fit: some are swapped."""
+    """Of 110 blocks, prefill's floor takes 32, so eight sequences of 120 tokens or more do not fit: some are
+    swapped.
+    """
     with serve(model, adapters, max_loras=4) as running:
         yield running
 
@@ -64,7 +66,7 @@ def names() -> list[str]:
 
 
 async def run(llm: LLM, salt: str, disturb: Any = None, max_tokens: int = 40) -> list[tuple[int, ...]]:
-    """All prompts at once, each with its adapter. `disturb` is called when every stream has had a token."""
+    """Runs all prompts at once, each with its adapter. `disturb` is called when every stream has had a token."""
     begun = [asyncio.Event() for _ in PROMPTS]
 
     async def one(client: AsyncClient, index: int, name: str) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ def test_what_cannot_be_loaded_is_refused_and_not_kept(llm: LLM, model: Path, tm
         ({"lora_name": "x", "lora_path": str(dora)}, 400, "use_dora"),
         ({"lora_name": "x", "lora_path": str(large)}, 400, "--max-lora-rank is 16"),
         ({"lora_name": "x", "lora_path": "/nowhere"}, 400, "cannot be read"),
-        ({"lora_name": "one", "lora_path": str(large)}, 400, "loaded already"),
+        ({"lora_name": "one", "lora_path": str(large)}, 400, "already loaded"),
         ({"lora_name": BASE, "lora_path": str(large)}, 400, "must differ"),
         ({"lora_name": "x y", "lora_path": str(large)}, 400, "letters"),
         ({"lora_name": "", "lora_path": "/"}, 400, "lora_name"),
@@ -154,7 +156,7 @@ def test_what_cannot_be_loaded_is_refused_and_not_kept(llm: LLM, model: Path, tm
 def test_reloaded_content_never_meets_the_old_blocks_and_an_unload_waits(
     llm: LLM, model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """An adapter of the same name with other content, loaded over HTTP while another runs."""
+    """An adapter of the same name with different content is loaded over HTTP while another one runs."""
     place, prompt = tmp_path / "late", prompts(1, seed=78, lengths=(80, 80))[0]
     options: dict[str, Any] = {**GREEDY, "model": "late", "max_tokens": 5}
     answers = []

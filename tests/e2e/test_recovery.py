@@ -1,4 +1,6 @@
-"""Workers that are killed with -9 during streams: there is a pause, but no token changes and no block stays held."""
+"""Workers that are killed with SIGKILL during streams: there is a pause, but no token changes and no block
+stays held.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ ASK: Any = [{"role": "user", "content": "How is Paris?"}]
 
 @pytest.fixture(scope="module", params=list(TEMPLATES))
 def tools_llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A server with a random model and the chat template of a family, whose marks are special tokens."""
+    """A server with a random model and the chat template of a family, whose markers are special tokens."""
     directory = tmp_path_factory.mktemp("models") / request.param
     make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, vocab_size=520)
     (directory / "chat_template.jinja").write_text(TEMPLATES[request.param], encoding="utf-8")

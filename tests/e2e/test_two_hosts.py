@@ -31,7 +31,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def hosts(checkpoint: Path) -> Iterator[TwoHosts]:
-    """Two network namespaces, or where these are refused two groups of processes."""
+    """Two network namespaces or, where these are not permitted, two groups of processes."""
     with TwoHosts(checkpoint, namespaces=namespaces_work()) as running:
         yield running
 

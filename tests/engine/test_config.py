@@ -1,4 +1,6 @@
-"""ModelConfig: sizes, settings that change the results (applied, or refused by name), errors of one sentence."""
+"""ModelConfig: sizes, settings that change the results (applied, or refused with an error that names them), errors of
+one sentence.
+"""
 
 from __future__ import annotations
 

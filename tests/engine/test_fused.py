@@ -63,7 +63,9 @@ def test_same_bits_as_call_by_call(family: str, dtype: str, threads: int, tmp_pa
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_the_bits_of_a_cache_of_8_bits_do_not_depend_on_chunks(kv: KvCacheDType, tmp_path: Path) -> None:
-    """A chunk attends to its own keys and values as the cache holds them. Neither do they on the way of the call."""
+    """A chunk attends to its own keys and values as they are in the cache. A pass in one C call has the same bits as
+    one call by call.
+    """
     make_checkpoint(tmp_path, "qwen3", std=0.1)
     call_by_call = logits_of(runner_of(tmp_path, "bfloat16", 1, eager=True, kv=kv), 300)
     runner = runner_of(tmp_path, "bfloat16", 2, eager=False, kv=kv)

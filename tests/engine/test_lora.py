@@ -22,7 +22,7 @@ from testing.engine import Batch
 
 PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((3, 17, 40, 25))]
 OF_PROMPT = ("one", "two", None, "three")
-"""The adapter of each prompt: three adapters and the model as it is, in one batch."""
+"""The adapter of each prompt: three adapters and the base model, in one batch."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def loaded(runner: ModelRunner, directory: Path, name: str = "it") -> LoraAdapte
 def run(
     runner: ModelRunner, prompts: list[list[int]], chosen: list[LoraAdapter | None], budget: int = 30
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Returns greedy tokens, and the logits from which they were drawn. Chunks cut prompts."""
+    """Returns greedy tokens, and the logits from which they were drawn. Prompts are divided into chunks."""
     batch = Batch.of(runner, prompts, 6, budget=budget)
     for sequence, adapter in zip(batch.sequences, chosen, strict=True):
         sequence.adapter = adapter
@@ -88,7 +88,9 @@ def test_three_adapters_and_the_base_in_one_batch_agree_with_peft(
 def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(
     llama: Path, adapters: dict[str, Path], dtype: str
 ) -> None:
-    """One C call, call by call, chunked or whole: the bits are the same; those of the base row are without adapters."""
+    """The bits are the same in one C call and call by call, in chunks and whole. The row of the base model has the bits
+    that it has without adapters.
+    """
     runner, eager = runner_of(llama, dtype=dtype), runner_of(llama, dtype=dtype, enforce_eager=True)
     chosen = [None if name is None else loaded(runner, adapters[name]) for name in OF_PROMPT]
     _, together = run(runner, PROMPTS, chosen)
@@ -118,7 +120,7 @@ def test_other_families_equal_the_merged_model(family: Any, tmp_path: Path) -> N
 
 
 def test_quantized_weights_take_adapters(llama: Path, adapters: dict[str, Path]) -> None:
-    """What the adapter adds to a rounded model is what it adds to the exact one, about."""
+    """The rounded model with an adapter differs from the exact model with it by much less than the adapter's effect."""
     runner = runner_of(llama, dtype="float32", quantization="int8")
     adapter = loaded(runner, adapters["one"])
     base, adapted = (run(runner, PROMPTS[:1], [each])[1][0][0] for each in (None, adapter))

@@ -142,10 +142,10 @@ def changed(form: Format, **config: Any) -> Format:
         (changed(FORMATS["awq"], version="gemv"), r"awq\): version=gemv is not supported"),
         (
             changed(FORMATS["fp8"], quant_method="bitsandbytes"),
-            r"\(bitsandbytes\) is not supported; supported are gptq",
+            r"\(bitsandbytes\) is not supported; only gptq",
         ),
         (changed(FORMATS["pack-quantized"], format="nvfp4-pack"), "format=nvfp4-pack is not supported"),
-        (changed(FORMATS["pack-quantized"], config_groups={}), "0 config_groups; supported is one"),
+        (changed(FORMATS["pack-quantized"], config_groups={}), "0 config_groups; only one is supported"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(form: Format, said: str, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The gateway's list of adapters through a real Redis, which loses it, and workers whose records say what they have."""
+"""The gateway's list of adapters through a real Redis, which loses it, and workers whose registry entries say which
+adapters they have loaded.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ async def test_an_adapter_is_served_from_its_load_to_its_unload(
     workers_say(rig, ref, "")
     await loading
     assert adapters.find("sql") == ref
-    with pytest.raises(InvalidArgument, match="loaded already"):
+    with pytest.raises(InvalidArgument, match="already loaded"):
         await adapters.load(ref.name, ref.path)
     with adapters.using(ref):
         unloading = asyncio.create_task(adapters.unload("sql"))

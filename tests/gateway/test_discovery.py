@@ -1,4 +1,4 @@
-"""Discovery of workers through a real Redis, and the start, refusal to start, and drain of the gateway process."""
+"""Discovery of workers through a real Redis, and the startup, refusal to start, and drain of the gateway process."""
 
 from __future__ import annotations
 

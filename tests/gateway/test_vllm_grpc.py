@@ -1,4 +1,4 @@
-"""vLLM's gRPC protocol over real sockets, with scripted workers: whole requests, and the halves of one."""
+"""vLLM's gRPC protocol over real sockets, with scripted workers: whole requests, and requests in two halves."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LARGEST_ERROR = {INT8: 0.5 / 127, FP8: 1 / 16}
-"""Of a number of a row, as a part of the row's largest one (int8) or of itself (fp8)."""
+"""The largest error of a number, as a fraction of the largest number of its row (int8) or of the number
+itself (fp8).
+"""
 
 
 def test_an_int8_row_is_off_by_half_a_step_and_an_fp8_number_by_a_sixteenth() -> None:

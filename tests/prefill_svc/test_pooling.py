@@ -1,5 +1,6 @@
-"""Embeddings by a prefill worker: the same bits in any batch and for any chunks, close to transformers, no blocks
-held."""
+"""Embeddings by a prefill worker: the same bits in any batch and for any division into chunks, close to transformers,
+no blocks held.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A worker's adapters follow the list: what is not wanted goes, a lost or damaged list changes nothing."""
+"""A worker's adapters follow the list: adapters that are not wanted are dropped, and a lost or damaged list changes
+nothing.
+"""
 
 from __future__ import annotations
 

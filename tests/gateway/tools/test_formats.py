@@ -143,7 +143,7 @@ FORMS = {
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns (llguidance's tokenizer, ours, ids of the marks). The marks are text or special tokens."""
+    """Returns (llguidance's tokenizer, ours, ids of the markers). The markers are text or special tokens."""
     from tokenizers import Tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")

@@ -33,7 +33,7 @@ MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def assets(request: pytest.FixtureRequest) -> ModelAssets:
-    """The assets of a model with a Hermes template, whose marks are text or special tokens."""
+    """The assets of a model with a Hermes template, whose markers are text or special tokens."""
     tokenizer = make_tokenizer()
     if request.param == "special":
         tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
