@@ -10,38 +10,45 @@ from .model import Shape
 
 _STAGES = (
     """\
-### First stage: from a random start
+### First stage: from random weights
 
-`python tools/train_storyteller.py data && python tools/train_storyteller.py train --steps {step} --decay-steps {decay_steps}`
+`python tools/train_storyteller.py data && python tools/train_storyteller.py train --steps {step} --decay-steps
+{decay_steps}`
 
-Seed {seed}. {documents:,} documents of {document_tokens:,} tokens, 16 % of them chats. {step:,} steps, {tokens:,} tokens seen, learning rate {lr},
-decay from step {decay_start:,}: {minutes:.0f} minutes at {rate:,.0f} tokens a second. Before step 900 some rows drill copying (random tokens,
-repeated); from step 1,179 a third more rows are chats. Two attention heads start as a hand-made copying circuit
-(`tools/storyteller/init.py`) and are held there for 700 steps. A first attempt (random start, narrow embedding, rates
-constant) had learned the sentences but not who was who after 2 million tokens; which of the changes mattered was not tested.
-The copying drills did not work: their own loss never fell. The run was resumed three times with a longer decay, and the grammar has
-changed since, so that the same command will not give the same bits. Requests for two characters that were
-answered with both: {pair_rate:.1%} (pairs and seeds as below).""",
+The seed is {seed}. There are {documents:,} documents with {document_tokens:,} tokens in total; 16 % of the documents
+are chats. The run had {step:,} steps with {tokens:,} tokens, and a learning rate of {lr} that decayed from step
+{decay_start:,}. It took {minutes:.0f} minutes at {rate:,.0f} tokens per second. Before step 900, some rows are copying
+drills (random tokens, repeated). From step 1,179, an additional third of the rows contains only chats. Two attention
+heads start as a hand-made copying circuit (`tools/storyteller/init.py`) and are held fixed for 700 steps. After 2
+million tokens, a first attempt (random weights, narrow embedding, constant learning rate) had learned the sentences,
+but confused the characters. We did not test which of the changes mattered. The copying drills did not work: their own
+loss never fell. The run was resumed three times with a longer decay, and the grammar has changed since then, so the
+same command does not give the same bits. Of the requests for two characters, {pair_rate:.1%} were answered with a story
+about both (pairs and seeds as below).""",
     """\
-### Second stage: who was asked for is who the story is about
+### Second stage: stories about the requested characters
 
-    python tools/train_storyteller.py data --work build/second --start models/storyteller --chat-share 0.6 --documents 45000 --seed {seed}
-    python tools/train_storyteller.py train --work build/second --start models/storyteller --steps 2700 --decay-steps 2640 --lr {lr} --seed {seed} --end-at ...
+    python tools/train_storyteller.py data --work build/second --start models/storyteller --chat-share 0.6 --documents
+    45000 --seed {seed} python tools/train_storyteller.py train --work build/second --start models/storyteller --steps
+    2700 --decay-steps 2640 --lr {lr} --seed {seed} --end-at ...
 
-from the first stage's bfloat16 weights (commit 401fa5f of this repository), with a fresh optimizer.
+The run started from the first stage's bfloat16 weights (commit 401fa5f of this repository), with a fresh optimizer.
 
-{documents:,} documents of {document_tokens:,} tokens, over half of them chats, of whose requests 72 % name two characters. {step:,} steps,
-{tokens:,} tokens seen, {minutes:.0f} minutes at {rate:,.0f} tokens a second (a busy machine); the decay, from step {decay_start:,}, followed the clock.
-In the first stage's chats the second thing asked for could be a place or an object, could be the hero or the villain,
-came paragraphs later and often went by a name of its own. Now both come in the first sentence, in the order asked for, and
-carry the plot between them.
+There are {documents:,} documents with {document_tokens:,} tokens in total. More than half of them are chats, and 72 %
+of the chats' requests name two characters. The run had {step:,} steps with {tokens:,} tokens, and took {minutes:.0f}
+minutes at {rate:,.0f} tokens per second on a busy machine. The decay, which began at step {decay_start:,}, followed the
+clock. In the first stage's chats, the second thing in a request could be a place or an object. If it was a character,
+it could be the hero or the villain, came paragraphs later, and often had a different name. Now both characters are in
+the first sentence, in the order of the request, and the plot is about the two of them.
 
-The run changed its data once. Up to step 754 (commit 74c95b6, `--chat-share 0.55 --seed 2 --lr 0.002`) either of the two could be the
-hero: at step 621 every opening named both, but the other part often went to the hero again, and 4 of 10 stories told of both. From
-there on the first named is the hero, always: 200 steps later it was 20 of 20. The table's chats are of the one kind up to
-step 750 and of the other from 800; neither compares with the first stage's, nor quite do the stories, 15 % of which are of
-two now. The same commands will not give the same bits. Another 133 steps with more objects in the requests and fewer bare stories of two
-did not mend the objects and were thrown away.""",
+The data changed once during the run. Up to step 754 (commit 74c95b6, `--chat-share 0.55 --seed 2 --lr 0.002`), either
+character could be the hero. At step 621, every opening named both, but the hero often took the other part too, and 4 of
+10 stories were about both. After that step, the character that is named first is always the hero. 200 steps later, 20
+of 20 stories were about both. The table's chats are of the first kind up to step 750, and of the second kind from step
+800 on. Neither kind can be compared with the chats of the first stage. The stories cannot quite be compared either,
+because 15 % of them are now about two characters. The same commands do not give the same bits. Another 133 steps, with
+more objects in the requests and fewer plain stories about two characters, did not improve the handling of objects, and
+were discarded.""",
 )
 _CARD = """\
 ---
@@ -53,8 +60,8 @@ pipeline_tag: text-generation
 
 # Storyteller
 
-A Llama of {parameters:,} parameters that tells short children's stories in plain English. It is what `looseleaf serve`
-serves when no model is named, so that a machine that can reach no model hub still gets readable text.
+A Llama model with {parameters:,} parameters that tells short children's stories in plain English. `looseleaf serve` uses
+it when no model is named, so that a machine without access to a model hub still produces readable text.
 
 | | |
 |---|---|
@@ -66,49 +73,52 @@ serves when no model is named, so that a machine that can reach no model hub sti
 
 ## Data
 
-All text is made or cut by `tools/train_storyteller.py data`:
+`tools/train_storyteller.py data` prepares all text:
 
-* stories of a grammar written for this project (`tools/storyteller/`: 17 plots, some 150 kinds of characters, wishes,
+* stories from a grammar written for this project (`tools/storyteller/`: 17 plots, about 150 kinds of characters, wishes,
   obstacles, helpers, dialogue, endings). Nothing in them is copied from anywhere.
-* chats: requests for such stories, questions about them with their answers, small talk, and polite refusals.
-* old tales (9 % of the tokens), always behind a heading: Aesop's fables (*The Aesop for Children*, 1919, Library of
-  Congress text) and the tales of the brothers Grimm (Margaret Hunt's translation, 1884). Both are in the public domain.
+* chats: requests for such stories, questions about them with answers, small talk, and polite refusals.
+* old tales (9 % of the tokens), each after a heading: Aesop's fables (*The Aesop for Children*, 1919, Library of Congress
+  text) and the tales of the Brothers Grimm (Margaret Hunt's translation, 1884). Both are in the public domain.
 
-Licence of model and grammar: Apache-2.0, like the repository.
+The model and the grammar are under the Apache License 2.0, like the repository.
 
 ## Training
 
-Rows of 256, 512 and 1,024 tokens, 4,096 tokens a step. Muon for the matrices, Adam at twice its learning rate for the rest, 60
-steps of warm-up, then linearly to zero. bfloat16 autocast on one shared CPU core at the lowest priority. Losses in nats per token.
-Held out: stories and chats from another seed of the grammar, and 15 old tales never trained on. (A good part of a grammar story is
-drawn at random: its loss has a floor well above zero.)
+Rows have 256, 512 or 1,024 tokens, and a step has 4,096 tokens. Muon updates the matrices; Adam, at twice Muon's learning
+rate, updates the other parameters. The learning rate rises for 60 steps and, at the end, decays linearly to zero. The
+model was trained with bfloat16 autocast on one shared CPU core at the lowest priority. Losses are in nats per token. The
+held-out data are stories and chats from a different seed of the grammar, and 15 old tales that were never trained on. (A
+large part of each grammar story is random, so its loss cannot come close to zero.)
 
 {stages}
 
 ## Limits
 
-It knows stories of the kinds it was trained on and nothing else: no facts, no arithmetic, no code. It plots by habit, so
-stories resemble one another. Now and then it swaps a pronoun, a name or a character for another, the more so with characters
-it has never seen and when a prompt's first words are unlike a story's. Of two characters asked for, the first is always the
-hero; a third is not in its data. An object asked for beside a character is mostly taken for a second character and then forgotten
-(the ring below; the first stage ignored objects). Bare "There was once a king" nearly always goes on with a second character, now and then
-with the same one again. Its answers about a story are often wrong. Old tales (behind "A tale of the brothers Grimm:") come
-out as fluent nonsense. English only. The tales of 1884 are of their time, and so may be what it says after such a heading.
+The model knows only stories of the kinds on which it was trained: no facts, no arithmetic, no code. Its plots follow a
+few patterns, so stories resemble one another. It sometimes confuses pronouns, names or characters, especially if it has
+never seen a character, or if a prompt does not begin like a story. Of two requested characters, the first is always the
+hero. Its training data contain no requests for three. An object that is requested together with a character is usually
+treated as a second character and then forgotten (see the ring below; the first stage ignored objects). The opening "There
+was once a king" nearly always continues with a second character, which is sometimes the king again. The model's answers
+about a story are often wrong. Old tales (after "A tale of the brothers Grimm:") are fluent nonsense. The model knows only
+English. The tales of 1884 reflect the views of their time, and so may text that the model generates after such a heading.
 
-## Two characters asked for
+## Requests for two characters
 
-"Tell me a story about a fox and a crow": stories in which each of the two is named at least twice, and answers that ended by
-themselves within {limit} tokens, of {num_seeds} seeds each (1 to {num_seeds}, temperature {temperature}, top-p {top_p}). Of all, {pair_rate:.0%} tell of both.
-Measured by `python tools/train_storyteller.py pairs`.
+For requests such as "Tell me a story about a fox and a crow", the table shows how many stories name each of the two at
+least twice, and how many answers ended by themselves within {limit} tokens. There are {num_seeds} seeds for each pair (1 to {num_seeds},
+temperature {temperature}, top-p {top_p}). In total, {pair_rate:.0%} of the stories are about both. These are the results of
+`python tools/train_storyteller.py pairs`.
 
-| asked for | of both | ended |
+| requested | about both | ended |
 |---|---|---|
 {pair_rows}
 
-## Twenty samples, not picked
+## Twenty samples, not selected
 
-Four openings, seeds 1 to 5, temperature {temperature}, top-p {top_p}, by Looseleaf's engine. {ended} of {total} ended by themselves within
-{limit} tokens.
+Looseleaf's engine generated five samples for each of four openings, with seeds 1 to 5, temperature {temperature} and top-p {top_p}.
+{ended} of {total} samples ended by themselves within {limit} tokens.
 
 {samples}
 

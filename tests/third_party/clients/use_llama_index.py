@@ -63,12 +63,12 @@ def tools() -> None:
     assert agent.chat_with_tools([tool], chat_history=[*ASK, reply.message, *told]).message
 
 
-@works("as_structured_llm by a call")
+@works("as_structured_llm with a call")
 def structured() -> None:
     assert isinstance(agent.as_structured_llm(Hero).chat(ASK).raw, Hero)
 
 
-@works("as_structured_llm by a JSON schema (should_use_structured_outputs)")
+@works("as_structured_llm with a JSON schema (should_use_structured_outputs)")
 def schema() -> None:
     model = OpenAILike(
         api_base=f"{URL}/v1", is_chat_model=True, max_tokens=100, should_use_structured_outputs=True, **OPTIONS

@@ -55,7 +55,7 @@ def models() -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-@works("completion: text, texts, token ids")
+@works("completion: one text, several texts, token ids")
 def completion() -> None:
     for prompt, many in (("a", 1), (["a", "b"], 2), ([11, 12], 1), ([[11, 12], [13]], 2)):
         assert len(tell(prompt=prompt).choices) == many
@@ -159,7 +159,7 @@ def parse() -> None:
     assert isinstance(reply.choices[0].message.parsed, Hero)
 
 
-@works("json_object; vLLM's structured_outputs by extra_body")
+@works("json_object; vLLM's structured_outputs through extra_body")
 def structured() -> None:
     reply = chat(response_format={"type": "json_object"}, max_tokens=8)
     assert reply.choices[0].message.content.startswith("{")

@@ -105,14 +105,14 @@ def same_in_both(path: str, bodies: list[dict[str, Any]], own: dict[str, Any] | 
             )
 
 
-@works("regular and P/D mode: it registers and answers")
+@works("regular and P/D mode: SMG registers the ports and answers")
 def starts() -> None:
     for router in ROUTERS.values():
         router.wait()
 
 
 @works(
-    f"{NUM_PROMPTS} prompts in each mode, greedy and sampled: our own tokens",
+    f"{NUM_PROMPTS} prompts in each mode, greedy and sampled: the same tokens as with our own API",
     "sends prompts of completions without BOS",
 )
 def tokens() -> None:
@@ -158,7 +158,7 @@ def structured() -> None:
         assert said(post(router.url, "/v1/completions", body))[0][0] in ("yes", "no")
 
 
-@works("streams; a client that leaves")
+@works("streams; a client that disconnects")
 def streams() -> None:
     body = {"prompt": "The wolf", "max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
     expected = said(post(URL, "/v1/completions", {**body, **OWN}))[0][0]
