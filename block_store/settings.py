@@ -35,7 +35,10 @@ class BlockStoreSettings(ServerSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the device on which the workers compute")
     memory_budget: ByteSize | None = Field(
-        None, gt=0, description="bytes (or 4GiB) of host memory for weights, activations, KV; default: half, KV 4 GiB"
+        None,
+        gt=0,
+        description="host memory for weights, activations and KV, in bytes or as 4GiB; default: half of the available "
+        "memory, with at most 4 GiB of KV",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory to use, including weights"

@@ -88,7 +88,7 @@ class VllmGrpcSettings(Settings):
         description="also speak vLLM's gRPC protocol, for routers such as SMG, on separate ports; needs looseleaf[smg]",
     )
     vllm_grpc_host: str = Field(
-        "127.0.0.1", description="where vLLM's protocol is served; any other address than loopback needs an API key"
+        "127.0.0.1", description="address of vLLM's protocol; addresses other than loopback require an API key"
     )
     vllm_grpc_tenant: str | None = Field(
         None,
@@ -102,7 +102,7 @@ class VllmGrpcSettings(Settings):
         50062, ge=0, le=65535, description="port at which a router asks for prefill only; 0: any free port"
     )
     vllm_grpc_decode_port: int = Field(
-        50063, ge=0, le=65535, description="port at which a router has prefills continued; 0: any free port"
+        50063, ge=0, le=65535, description="port at which a router asks decode to continue a prefill; 0: any free port"
     )
 
 
@@ -180,4 +180,4 @@ class WorkerSettings(ServerSettings):
     max_lora_rank: int = Field(16, ge=1, le=512, description="maximum rank of a LoRA adapter")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that may be used")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
-    drain_s: float = Field(10.0, ge=0, description="maximum time in seconds that running requests get after SIGTERM")
+    drain_s: float = Field(10.0, ge=0, description="time in seconds that running requests have to finish after SIGTERM")

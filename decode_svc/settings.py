@@ -17,7 +17,7 @@ class DecodeSettings(WorkerSettings):
         16,
         ge=0,
         description="minimum number of blocks kept allocated in advance; while sequences run, it is what they need for "
-        "six seconds, so that they can go on while Redis does not answer",
+        "six seconds, so that they can continue while Redis does not answer",
     )
     preemption: Literal["auto", "swap", "give-back"] = Field(
         "auto",

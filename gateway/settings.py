@@ -72,10 +72,10 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         30.0, ge=0, description="time that a request whose workers have been lost waits for others"
     )
     silence_s: float = Field(
-        2.25, gt=0.5, description="a worker that sends nothing for this long, not even heartbeats, is given up"
+        2.25, gt=0.5, description="a worker that sends nothing for this long, not even heartbeats, counts as lost"
     )
     stall_s: float = Field(
-        60.0, gt=0, description="a decode worker that has sequences but completes no step for this long is given up"
+        60.0, gt=0, description="a decode worker that has sequences but completes no step for this long counts as lost"
     )
     poll_s: float = Field(0.25, gt=0.01, le=10, description="interval in seconds between polls of the list of workers")
     num_tokenizer_threads: int = Field(2, ge=1, le=64, description="number of threads for long prompts")
@@ -116,7 +116,7 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         le=3600,
         description="seconds after SIGTERM during which the health checks fail but new requests are still accepted",
     )
-    drain_s: float = Field(10.0, ge=0, description="maximum time in seconds that running requests get after SIGTERM")
+    drain_s: float = Field(10.0, ge=0, description="time in seconds that running requests have to finish after SIGTERM")
     max_connections: int = Field(
         4096, ge=1, description="maximum number of connections at once, for HTTP and gRPC separately"
     )

@@ -1,4 +1,4 @@
-// Attention over block tables (long: every way of dividing the work shares one class). The class cuts queries into
+// Attention over block tables (long: every way of dividing the work shares one class). The class divides queries into
 // tiles and keys into pieces, distributes them over threads and finds the keys in memory. Decode splits the key axis
 // over threads and then merges the results, or computes pieces that several sequences share once for all of them. In
 // prefill, one thread walks all pieces of a tile. Every path uses piece.h, so all return the same bits.

@@ -94,7 +94,7 @@ class ServeSettings(VllmGrpcSettings):
         None, ge=0, description="in seconds; a request with a longer predicted wait is refused; default: the gateway's"
     )
     preemption: Literal["auto", "swap", "give-back"] | None = Field(
-        None, description="what to do with requests whose blocks others need; default: the decode worker's"
+        None, description="what happens to requests whose blocks others need; default: the decode worker's"
     )
     swap_space: float | None = Field(
         None, ge=0, description="GiB of host memory for swapped blocks; default: the decode worker's"
@@ -159,4 +159,4 @@ class ServeSettings(VllmGrpcSettings):
         le=3600,
         description="seconds after SIGTERM during which the health checks fail but new requests are still accepted",
     )
-    grace_s: float = Field(10.0, ge=0, description="seconds that running requests get at the end")
+    grace_s: float = Field(10.0, ge=0, description="time in seconds that running requests have to finish at shutdown")

@@ -1,4 +1,4 @@
--- release(epoch, number, refs): ends the holder's references to `refs`. Is never refused: blocks that the holder does
+-- release(epoch, number, refs): ends the holder's references to `refs`. Never refused: blocks that the holder does
 -- not hold, or that have a different generation, are not changed. Answers with the number of references released.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
