@@ -74,7 +74,7 @@ def _grammar(schema: dict[str, Any]) -> StructuredOutput:
 
 
 class Arm:
-    """The sequences of a step that is computed again and again while their tokens advance."""
+    """One variant: sequences whose next step is computed again and again, with new tokens each time."""
 
     def __init__(
         self, runner: ModelRunner, grammars: Grammars, args: argparse.Namespace, schemas: list[dict[str, Any] | None]

@@ -59,7 +59,9 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the model's end-of-sequence tokens as the gateway does: those in the first file that names any."""
+    """Returns the model's end-of-sequence tokens: those in the first file that names any. The gateway applies the same
+    rule.
+    """
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         value = json.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None

@@ -24,7 +24,7 @@ class Compiling:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, group: Group, post: Command, refuse: Command) -> None:
-        """Calls `post` as soon as the group's sequences have their grammars, which for free text is at once. Calls
+        """Calls `post` as soon as the group's sequences have their grammars. For free text, this is immediately. Calls
         `refuse` if the grammar cannot be used.
         """
         if self._grammars.attach_known(group.sequences):

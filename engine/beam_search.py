@@ -113,7 +113,7 @@ class BeamSearch:
         return [continuation.parent for continuation in going]
 
     def best(self) -> list[Hypothesis]:
-        """Returns the best ended beams, best first, in the requested number. Call it when `done`."""
+        """Returns the requested number of best ended beams, best first. Call it when `done`."""
         return self._ended[: self._sampling.num_sequences]
 
     def _most_likely(self, candidates: Sequence[Candidates]) -> list[_Continuation]:

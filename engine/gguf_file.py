@@ -28,7 +28,9 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def make_directory(file: Path, directory: Path) -> None:
-    """Writes a model directory for a GGUF file. Raises ModelError, and UnsupportedModel for other architectures."""
+    """Writes a model directory for a GGUF file. Raises ModelError, or UnsupportedModel for an unsupported
+    architecture.
+    """
     try:
         import transformers
     except ImportError as error:

@@ -72,7 +72,9 @@ def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -> None:
-    """Raises UnsupportedModel for a field whose value is not one of these. The first value is the default."""
+    """Raises UnsupportedModel if the value of a field is not one of the allowed ones. The first allowed value is the
+    default.
+    """
     for field, values in allowed.items():
         if (found := config.get(field, values[0])) not in values:
             supported = ", ".join(map(str, values))

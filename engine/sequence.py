@@ -215,7 +215,7 @@ def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
     """Returns the arrays of a step.
 
     The step computes results for the last row of a chunk that completes its sequence, or for every row if the sequence
-    wants that (`Sequence.wants_every_row`).
+    requires that (`Sequence.wants_every_row`).
     """
     q_lens = np.array([c.num_tokens for c in chunks], np.int32)
     starts = np.array([c.sequence.num_computed for c in chunks], np.int64)

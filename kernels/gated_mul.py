@@ -1,4 +1,4 @@
-"""What the products of a gate and its input share (`gelu_mul`, `silu_mul`): the choice between their paths."""
+"""The code that `gelu_mul` and `silu_mul` share: the choice between the paths of a kernel."""
 
 from __future__ import annotations
 

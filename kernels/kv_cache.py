@@ -2,8 +2,8 @@
 
 Row formats, by the cache's dtype:
 
-* bfloat16, float16, float32: head_dim numbers.
-* float8_e4m3fn: head_dim numbers, rounded to nearest even, saturating at +-448. No scale, as vLLM has by default.
+* bfloat16, float16, float32: head_dim numbers. * float8_e4m3fn: head_dim numbers, rounded to nearest even, saturating
+at +-448. There is no scale, as in vLLM by default.
 * int8: head_dim integers in [-127, 127], then their scale, an fp32 number: the row's largest magnitude / 127.
 
 A row depends on its own token alone, so its bytes are the same in any chunk, and a block can be copied as it is.

@@ -1,5 +1,5 @@
-"""RMS norm, optionally after adding a residual. As in Hugging Face's Llama: normalise in fp32, round, multiply. With an
-fp32 weight as in its Gemma: normalise and multiply in fp32, round.
+"""RMS norm, optionally after adding a residual. Values are rounded as in Hugging Face's Llama (normalise in fp32,
+round, multiply) or, with an fp32 weight, as in its Gemma (normalise and multiply in fp32, round).
 """
 
 from __future__ import annotations

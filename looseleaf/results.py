@@ -168,7 +168,7 @@ def _usage(message: pb.Usage) -> Usage:
 
 
 def join(deltas: Iterable[Delta]) -> Completion:
-    """Returns the completion that a whole stream makes up. Raises Internal if the stream ended before every
+    """Combines all deltas of a stream into a completion. Raises Internal if the stream ended before every
     sample did.
     """
     everything = tuple(deltas)

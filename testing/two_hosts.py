@@ -189,7 +189,7 @@ class TwoHosts:
         }  # fmt: skip
 
     def cut(self, is_up: bool = False) -> None:
-        """Takes the link between the hosts down, or up again."""
+        """Takes the link between the hosts down, or brings it up again."""
         assert self.spaces is not None
         _run(*self.spaces[0].enter, "ip", "link", "set", f"lla{os.getpid()}", "up" if is_up else "down")
 

@@ -120,7 +120,9 @@ class Grammars:
 
 
 def _wanted(sequences: Seq[Sequence]) -> StructuredOutput | None:
-    """Returns what the output of a group must match. Accepts a group without sequences, which the worker rejects."""
+    """Returns what the output of a group must match, or None for free text. A group without sequences is no error here:
+    the worker rejects it later.
+    """
     return sequences[0].sampling.structured if sequences else None
 
 

@@ -54,7 +54,7 @@ def load_model(settings: WorkerSettings) -> ModelRunner:
 
 
 def least_floor(role: Role, model: Model, settings: WorkerSettings) -> int:
-    """Returns the floor that a role asks for: the blocks of one sequence of full length (`group_need.floor_of`)."""
+    """Returns the floor that a role requests: the blocks of one sequence of full length (`group_need.floor_of`)."""
     return floor_of(role, model.max_model_len, model.layout.rules(settings.max_num_batched_tokens))
 
 

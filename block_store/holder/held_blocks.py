@@ -112,7 +112,7 @@ class HeldBlocks:
         self._reserve.expect(num_blocks)
 
     def give_up_reserve(self) -> None:
-        """Returns the reserve to the ledger, for all workers."""
+        """Returns the reserve to the ledger, so that any worker can allocate its blocks."""
         self._reserve.give_back(len(self._reserve))
 
     @locked

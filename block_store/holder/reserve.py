@@ -71,7 +71,7 @@ class Reserve:
 
     @locked
     def give_back(self, num_blocks: int) -> None:
-        """Releases the `num_blocks` that were allocated last, for all workers."""
+        """Releases the `num_blocks` that were allocated last, so that any worker can allocate them."""
         refs = list(self._refs)[len(self._refs) - num_blocks :]
         for ref in refs:
             del self._refs[ref]
@@ -82,7 +82,7 @@ class Reserve:
         self._refs = {ref: None for ref in self._refs if is_kept(ref)}
 
     def clear(self) -> None:
-        """Forgets all blocks, at the end of the holder."""
+        """Forgets all blocks, because the holder has ended."""
         self._refs.clear()
 
     def _refill(self, num_blocks: int) -> None:

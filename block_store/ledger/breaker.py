@@ -39,7 +39,7 @@ class Breaker:
         return not self._closed.is_set()
 
     def refuses(self) -> bool:
-        """Returns `is_open`, before a call, and counts the call if it is refused."""
+        """Returns whether the next call must be refused because the breaker is open, and counts it if so."""
         self.num_refused += self.is_open
         return self.is_open
 

@@ -93,8 +93,8 @@ class ArenaOwner:
     def _take_ahead(self) -> None:
         """Begins to allocate the memory of a host arena.
 
-        Does nothing if the user gave a budget, which may be nearly all memory, because workers need some memory while
-        they load.
+        Does nothing if the user gave a budget: it may be nearly all memory, and workers need some memory while they
+        load.
         """
         settings = self._settings
         if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:

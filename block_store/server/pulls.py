@@ -1,4 +1,5 @@
-"""Pulls into the store's arena, for a store that accepts them. The arena's puller is created with the first pull.
+"""Pulls copy blocks from other stores into this store's arena, if the store accepts pulls. The arena's puller is
+created with the first pull.
 
 Does not use protobuf.
 """

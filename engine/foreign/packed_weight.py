@@ -177,7 +177,7 @@ def _cast(
 
 
 def _plain(value: Any) -> Any:
-    """Replaces packed weights in a value by plain tensors."""
+    """Replaces packed weights in a value with plain tensors."""
     if isinstance(value, PackedWeight):
         raw = value.matrices.plain()
         raw = raw if value.index is None else raw[value.index]

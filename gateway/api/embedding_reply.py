@@ -79,7 +79,7 @@ class EmbeddingAnswer(PooledAnswer):
         self._body = body
 
     def whole(self) -> bytes:
-        """Raises InvalidArgument for more dimensions than the model has."""
+        """Raises InvalidArgument if the body requests more dimensions than the model has."""
         vectors = [shortened(vector, self._body.dimensions) for vector in self._vectors()]
         encode = _base64 if self._body.encoding_format == "base64" else list
         data = [

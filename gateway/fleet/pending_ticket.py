@@ -32,7 +32,7 @@ class PendingTicket:
     async def move(
         self, arena_id: str, quota: types_pb.CacheQuota | None, public_tokens: int, timeout_s: float
     ) -> block_store_pb2.PullResponse:
-        """Copies the ticket's blocks into another arena, and replaces the ticket by that of the copies. Raises the
+        """Copies the ticket's blocks into another arena, and replaces the ticket with that of the copies. Raises the
         errors of `Workers.pull`.
         """
         assert self.ticket is not None

@@ -138,7 +138,7 @@ def _continued(text: str, content: str) -> str:
 
 
 def _check_unicode(text: str) -> None:
-    """Raises InvalidArgument for a lone surrogate, which JSON can spell."""
+    """Raises InvalidArgument for a lone surrogate, which JSON can express but Unicode does not allow."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -186,7 +186,7 @@ class Checker:
             self.refuse(name, what, TOO_LONG)
 
     def encodable(self, name: str, text: str) -> bool:
-        """Returns whether the text is Unicode. A lone surrogate, which JSON can spell, is not."""
+        """Returns whether the text is valid Unicode. JSON can also express lone surrogates, which are not valid."""
         if text.isascii():
             return True
         try:

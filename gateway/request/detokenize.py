@@ -32,7 +32,7 @@ class Detokenizing(Protocol):
     """An incremental detokenizer for one sample."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token. It is often empty inside a character."""
+        """Returns the text that became certain with this token. Within a character, it is often empty."""
 
     def flush(self) -> str:
         """Returns the text that is still held back, at the end of the tokens."""
@@ -139,7 +139,7 @@ class Detokenizer:
         """Number of tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token. It is often empty inside a character."""
+        """Returns the text that became certain with this token. Within a character, it is often empty."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         whole = len(text.rstrip(REPLACEMENT))

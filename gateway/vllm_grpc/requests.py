@@ -66,9 +66,9 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
 def first_token_only(wanted: Wanted) -> None:
     """Turns a router's prefill request into one for first tokens from which decode can continue.
 
-    The router has replaced `max_tokens` and `ignore_eos` by its own values, so prefill must end no sample: decode gets
-    the client's values and judges the first tokens. Only `min_tokens` affects what is drawn: it masks stop tokens. A
-    grammar itself determines where the output ends.
+    The router has replaced `max_tokens` and `ignore_eos` with its own values, so prefill must end no sample: decode
+    gets the client's values and judges the first tokens. Only `min_tokens` affects what is drawn: it masks stop tokens.
+    A grammar itself determines where the output ends.
     """
     wanted.max_tokens, wanted.fills_context, wanted.stop = None, False, ()
     wanted.min_tokens = min(1, wanted.min_tokens or 0)

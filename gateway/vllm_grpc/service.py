@@ -1,8 +1,8 @@
 """VllmEngine over gRPC, for one role: `regular` takes whole requests, `prefill` and `decode` each take one half of a
 request.
 
-Every role uses the gateway's own path: limits, admission, recovery. What a router carries from prefill to
-decode is a name (`gateway.request.head_start`); without a usable one, decode prefills the request itself.
+Every role uses the gateway's own path: limits, admission, recovery. A router carries only a name from prefill to decode
+(`gateway.request.head_start`). Without a usable name, decode prefills the request itself.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Parameters of one layer and the addresses of its keys and values in the arena. All norms but those before the
-    sublayers may be null, and a window of 0 is none. `experts` has two Linears per expert, gate_up and down; if it is
-    null, the layer has one MLP.
+    """Parameters of one layer and the addresses of its keys and values in the arena. All norms except those before the
+    sublayers may be null. A window of 0 means that there is no window. `experts` has two Linears per expert, gate_up
+    and down; if it is null, the layer has one MLP.
     """
 
     _fields_ = [
@@ -47,7 +47,8 @@ class Layer(ctypes.Structure):
 
 class Model(ctypes.Structure):
     """Parameters and sizes. `cache_*` are the strides of a layer's keys and values, in elements. `inner` is the width
-    of the widest MLP or expert. With `wide_norms` the weights of norms are fp32. A softcap of 0 is none.
+    of the widest MLP or expert. With `wide_norms` the weights of norms are fp32. A softcap of 0 means that there is no
+    softcap.
     """
 
     _fields_ = [

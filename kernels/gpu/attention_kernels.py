@@ -60,7 +60,7 @@ def split_size(first_key, keys_to, num_splits, TILE: tl.constexpr, PIECE: tl.con
 
 @triton.jit
 def as_operand(x, dtype: tl.constexpr, WIDE: tl.constexpr):
-    """Rounds `x` to `dtype`, the queries', as an operand of `tl.dot`."""
+    """Rounds `x` to `dtype`, the dtype of the queries, for use as an operand of `tl.dot`."""
     x = x.to(dtype)
     if WIDE:
         x = x.to(tl.float32)

@@ -2,8 +2,8 @@
 determine the splits.
 
 This code has not run on a GPU yet. The numbers come from compiler output (no spills, registers, shared memory;
-`tests/kernels/gpu/test_compile_attention.py` enforces them) and from a model of bytes. `python -m kernels.gpu.tune`
-measures the alternatives on a machine with a GPU.
+`tests/kernels/gpu/test_compile_attention.py` enforces them) and from a model of memory traffic. `python -m
+kernels.gpu.tune` measures the alternatives on a machine with a GPU.
 
 Decode reads each byte of K and V once for about as many FLOP as the group has heads, so bytes in flight matter most. A
 step of 64 keys of 128 values is 32 KiB; an SM needs about 25 KB (4.3 TB/s times about 0.8 us, divided by 132 SMs,

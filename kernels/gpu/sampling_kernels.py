@@ -1,6 +1,6 @@
 """The Triton kernels of `kernels.gpu.sampling` (long: they share their arithmetic, step by step). No launches.
 
-Best token, weights, filters, draw, log-probabilities.
+They find the best token, compute weights, apply filters, draw tokens and compute log-probabilities.
 
 The arithmetic is that of kernels/cpu/sampling.cpp: the same division and 2^x, operation by operation (so these kernels
 are launched without fusing a multiplication and an addition unless the code says so), and sums in float64. A row's sums

@@ -1,7 +1,7 @@
 """The elementwise halves of SwiGLU and GeGLU in Triton. Contracts: `kernels.silu_mul.silu_mul` and
 `kernels.gelu_mul.gelu_mul`, which check shapes.
 
-Elementwise, so a row cannot depend on others. Memory traffic: gate, up and the product, once each.
+The operations are elementwise, so a row cannot depend on others. Memory traffic: gate, up and the product, once each.
 """
 
 from __future__ import annotations

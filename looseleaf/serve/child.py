@@ -38,7 +38,7 @@ def _follow(parent: int) -> None:
 
 
 def later(ready_file: Path, line: int) -> str:
-    """Returns the flag that stands for a line of a ready file, counted from 0."""
+    """Returns the flag that stands for one line of a ready file. Lines are counted from 0."""
     return f"{_READY}{ready_file}:{line}"
 
 

@@ -84,7 +84,7 @@ class Host:
         return next(int(h.lease_ms) for h in self.store.inspect().holders if h.epoch == ticket.id.epoch)
 
     def assert_idle(self) -> None:
-        """Waits until nobody holds a block, apart from tickets' ends that are under way."""
+        """Waits until nobody holds a block, apart from tickets that are being ended."""
         wait_until(lambda: self.store.inspect().sealed == 0 == self.store.inspect().reserved)
 
     def stop(self) -> None:
