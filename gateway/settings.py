@@ -8,7 +8,7 @@ from pydantic import Field
 
 from common.settings import ServerSettings, VllmGrpcSettings, settings_config
 from common.types import Pooling
-from gateway.tools.formats import CallFormatName, ReasoningFormatName
+from gateway.tools.names import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(VllmGrpcSettings, ServerSettings):

@@ -83,7 +83,7 @@ class Blocks:
 
     def _take(self, piece: Piece, changes: list[Change]) -> None:
         if isinstance(piece, CallBegin):
-            self._open(Block("call", len(self.all), piece.name, self._ids.next()), changes)
+            self._open(Block("call", len(self.all), piece.name, self._ids.next(piece.call_id)), changes)
             return
         kind: BlockKind = "text" if isinstance(piece, Content) else "call"
         if isinstance(piece, Reasoning):

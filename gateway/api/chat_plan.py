@@ -16,7 +16,9 @@ from gateway.intake.assets import ModelAssets
 from gateway.intake.tokenizing import chat_templates
 from gateway.intake.wanted import ChatPrompt, Prompt, Wanted
 from gateway.tools.enforce import calls_grammar, thinking_before
-from gateway.tools.formats import CallFormatName, CallIds, OutputFormats, ReasoningFormatName, call_format, special_ids
+from gateway.tools.formats import CallIds, OutputFormats, special_ids
+from gateway.tools.known_formats import call_format
+from gateway.tools.names import CallFormatName, ReasoningFormatName
 from gateway.tools.output_reader import OutputReader
 from gateway.tools.reasoning import ReasoningSplitter, begins_inside
 
@@ -43,7 +45,7 @@ class ChatPlan:
             splitter = ReasoningSplitter(inside=begins_inside(self.reasoning, prompt, self.continued))
         form = self.planner.formats.calls
         if self.tools.choice != "none" and form is not None:
-            known = frozenset(function.name for function in self.tools.functions)
+            known = {function.name: function.parameters for function in self.tools.functions}
             parser = form.parser(known, None if self.tools.many else 1)
         return OutputReader(splitter, parser)
 
@@ -123,7 +125,12 @@ class ChatPlanner:
         marks = self._call_marks | self._thinking_marks
         thinking = thinking_before(self.formats.reasoning, prompt, continued)
         free = tools.choice == "auto"
-        return calls_grammar(self.formats.calls, tools.functions, marks, many=tools.many, thinking=thinking, free=free)
+        form, functions = self.formats.calls, tools.functions
+        try:
+            return calls_grammar(form, functions, marks, many=tools.many, thinking=thinking, free=free)
+        except ValueError as error:
+            what = f"cannot be enforced in the format {form.name}: {error}"
+            raise InvalidArgument.of("tools", what) from error
 
 
 def _continued(prompt: Prompt | None) -> str | None:

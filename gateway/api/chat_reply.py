@@ -29,7 +29,7 @@ def message_of(text: str, reader: OutputReader | None, ids: CallIds) -> dict[str
 
 def _call(ids: CallIds, begin: CallBegin, pieces: Sequence[Piece]) -> dict[str, Any]:
     arguments = "".join(p.text for p in pieces if isinstance(p, CallArguments) and p.index == begin.index)
-    return {"id": ids.next(), "type": "function", "function": {"name": begin.name, "arguments": arguments}}
+    return {"id": ids.next(begin.call_id), "type": "function", "function": {"name": begin.name, "arguments": arguments}}
 
 
 def deltas_of(pieces: Sequence[Piece], ids: CallIds) -> Iterator[dict[str, Any]]:
@@ -41,6 +41,7 @@ def deltas_of(pieces: Sequence[Piece], ids: CallIds) -> Iterator[dict[str, Any]]
             yield {"reasoning_content": piece.text}
         elif isinstance(piece, CallBegin):
             function = {"name": piece.name, "arguments": ""}
-            yield {"tool_calls": [{"index": piece.index, "id": ids.next(), "type": "function", "function": function}]}
+            call = {"index": piece.index, "id": ids.next(piece.call_id), "type": "function", "function": function}
+            yield {"tool_calls": [call]}
         else:
             yield {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}

@@ -8,7 +8,7 @@ Arguments are passed on as the model wrote them. They end where their brackets b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from typing import Any, Protocol
 
 END = ""
@@ -36,6 +36,15 @@ class CallSink(Protocol):
 
 def skip_space(ch: str) -> Scan:
     while ch in SPACE:
+        ch = yield
+    return ch
+
+
+def expect(ch: str, mark: str) -> Scan:
+    """Reads a marker. Raises NotACall for any other text."""
+    for expected in mark:
+        if ch != expected:
+            raise NotACall
         ch = yield
     return ch
 
@@ -91,7 +100,7 @@ def value(ch: str, take: Take) -> Scan:
 class CallObject:
     """A reader of one object. The call begins for `sink` once the name is known and the arguments begin."""
 
-    def __init__(self, sink: CallSink, known: frozenset[str] | None) -> None:
+    def __init__(self, sink: CallSink, known: Container[str] | None) -> None:
         """If `known` is given, an object is a call only if it has one of these names, has arguments, and has no unknown
         keys.
         """

@@ -8,12 +8,15 @@ linear in the length of the output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 from gateway.tools.call_object import END, CallObject, NotACall, Scan, container, skip_space
 from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, merged
 
 Marked = Generator[None, str, tuple[bool, str]]
+Tools = Mapping[str, Mapping[str, Any]]
+"""The names of the tools, with the JSON schemas of their arguments."""
 
 
 class CallParser(ABC):
@@ -24,8 +27,8 @@ class CallParser(ABC):
     triggers: frozenset[str]
     """The characters that may begin a call."""
 
-    def __init__(self, known: frozenset[str], max_calls: int | None = None) -> None:
-        """`known` contains the names of the tools. Calls beyond `max_calls` are dropped."""
+    def __init__(self, known: Tools, max_calls: int | None = None) -> None:
+        """Calls beyond `max_calls` are dropped."""
         self.num_calls = 0
         self._known = known
         self._max_calls = max_calls
@@ -73,14 +76,15 @@ class CallParser(ABC):
 
     # --- results of reading
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, call_id: str | None = None) -> None:
         self._end_arguments()
         self._held, self._space = None, []
         if self._max_calls is None or self.num_calls < self._max_calls:
-            self._out.append(CallBegin(self.num_calls, name))
+            self._out.append(CallBegin(self.num_calls, name, call_id))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
+        self._held = None
         self._arguments.append(text)
 
     def _end_arguments(self) -> None:
@@ -135,7 +139,7 @@ class CallParser(ABC):
         self._held = None
         return ch
 
-    def _objects(self, ch: str, separators: str, known: frozenset[str] | None) -> Scan:
+    def _objects(self, ch: str, separators: str, known: Tools | None) -> Scan:
         """Reads an object, and further ones, which may be separated by one of `separators`. `ch` is the first one's
         bracket.
         """
@@ -150,7 +154,7 @@ class CallParser(ABC):
             if ch != "{":
                 ch = yield from skip_space((yield))
 
-    def _list(self, ch: str, known: frozenset[str] | None) -> Scan:
+    def _list(self, ch: str, known: Tools | None) -> Scan:
         """Reads a list of objects. `ch` is its bracket."""
         ch = yield from skip_space((yield))
         ch = yield from self._objects(ch, ",", known)
@@ -167,6 +171,20 @@ class CallParser(ABC):
                 return False, ch
             ch = yield
         return True, ch
+
+    def _one_of(self, ch: str, marks: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
+        """Reads one of several markers, none of which begins another. Returns "" if there is none; the part that
+        matched becomes content.
+        """
+        read = ""
+        while ch != END and any(mark.startswith(read + ch) for mark in marks):
+            read += ch
+            ch = yield
+            if read in marks:
+                return read, ch
+        if read:
+            self._content(read)
+        return "", ch
 
 
 class HermesParser(CallParser):
@@ -192,7 +210,7 @@ class Llama3Parser(CallParser):
     """
 
     triggers = frozenset("<{")
-    TAG = "<|python_tag|>"
+    TAG, CLOSE = "<|python_tag|>", ""
     SEPARATORS = ";,"
 
     def _marked(self, ch: str) -> Scan:
@@ -202,7 +220,16 @@ class Llama3Parser(CallParser):
 
     def _tagged(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)
-        return (yield from self._objects(ch, self.SEPARATORS, None))
+        ch = yield from self._objects(ch, self.SEPARATORS, None)
+        if self.CLOSE:
+            _, ch = yield from self._matches(ch, self.CLOSE)
+        return ch
+
+
+class Llama4Parser(Llama3Parser):
+    """The same, also between `<|python_start|>` and `<|python_end|>`: Llama 4."""
+
+    TAG, CLOSE = "<|python_start|>", "<|python_end|>"
 
 
 class MistralParser(CallParser):

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.types import StructuredOutput
+from gateway.tools.argument_rules import PythonicRules, TagRules
+from gateway.tools.call_format import CallFormat
 from gateway.tools.call_parsers import HermesParser, MistralParser
-from gateway.tools.formats import CallFormat, ReasoningFormatName
+from gateway.tools.names import ReasoningFormatName
 from gateway.tools.reasoning import CLOSE, OPEN, begins_inside
+from gateway.tools.schemas import object_schema
 
-_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is formatted as `json.dumps` formats it. If any white space were allowed, a model could write it endlessly."""
-
+_MAX_MARKER_BYTES = 20
+"""The longest marker that free text can exclude, unless it is a special token: 28 bytes exceed the limits of
+llguidance's lexer.
+"""
 _ANY = r"/(.|\n)*/"
 """Any text."""
 
@@ -48,7 +52,7 @@ def calls_grammar(
     set, it is a grammar for any text that may contain calls; only the arguments of strict functions match their schema.
 
     `special` contains the ids of markers that are special tokens; `thinking` is the result of `thinking_before`. Raises
-    ValueError for free text if the format's calls have no marker.
+    ValueError for free text if the format's calls have no marker, and for a schema that the format cannot enforce.
     """
     lark = _Lark(form, functions, special)
     return StructuredOutput("lark", "\n".join(lark.lines(many, thinking, free=free)) + "\n")
@@ -72,29 +76,37 @@ class _Lark:
         self._form = form
         self._functions = functions
         self._special = special
+        self._rules: TagRules | PythonicRules | None = None
+        """The rules of arguments that are not a JSON object."""
+        if form.tags is not None:
+            self._rules = TagRules(form.tags, form.line_break, self._mark)
+        elif form.is_pythonic:
+            self._rules = PythonicRules()
 
     def lines(self, many: bool, thinking: str, *, free: bool) -> list[str]:
         before = {"": "", "optional": "thinking? ", "open": "thought "}[thinking]
         tools = " | ".join(f"tool_{index}" for index in range(len(self._functions)))
         lines = ["%llguidance {}", f"start: {before}calls", f"tool: {tools}"]
         lines += self._calls_in_text(many) if free else self._calls(many)
+        lines += self._rules.shared if self._rules is not None else ()
         for index, function in enumerate(self._functions):
-            schema = _schema(function.parameters if function.strict or not free else {})
-            lines += [f"tool_{index}: {self._tool(function, index)}", f"arguments_{index}: %json {schema}"]
+            lines += self._tool(function, index, function.parameters if function.strict or not free else {})
         return lines + (self._thinking() if thinking else [])
 
     def _calls(self, many: bool) -> list[str]:
+        if not self._form.marker and self._form.spelling is not None:
+            return [f"calls: {self._after_marker(many)}"]
         if not self._form.marker:  # Llama 3 makes one call at a time
             as_list = self._form.name == "json" and many
             return ['calls: "[" tool (", " tool)* "]"' if as_list else "calls: tool"]
-        repeated = (" call*" if self._form.compact else ' ("\\n" call)*') if many and not self._is_list else ""
+        between = self._parts(self._form.spelling.separator) if self._form.spelling is not None else '"\\n"'
+        repeated = f" ({'' if self._form.compact else between} call)*" if many and not self._is_list else ""
         return [f"calls: call{repeated}", f"call: {self._mark(self._form.marker)} {self._after_marker(many)}"]
 
     def _calls_in_text(self, many: bool) -> list[str]:
         """Returns rules for text with calls. Text never contains the marker: what follows a marker is a call."""
         marker = self._form.marker
-        # Text that excludes a marker of multi-byte characters exceeds the limits of llguidance's lexer.
-        if not marker or not (marker in self._special or marker.isascii()):
+        if not marker or not (marker in self._special or len(marker.encode()) <= _MAX_MARKER_BYTES):
             raise ValueError(f"a call of the format {self._form.name} cannot be distinguished from text")
         opened = f"TEXT {self._mark(marker)}" if marker in self._special else "opened"
         return [
@@ -107,19 +119,27 @@ class _Lark:
     @property
     def _is_list(self) -> bool:
         """Whether one marker precedes a list of all calls."""
-        return self._form.spelling is not None or (self._form.name == "mistral" and not self._form.compact)
+        if self._form.spelling is not None:
+            return not self._form.spelling.is_repeated
+        return self._form.name == "mistral" and not self._form.compact
 
     def _after_marker(self, many: bool) -> str:
         spelling = self._form.spelling
         if spelling is not None:
-            more = f" ({self._parts(spelling.separator)} tool)*" if many else ""
+            more = f" ({self._parts(spelling.separator)} tool)*" if many and self._is_list else ""
             return f"{self._parts(spelling.opening)} tool{more} {self._parts(spelling.closing)}"
         if self._form.name == "hermes":
             return f'"\\n" tool "\\n" {self._mark(HermesParser.CLOSE)}'
         repeated = ' (", " tool)*' if many else ""
         return f'" "? "[" tool{repeated} "]"' if self._is_list else "tool"
 
-    def _tool(self, function: Function, index: int) -> str:
+    def _tool(self, function: Function, index: int, parameters: Mapping[str, Any]) -> list[str]:
+        """Returns the rules for a call of one function with arguments of this schema."""
+        if self._rules is not None:
+            return self._rules.tool(function.name, index, parameters)
+        return [f"tool_{index}: {self._call(function, index)}", f"arguments_{index}: %json {object_schema(parameters)}"]
+
+    def _call(self, function: Function, index: int) -> str:
         spelling = self._form.spelling
         if spelling is not None:
             before, after = self._parts(spelling.before_name), self._parts(spelling.after_name)
@@ -127,7 +147,7 @@ class _Lark:
             return f"{before} {json.dumps(json.dumps(function.name)[1:-1])} {after} arguments_{index} {end}"
         if self._form.compact:
             return f"{json.dumps(function.name)} {self._mark(MistralParser.ARGS)} arguments_{index}"
-        key = "parameters" if self._form.name == "llama3_json" else "arguments"
+        key = "parameters" if self._form.name in ("llama3_json", "llama4_json") else "arguments"
         head = f'{{"name": {json.dumps(function.name)}, "{key}": '
         return f'{json.dumps(head)} arguments_{index} "}}"'
 
@@ -139,40 +159,8 @@ class _Lark:
             thought = [f"thought: text {gap}", f'text[suffix="{CLOSE}"]: {_ANY}']
         return [f"thinking: {self._mark(OPEN)} thought", *thought]
 
-    def _parts(self, parts: Sequence[str]) -> str:
-        return " ".join(map(self._mark, parts))
+    def _parts(self, parts: Sequence[str | re.Pattern[str]]) -> str:
+        return " ".join(self._mark(part) if isinstance(part, str) else f"/{part.pattern}/" for part in parts)
 
     def _mark(self, mark: str) -> str:
         return f"<[{self._special[mark]}]>" if mark in self._special else json.dumps(mark)
-
-
-def _schema(parameters: Mapping[str, Any]) -> str:
-    """Returns the schema of a function's arguments, which are always an object, on one line."""
-    schema = _without_notes(parameters)
-    if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
-        schema["type"] = "object"
-    return json.dumps(schema | {"x-guidance": _SPELLING})
-
-
-def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without its descriptions, which are long and do not change what it accepts."""
-    kept: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
-            kept[key] = {name: _inner(item) for name, item in value.items()}
-        elif key not in _NOTES:
-            kept[key] = value if key in _DATA else _inner(value)
-    return kept
-
-
-def _inner(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_inner(item) for item in value]
-    return _without_notes(value) if isinstance(value, dict) else value
-
-
-_NOTES = frozenset(("description", "title", "examples", "default", "$comment", "x-guidance"))
-_NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-"""Keywords whose value maps names chosen by the client to schemas."""
-_DATA = frozenset(("enum", "const", "required", "dependentRequired", "type"))
-"""Keywords whose value is not a schema."""

@@ -22,6 +22,8 @@ class CallBegin:
     index: int
     """The call's number within the answer, from 0."""
     name: str
+    call_id: str | None = None
+    """The id that the model itself wrote, in the formats that have one."""
 
 
 @dataclass(frozen=True, slots=True)

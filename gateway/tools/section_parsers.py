@@ -1,32 +1,29 @@
-"""Finds tool calls in the formats of DeepSeek, Granite 3 and Phi-4-mini: JSON arguments between markers."""
+"""Finds tool calls in the formats of DeepSeek, Kimi K2, Granite 3, Phi-4-mini, Hunyuan, Jamba and InternLM 2: JSON
+arguments between markers."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import re
+from abc import abstractmethod
 
-from gateway.tools.call_object import END, NotACall, Scan, container, skip_space
+from gateway.tools.call_object import END, NotACall, Scan, container, expect, skip_space
 from gateway.tools.call_parsers import CallParser
 
 
-class DeepSeekParser(CallParser):
-    """A section of calls: DeepSeek V3 and R1 (arguments in a block of code), and V3.1 (plain arguments).
-
-    V3: `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a line break, a block of JSON,
-    `<｜tool▁call▁end｜><｜tool▁calls▁end｜>`. V3.1: the same with `name<｜tool▁sep｜>{...}` within a call.
-    """
+class SectionParser(CallParser):
+    """A section between two markers, with a marker before each call."""
 
     triggers = frozenset("<")
-    OPEN, CLOSE = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
-    CALL, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
-    SEP = "<\uff5ctool\u2581sep\uff5c>"
-    KIND, CODE, CODE_END = "function", "```json", "```"
+    OPEN: str
+    CLOSE: str
+    CALL: str
 
     def _marked(self, ch: str) -> Scan:
         return (yield from self._after(ch, self.OPEN, self._calls))
 
     def _calls(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)
-        ch = yield from _expect(ch, self.CALL)
+        ch = yield from expect(ch, self.CALL)
         while True:
             ch = yield from self._call(ch)
             ch = yield from skip_space(ch)
@@ -35,17 +32,33 @@ class DeepSeekParser(CallParser):
                 return ch
             self._held = [mark, ch]
 
+    @abstractmethod
     def _call(self, ch: str) -> Scan:
         """Reads one call after its first marker."""
+
+
+class DeepSeekParser(SectionParser):
+    """A section of calls: DeepSeek V3 and R1 (arguments in a block of code), and V3.1 (plain arguments).
+
+    V3: `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a line break, a block of JSON,
+    `<｜tool▁call▁end｜><｜tool▁calls▁end｜>`. V3.1: the same with `name<｜tool▁sep｜>{...}` within a call.
+    """
+
+    OPEN, CLOSE = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+    CALL, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+    SEP = "<\uff5ctool\u2581sep\uff5c>"
+    KIND, CODE, CODE_END = "function", "```json", "```"
+
+    def _call(self, ch: str) -> Scan:
         name: list[str] = []
         ch = yield from _until(ch, "<", name)
-        ch = yield from _expect(ch, self.SEP)
+        ch = yield from expect(ch, self.SEP)
         in_code = ch != "{" and "".join(name) == self.KIND
         if in_code:
             name.clear()
             ch = yield from _until(ch, "\n", name)
             ch = yield from skip_space(ch)
-            ch = yield from _expect(ch, self.CODE)
+            ch = yield from expect(ch, self.CODE)
             ch = yield from skip_space(ch)
         if ch != "{" or not (called := "".join(name).strip()):
             raise NotACall
@@ -58,32 +71,61 @@ class DeepSeekParser(CallParser):
         _, ch = yield from self._matches(ch, self.CALL_END)
         return ch
 
-    def _one_of(self, ch: str, marks: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
-        """Reads one of several markers, none of which begins another. Returns "" if there is none; the part that
-        matched becomes content.
-        """
-        read = ""
-        while ch != END and any(mark.startswith(read + ch) for mark in marks):
-            read += ch
-            ch = yield
-            if read in marks:
-                return read, ch
-        if read:
-            self._content(read)
-        return "", ch
+
+class KimiParser(SectionParser):
+    """`<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}
+    <|tool_call_end|><|tool_calls_section_end|>`: Kimi K2.
+
+    The text before the arguments is the call's id, which the model must find again in the history. It contains the
+    name. A bare number is accepted if there is only one tool.
+    """
+
+    OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+    ARGUMENTS = "<|tool_call_argument_begin|>"
+    PREFIX = "functions."
+
+    def _call(self, ch: str) -> Scan:
+        read: list[str] = []
+        ch = yield from _until(ch, "<", read)
+        call_id = "".join(read).strip()
+        name = self._name(call_id)
+        ch = yield from expect(ch, self.ARGUMENTS)
+        ch = yield from skip_space(ch)
+        if ch != "{" or not name:
+            raise NotACall
+        self.begin(name, call_id)
+        ch = yield from container(ch, self.arguments)
+        ch = yield from skip_space(ch)
+        _, ch = yield from self._matches(ch, self.CALL_END)
+        return ch
+
+    def _name(self, call_id: str) -> str:
+        if match := re.fullmatch(r"(.+):\s*\d+", call_id):
+            return match[1].removeprefix(self.PREFIX)
+        if call_id.isdigit() and len(self._known) == 1:
+            return next(iter(self._known))
+        return call_id if call_id in self._known else ""
 
 
 class ListParser(CallParser):
     """A marker, then a list of `{"name": ..., "arguments": {...}}`, or one such object."""
 
     MARK: str
+    CLOSE = ""
+    """The marker after the calls, if there is one."""
 
     def _marked(self, ch: str) -> Scan:
         return (yield from self._after(ch, self.MARK, self._calls))
 
     def _calls(self, ch: str) -> Scan:
         ch = yield from skip_space(ch)
-        return (yield from self._list(ch, None) if ch == "[" else self._objects(ch, "", None))
+        ch = yield from self._list(ch, None) if ch == "[" else self._objects(ch, "", None)
+        if not self.CLOSE:
+            return ch
+        ch = yield from skip_space(ch)
+        _, ch = yield from self._matches(ch, self.CLOSE)
+        return ch
 
 
 class GraniteParser(ListParser):
@@ -100,13 +142,19 @@ class Phi4MiniParser(ListParser):
     MARK = "functools"
 
 
-def _expect(ch: str, mark: str) -> Scan:
-    """Reads a marker. Raises NotACall for any other text."""
-    for expected in mark:
-        if ch != expected:
-            raise NotACall
-        ch = yield
-    return ch
+class HunyuanParser(ListParser):
+    """`<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`: Hunyuan A13B, Jamba."""
+
+    triggers = frozenset("<")
+    MARK, CLOSE = "<tool_calls>", "</tool_calls>"
+
+
+class InternLmParser(ListParser):
+    """`<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>`: InternLM 2 and 3."""
+
+    triggers = frozenset("<")
+    START, PLUGIN = "<|action_start|>", "<|plugin|>"
+    MARK, CLOSE = START + PLUGIN, "<|action_end|>"
 
 
 def _until(ch: str, end: str, into: list[str]) -> Scan:

@@ -9,6 +9,7 @@ from pydantic_settings import CliPositionalArg
 
 from common.settings import KV_CACHE_DTYPE, AttentionBackend, VllmGrpcSettings, settings_config
 from common.types import KvCacheDType, Pooling
+from gateway.tools.names import CallFormatName, ReasoningFormatName
 
 
 class ServeSettings(VllmGrpcSettings):
@@ -28,10 +29,10 @@ class ServeSettings(VllmGrpcSettings):
     pooling: Pooling = Field(
         "last", description="how a text's hidden states become its embedding: the last token's, or the mean of all"
     )
-    tool_call_parser: Literal[
-        "auto", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "deepseek_v31", "granite", "phi4_mini_json"
-    ] = Field("auto", description="how the model writes tool calls; auto: as its chat template says")
-    reasoning_parser: Literal["qwen3", "deepseek_r1"] | None = Field(
+    tool_call_parser: CallFormatName = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template says"
+    )
+    reasoning_parser: ReasoningFormatName | None = Field(
         None,
         description="format of the reasoning, which is then split off from the content; default: it is not split off",
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.call_parsers import CallParser, HermesParser, JsonParser, Llama3Parser, MistralParser
+from gateway.tools.call_parsers import CallParser, HermesParser, JsonParser, Llama3Parser, MistralParser, Tools
 from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, merged
 from gateway.tools.section_parsers import DeepSeekParser, GraniteParser, Phi4MiniParser
 
-KNOWN = frozenset({"get_weather", "get_time", "add"})
+KNOWN: Tools = {"get_weather": {}, "get_time": {}, "add": {}}
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": [1, 2, {"x": null}]}'
 TRICKY = '{"city": "a } \\" ] </tool_call> { [ <|python_tag|> é 🌧 \\\\"}'
 Expected = tuple[str, list[tuple[str, str]]]

@@ -13,29 +13,42 @@ from tokenizers import AddedToken
 
 from common.grammar import compile_grammar, load_tokenizer
 from engine.tiny import write_tokenizer
+from gateway.tools.call_format import CallFormat
 from gateway.tools.call_parsers import merged
 from gateway.tools.enforce import Function, calls_grammar, thinking_before
-from gateway.tools.formats import (
+from gateway.tools.formats import CallIds, special_ids
+from gateway.tools.known_formats import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    GLM45,
+    GLM47,
     GRANITE,
     HERMES,
+    HUNYUAN,
+    INTERNLM,
     JSON,
+    KIMI_K2,
+    LFM2,
     LLAMA3,
+    LLAMA4,
+    LLAMA4_PYTHONIC,
+    MINIMAX_M2,
     MISTRAL,
     MISTRAL_COMPACT,
+    OLMO3,
     PHI4_MINI,
-    CallFormat,
-    CallIds,
+    PYTHONIC,
+    QWEN3_CODER,
+    SEED_OSS,
     call_format,
-    special_ids,
 )
 from gateway.tools.output_reader import OutputReader
 from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from gateway.tools.reasoning import ReasoningSplitter, begins_inside
-from gateway.tools.section_parsers import DeepSeekParser
+from gateway.tools.section_parsers import DeepSeekParser, KimiParser
 from testing.gateway import tool_templates
 from tests.gateway.tools.test_call_parsers import deepseek, deepseek_v31
+from tests.gateway.tools.test_recorded_outputs import kimi
 
 TEMPLATES: list[tuple[str, CallFormat | None]] = [
     (tool_templates.HERMES, HERMES),
@@ -44,8 +57,18 @@ TEMPLATES: list[tuple[str, CallFormat | None]] = [
     (tool_templates.MISTRAL, MISTRAL),
     ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", MISTRAL_COMPACT),
     ('{{ tools }} Answer with {"name": ..., "arguments": {...}}', JSON),
-    ("{{ tools }}<tool_call>\n<function=name>\n<parameter=x>", None),
-    ("{{ tools }}<tool_call>name\n<arg_key>k</arg_key>", None),
+    ("{{ tools }}<tool_call>\n<function=name>\n<parameter=x>", QWEN3_CODER),
+    ("{{ tools }}<tool_call>name\n<arg_key>k</arg_key>\n<arg_value>", GLM45),
+    ("{{ tools }}<tool_call>name<arg_key>k</arg_key><arg_value>", GLM47),
+    ("{{ tools }}<seed:tool_call>\n<function=name>\n<parameter=x>", SEED_OSS),
+    ("{{ tools }}<minimax:tool_call>\n<invoke name=", MINIMAX_M2),
+    ("{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|>", KIMI_K2),
+    ("{{ tools }}<tool_calls>[{{ calls }}]</tool_calls>", HUNYUAN),
+    ("{{ tools }}<|action_start|><|plugin|>", INTERNLM),
+    ('<|header_start|>{{ tools }}<|python_start|>{"name": "parameters": }', LLAMA4),
+    ("<|header_start|>{{ tools }} as [func_name1(params_name1=params_value1)]", LLAMA4_PYTHONIC),
+    ("<|tool_list_start|>{{ tools }}", LFM2),
+    ("{{ tools }}<function_calls>", OLMO3),
     ("{{ tools }}<|channel|>commentary to=functions.x", None),
     ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>", DEEPSEEK_V31),
     ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>...\\n```json\\n", DEEPSEEK_V3),
@@ -53,7 +76,8 @@ TEMPLATES: list[tuple[str, CallFormat | None]] = [
     ('{{ tools }}<|start_of_role|>assistant<|end_of_role|><|tool_call|>[{"arguments": ...}]', GRANITE),
     ('{{ tools }}<|tool_call|>{"arguments": ...}', None),
     ('{{ tools }} prefix calls with functools[{"name": name, "arguments": {...}}]', PHI4_MINI),
-    ('<|start_header_id|>{{ tools }}"parameters": [func_name1(name=value)]', None),
+    ('<|start_header_id|>{{ tools }}"parameters": [func_name1(name=value)]', PYTHONIC),
+    ('{{ tools }}<|tool_call>{"parameters": }<tool_call|>', None),
     ("{{ tools }}", None),
     ("", None),
 ]
@@ -116,7 +140,7 @@ def test_where_the_output_begins_depends_on_the_prompt() -> None:
 def test_calls_are_read_after_the_reasoning_only() -> None:
     text = '<think>use <tool_call>{"name": "f"}</tool_call>?</think>\n<tool_call>{"name": "f"}</tool_call>'
     for parts in ([text], list(text)):
-        reader = OutputReader(ReasoningSplitter(inside=False), HERMES.parser(frozenset({"f"}), None))
+        reader = OutputReader(ReasoningSplitter(inside=False), HERMES.parser({"f": {}}, None))
         pieces = merged([p for part in parts for p in reader.feed(part)] + reader.finish())
         assert pieces == [
             Reasoning('use <tool_call>{"name": "f"}</tool_call>?'), CallBegin(0, "f"), CallArguments(0, "{}"),
@@ -134,10 +158,11 @@ CITY = Function(
 TIME = Function("get_time", {"type": "object", "properties": {"zone": {"type": "integer"}}, "required": []})
 ANY = Function("get_weather2", {})
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", *DEEPSEEK_V3.marks,
-         *GRANITE.marks)  # fmt: skip
+         *GRANITE.marks, *KIMI_K2.marks, *HUNYUAN.marks, *INTERNLM.marks)  # fmt: skip
 FORMS = {
     "hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral11": MISTRAL_COMPACT, "json": JSON,
-    "deepseek": DEEPSEEK_V3, "deepseek31": DEEPSEEK_V31, "granite": GRANITE, "phi4": PHI4_MINI,
+    "deepseek": DEEPSEEK_V3, "deepseek31": DEEPSEEK_V31, "granite": GRANITE, "phi4": PHI4_MINI, "llama4": LLAMA4,
+    "kimi": KIMI_K2, "hunyuan": HUNYUAN, "internlm": INTERNLM,
 }  # fmt: skip
 
 
@@ -174,13 +199,19 @@ def spelled(form: CallFormat, calls: list[tuple[str, str]]) -> str:
         between = "\n" if form is DEEPSEEK_V3 else ""
         written = between.join(write(name, arguments) for name, arguments in calls)
         return DeepSeekParser.OPEN + written + DeepSeekParser.CLOSE
-    key = "parameters" if form is LLAMA3 else "arguments"
+    if form is KIMI_K2:
+        return KimiParser.OPEN + "".join(kimi(n, *call) for n, call in enumerate(calls)) + KimiParser.CLOSE
+    key = "parameters" if form in (LLAMA3, LLAMA4, INTERNLM) else "arguments"
     items = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
     if form is HERMES:
         return "\n".join(f"<tool_call>\n{item}\n</tool_call>" for item in items)
+    if form is INTERNLM:
+        return "\n".join(f"<|action_start|><|plugin|>\n{item}<|action_end|>" for item in items)
     joined = ", ".join(items)
-    before = {"mistral": "[TOOL_CALLS] ", "json": "", "granite": "<|tool_call|>", "phi4_mini_json": "functools"}
-    return joined if form is LLAMA3 else f"{before[form.name]}[{joined}]"
+    before = {"mistral": "[TOOL_CALLS] ", "json": "", "granite": "<|tool_call|>", "phi4_mini_json": "functools",
+              "hunyuan_a13b": "<tool_calls>"}  # fmt: skip
+    end = "</tool_calls>" if form is HUNYUAN else ""
+    return joined if form in (LLAMA3, LLAMA4) else f"{before[form.name]}[{joined}]{end}"
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -195,12 +226,12 @@ def test_the_grammar_takes_calls_and_nothing_else_and_the_parser_reads_them(toke
         [("get_time", "{}")],
         [("get_weather2", '{"x": [1, {"y": null}]}')],
     ]
-    if form is not LLAMA3:
+    if form not in (LLAMA3, LLAMA4):
         good.append([("get_time", "{}"), ("get_weather", '{"city": "Paris"}')])
     for calls in good:
         text = spelled(form, calls)
         assert accepts(ours, matcher, text), text
-        parser = form.parser(frozenset(f.name for f in functions), None)
+        parser = form.parser({f.name: f.parameters for f in functions}, None)
         pieces: list[Piece] = merged(parser.feed(text) + parser.finish())
         read = [(p.name, q.text) for p, q in zip(pieces[::2], pieces[1::2], strict=True)
                 if isinstance(p, CallBegin) and isinstance(q, CallArguments)]  # fmt: skip
@@ -224,7 +255,7 @@ def test_a_single_call_is_one_call(tokenizer: Any, name: str) -> None:
 def test_strict_arguments_match_within_free_text(tokenizer: Any, name: str) -> None:
     lltokenizer, ours, ids = tokenizer
     form, functions = FORMS[name], [replace(CITY, strict=True), TIME]
-    if not form.marker.isascii() and form.marker not in ids:
+    if len(form.marker.encode()) > 20 and form.marker not in ids:
         with pytest.raises(ValueError, match="cannot be distinguished"):
             calls_grammar(form, functions, ids, many=True, free=True)
         return
@@ -244,7 +275,7 @@ def test_strict_arguments_match_within_free_text(tokenizer: Any, name: str) -> N
     assert accepts(ours, begun, f"Hm.\n</think>\n\nHello {spelled(form, [paris])}")
 
 
-@pytest.mark.parametrize("form", [LLAMA3, JSON])
+@pytest.mark.parametrize("form", [LLAMA3, JSON, PYTHONIC])
 def test_a_call_without_a_marker_cannot_be_strict_within_free_text(form: CallFormat) -> None:
     with pytest.raises(ValueError, match="cannot be distinguished"):
         calls_grammar(form, [replace(CITY, strict=True)], {}, many=True, free=True)

@@ -211,6 +211,6 @@ def test_a_template_that_does_not_know_tools_is_not_given_any() -> None:
 
 
 def test_a_template_whose_form_of_calls_is_unknown_needs_a_parser() -> None:
-    odd = "{{ tools }}<tool_call><function=x>{{ messages[0].content }}"
+    odd = "{{ tools }}<|channel|>commentary{{ messages[0].content }}"
     with pytest.raises(InvalidArgument, match="--tool-call-parser"):
         plan({"messages": [USER], "tools": [WEATHER]}, odd)

@@ -1,0 +1,160 @@
+"""Grammar rules for arguments that are not written as one JSON object: text between tags, and keyword arguments.
+
+The arguments are in the order of the schema. Only properties that the schema names are written; a schema without
+properties allows any names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.tools.schemas import NOTES, value_schema
+from gateway.tools.tag_parsers import Tags
+from gateway.tools.typed_values import STRING, resolved, types_of
+
+_ANY = r"/(.|\n)*/"
+_ROOT = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"))
+_PLAIN = frozenset(("type", "enum", "const", "anyOf", "oneOf", "nullable")) | NOTES
+"""The keywords of a schema of text that can be enforced."""
+_NAME = r"ARGUMENT_NAME: /[a-zA-Z_][a-zA-Z0-9_]*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    name: str
+    schema: Any
+    is_required: bool
+
+
+def properties_of(parameters: Mapping[str, Any]) -> list[Property]:
+    """Returns the properties of a function's schema, required ones first. Raises ValueError for a schema with other
+    rules, which a grammar of separate arguments cannot enforce.
+    """
+    root = resolved(parameters, parameters)
+    if others := sorted(set(root) - _ROOT - NOTES):
+        raise ValueError(f"the keyword {others[0]!r} of a function's parameters")
+    found, required = root.get("properties", {}), root.get("required", [])
+    if not isinstance(found, dict) or not isinstance(required, list) or not all(isinstance(n, str) for n in required):
+        raise ValueError("parameters whose properties are not an object, or whose required names are not a list")
+    named = [*required, *(name for name in found if name not in required)]
+    if bad := [name for name in named if not re.fullmatch(r"[\w.-]+", name)]:
+        raise ValueError(f"the name {bad[0][:100]!r} of an argument")
+    return [Property(name, found.get(name, {}), name in required) for name in dict.fromkeys(named)]
+
+
+def is_open(parameters: Mapping[str, Any]) -> bool:
+    """Returns whether the arguments may have any names, because the schema names none."""
+    root = resolved(parameters, parameters)
+    names_some = root.get("properties") or root.get("required")
+    return not names_some and root.get("additionalProperties", True) is not False
+
+
+class PythonicRules:
+    """Rules for `name(key=value, ...)`. Values are JSON, except that booleans are Python's."""
+
+    shared: Sequence[str] = (_NAME, 'any_argument: ARGUMENT_NAME "=" any_value', "any_value: %json {}")
+
+    def tool(self, name: str, index: int, parameters: Mapping[str, Any]) -> list[str]:
+        return [f'tool_{index}: {json.dumps(name + "(")} arguments_{index} ")"', *self._arguments(index, parameters)]
+
+    def _arguments(self, index: int, parameters: Mapping[str, Any]) -> list[str]:
+        if is_open(parameters):
+            return [f'arguments_{index}: (any_argument (", " any_argument)*)?']
+        given, lines = properties_of(parameters), list[str]()
+        for number, item in enumerate(given):
+            value = f"value_{index}_{number}"
+            lines.append(f"argument_{index}_{number}: {json.dumps(item.name + '=')} {value}")
+            lines.append(f"{value}: {self._value(item.schema, parameters)}")
+        required = [f"argument_{index}_{n}" for n, item in enumerate(given) if item.is_required]
+        optional = [f"argument_{index}_{n}" for n, item in enumerate(given) if not item.is_required]
+        tails = [f'(", " {argument})?' for argument in optional]
+        if required:
+            return [f"arguments_{index}: {' '.join([*_joined(required), *tails])}", *lines]
+        starts = [" ".join([argument, *tails[n + 1 :]]) for n, argument in enumerate(optional)]
+        return [f"arguments_{index}: {'(' + ' | '.join(starts) + ')?' if starts else chr(34) * 2}", *lines]
+
+    def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
+        if types_of(schema, root) == {"boolean"} and not {"enum", "const"} & set(resolved(schema, root)):
+            return '"True" | "False"'
+        return f"%json {value_schema(schema, root)}"
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    return [argument if n == 0 else f'", " {argument}' for n, argument in enumerate(arguments)]
+
+
+class TagRules:
+    """Rules for arguments between tags: text for a string, the alternatives for an `enum`, and JSON otherwise."""
+
+    def __init__(self, tags: Tags, line_break: str, mark: Callable[[str], str]) -> None:
+        """`line_break` is between the parts of a call. `mark` returns a tag in the grammar's notation."""
+        self._tags = tags
+        self._break = line_break
+        self._mark = mark
+
+    @property
+    def shared(self) -> Sequence[str]:
+        end = self._mark(self._tags.value_end)
+        if end.startswith("<["):
+            text = [f"TEXT_VALUE: {_ANY}", f"text_value: TEXT_VALUE {end}"]
+        else:
+            text = [f"text_value[suffix={json.dumps(self._pad + self._tags.value_end)}]: {_ANY}"]
+        named = f"{self._mark(self._tags.key)} ARGUMENT_NAME {self._mark(self._tags.keyed)}"
+        return (_NAME, *text, f"any_argument: {named} {self._before_value} text_value {self._line}")
+
+    def tool(self, name: str, index: int, parameters: Mapping[str, Any]) -> list[str]:
+        tags = self._tags
+        begin = json.dumps(tags.call + name + tags.named + self._break)
+        if is_open(parameters):
+            return [f"tool_{index}: {begin} any_argument* {self._mark(tags.call_end)}"]
+        given, lines = properties_of(parameters), list[str]()
+        for number, item in enumerate(given):
+            key = f"{self._mark(tags.key)} {json.dumps(item.name)} {self._mark(tags.keyed)}"
+            value = self._value(item, parameters, f"value_{index}_{number}", lines)
+            lines.append(f"argument_{index}_{number}: {key} {self._before_value} {value} {self._line}")
+        parts = [f"argument_{index}_{n}{'' if item.is_required else '?'}" for n, item in enumerate(given)]
+        return [f"tool_{index}: {' '.join([begin, *parts])} {self._mark(tags.call_end)}", *lines]
+
+    @property
+    def _pad(self) -> str:
+        return "\n" if self._tags.is_padded else ""
+
+    @property
+    def _line(self) -> str:
+        return json.dumps(self._break) if self._break else ""
+
+    @property
+    def _before_value(self) -> str:
+        tags = self._tags
+        return f"{self._line} {self._mark(tags.value)}" if tags.value else json.dumps(self._pad) if self._pad else ""
+
+    def _value(self, item: Property, root: Mapping[str, Any], rule: str, lines: list[str]) -> str:
+        """Returns the value with its end tag. Adds its rule to `lines` if it needs one."""
+        schema, end = resolved(item.schema, root), self._mark(self._tags.value_end)
+        closed = f"{json.dumps(self._pad)} {end}" if self._pad else end
+        types = types_of(item.schema, root)
+        if "string" not in types:
+            lines.append(f"{rule}: %json {value_schema(item.schema, root)}")
+            return f"{rule} {closed}"
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list) and values:
+            return f"({' | '.join(json.dumps(self._choice(item.name, value)) for value in values)}) {closed}"
+        if not types <= STRING | {"null"} or not _is_plain(schema, root):
+            raise ValueError(f"the schema of {item.name!r}, a text with further rules or of several types,")
+        return "text_value"
+
+    def _choice(self, name: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if not text or self._tags.value_end in text:
+            raise ValueError(f"the value {text[:100]!r} of {name!r}")
+        return text
+
+
+def _is_plain(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Returns whether a schema of text has no rules that text between tags cannot be made to follow."""
+    choices = [choice for key in ("anyOf", "oneOf") for choice in schema.get(key, ())]
+    return not set(schema) - _PLAIN and all(not set(resolved(choice, root)) - _PLAIN for choice in choices)

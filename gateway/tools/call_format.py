@@ -1,0 +1,61 @@
+"""What the gateway needs to know about one family's format of tool calls."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gateway.tools.call_parsers import CallParser, Tools
+from gateway.tools.tag_parsers import Tags
+
+
+def _long_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def short_id() -> str:
+    """Returns an id in the form that Mistral's templates require."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a section of calls is written, for a grammar that enforces it. A part is a marker, text or a pattern."""
+
+    opening: Sequence[str] = ()
+    """Between the format's marker and the first call."""
+    before_name: Sequence[str] = ()
+    after_name: Sequence[str | re.Pattern[str]] = ()
+    after_arguments: Sequence[str] = ()
+    separator: Sequence[str] = ()
+    """Between two calls."""
+    closing: Sequence[str] = ()
+    is_repeated: bool = False
+    """Whether every call has a section of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family writes tool calls."""
+
+    name: str
+    parser: Callable[[Tools, int | None], CallParser]
+    """Called with the tools and the maximum number of calls."""
+    marks: Sequence[str] = ()
+    """Parts of the output that may be special tokens. The parser needs to see them."""
+    new_id: Callable[[], str] = _long_id
+    marker: str = ""
+    """The text that precedes every call, or every list of calls; empty if a call may be plain JSON or a plain list."""
+    compact: bool = False
+    """Mistral's: whether calls are written as `name[ARGS]{...}` and not as a list."""
+    spelling: Spelling | None = None
+    """None for the formats that `enforce` itself knows."""
+    tags: Tags | None = None
+    """The tags, if arguments are written between tags."""
+    line_break: str = ""
+    """What a template writes between these tags."""
+    is_pythonic: bool = False
+    """Whether calls are written as Python."""

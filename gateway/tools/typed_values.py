@@ -1,0 +1,98 @@
+"""Converts the text of an argument to JSON, for formats in which arguments are plain text. Only the tool's schema tells
+their types.
+
+The rules are those of vLLM: the types of the schema are tried from the narrowest to the widest, and text that has none
+of them stays a string. In addition, references to `$defs` are followed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+STRING = frozenset({"string"})
+_MAX_DEPTH = 8
+"""Schemas are searched for types to this depth of references and alternatives."""
+_NAMES: Mapping[type, str] = {
+    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+}  # fmt: skip
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema to which a local reference leads, or the schema itself. Anything else is an empty schema."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
+            break
+        schema = root
+        for key in path.removeprefix("#").strip("/").split("/"):
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the types that a schema mentions, or "string" if it mentions none."""
+    return frozenset(_types(schema, root, 0)) or STRING
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    schema = resolved(schema, root)
+    given = schema.get("type")
+    yield from [given] if isinstance(given, str) else [t for t in _list(given) if isinstance(t, str)]
+    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    yield from (_NAMES[type(value)] for value in values)
+    if depth < _MAX_DEPTH:
+        for key in ("anyOf", "oneOf", "allOf"):
+            for choice in _list(schema.get(key)):
+                yield from _types(choice, root, depth + 1)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Returns the JSON of an argument whose schema allows these types."""
+    for name, convert in _CONVERSIONS.items():
+        if name in types and (found := convert(text.strip())) is not None:
+            return found
+    if "string" not in types and (found := _parsed(text)) is not None:
+        return found
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _null(text: str) -> str | None:
+    return "null" if text.lower() in ("null", "none") else None
+
+
+def _integer(text: str) -> str | None:
+    digits = text.removeprefix("-").removeprefix("+")
+    return str(int(text)) if digits.isascii() and digits.isdigit() and len(digits) <= 1000 else None
+
+
+def _number(text: str) -> str | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(value):
+        return None
+    return str(int(value)) if value == int(value) else json.dumps(value)
+
+
+def _boolean(text: str) -> str | None:
+    return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.lower())
+
+
+def _parsed(text: str) -> str | None:
+    """Returns text that is JSON on one line, and None for other text."""
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+
+
+_CONVERSIONS: Mapping[str, Callable[[str], str | None]] = {
+    "null": _null, "integer": _integer, "number": _number, "boolean": _boolean, "object": _parsed, "array": _parsed,
+}  # fmt: skip
