@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"looseleaf {__version__}")
         return 0
     if name not in _COMMANDS:
-        print(f"looseleaf: no command {name!r}; there are {', '.join(_COMMANDS)}", file=sys.stderr)
+        print(f"looseleaf: unknown command {name!r}; the commands are {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
     return _guarded(_COMMANDS[name], words[1:])
 
