@@ -181,6 +181,12 @@ class Arena:
         """
         self._rewrite(placement=placement)
 
+    def keep_largest_floor(self, num_blocks: int) -> None:
+        """Writes the largest floor that a worker asked for to the header. Only the store calls it, before it answers
+        the workers.
+        """
+        self._rewrite(largest_floor=num_blocks)
+
     def declare_lost(self) -> None:
         """Marks the arena as lost in the header. Only the store calls it.
 

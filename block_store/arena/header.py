@@ -18,12 +18,12 @@ from block_store.errors import ArenaError
 from common.types import KvKind, KvLayout, KvSpec
 
 MAGIC = b"LOOSLEAF"
-VERSION = 2
+VERSION = 3
 FIXED_BYTES = 4096
 DATA_ALIGNMENT = 2 << 20
 # magic, version, JSON length, num_blocks, block_bytes, data offset, arena id, layout fingerprint, rebuild count,
-# run_id, dataset, lost, memory, owner's slot, device UUID, IPC handle
-FIXED = struct.Struct("<8sIIQQQ16s32sQ40s16s?BI16s64s")
+# run_id, dataset, lost, memory, owner's slot, device UUID, IPC handle, largest floor
+FIXED = struct.Struct("<8sIIQQQ16s32sQ40s16s?BI16s64sQ")
 REBUILD_COUNT_AT = struct.calcsize("<8sIIQQQ16s32s")
 """Byte offset of the rebuild count, a multiple of 8."""
 
@@ -79,6 +79,8 @@ class FixedHeader:
     is_lost: bool = False
     """Whether the blocks' memory is gone or the store has removed the arena. If so, nothing in it may be used any more.
     """
+    largest_floor: int = 0
+    """The largest floor that a worker asked for before the arena was made (`sizing.granted_floor`)."""
 
     @property
     def file_bytes(self) -> int:
@@ -94,7 +96,7 @@ class FixedHeader:
         fixed = FIXED.pack(
             MAGIC, VERSION, len(text), self.num_blocks, self.block_bytes, self.data_offset, self.arena_id.encode(),
             self.layout_fingerprint, self.rebuild_count, self.run_id.encode(), self.dataset.encode(), self.is_lost,
-            where.memory, where.owner_slot, where.device_uuid, where.ipc_handle,
+            where.memory, where.owner_slot, where.device_uuid, where.ipc_handle, self.largest_floor,
         )  # fmt: skip
         return fixed + text
 
@@ -105,12 +107,13 @@ class FixedHeader:
         _, version, text_len, blocks, size, offset, arena, layout, rebuilds, *rest = FIXED.unpack_from(page)
         if version != VERSION:
             raise ArenaError(f"{path} has arena version {version}, this program reads {VERSION}")
-        run_id, dataset, is_lost, memory, owner_slot, uuid, handle = rest
+        run_id, dataset, is_lost, memory, owner_slot, uuid, handle, largest_floor = rest
         on_device = memory != Memory.HOST
         placement = Placement(Memory(memory), uuid if on_device else b"", owner_slot, handle if on_device else b"")
         return cls(
             blocks, size, offset, arena.decode(), layout, rebuilds, run_id.rstrip(b"\0").decode(),
             dataset.rstrip(b"\0").decode(), decode_layout(page[FIXED.size : FIXED.size + text_len]), placement, is_lost,
+            largest_floor,
         )  # fmt: skip
 
 

@@ -89,11 +89,13 @@ class BlockStoreServicer:
             raise FailedPrecondition(
                 f"floor_blocks {request.floor_blocks} exceeds the arena of {arena.num_blocks}; lower --max-model-len"
             )
+        workers, largest = self._num_holders, arena.fixed.largest_floor
+        floor = granted_floor(request.floor_blocks, request.role, arena.num_blocks, workers, largest)
         _LOG.info("worker %s (%s) attached", request.worker_id, request.role)
         return pb.AttachResponse(
             arena_id=arena.arena_id, directory=str(arena.directory), num_blocks=arena.num_blocks,
             block_bytes=arena.block_bytes, redis_url=self._owner.redis_url,
-            floor_blocks=granted_floor(request.floor_blocks, request.role, arena.num_blocks, self._num_holders),
+            floor_blocks=floor,
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:

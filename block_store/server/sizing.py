@@ -119,9 +119,11 @@ def size_arena(
     return Sizing(layout, limits, weights, peaks, blocks, max((worker.max_model_len for worker in needs), default=1))
 
 
-def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int) -> int:
+def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int, largest: int = 0) -> int:
     """Returns the floor of a worker. A decode worker also gets a share x of the blocks that the requested floors leave,
-    so that groups that need more than one sequence of full length can also be served.
+    so that groups that need more than one sequence of full length can also be served. `largest` is the largest floor
+    that a worker asked for before the arena was made: workers with different `--max-num-batched-tokens` ask for
+    different floors.
 
     Of N blocks, W workers, D of which are decode workers, ask for at most a blocks each; x = (N - W a) / (2 W). All
     floors together are at most W a + D x <= N - (N - W a) / 2, so half of the remaining blocks are available to every
@@ -130,7 +132,7 @@ def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int) -> i
     is running. If a killed worker's floor still counts together with its successor's, both fit if a <= N / (W + 2) and
     at least one worker is not a decode worker.
     """
-    left = num_blocks - num_workers * asked
+    left = num_blocks - num_workers * max(asked, largest)
     return asked + max(0, left) // (2 * num_workers) if role == "decode" else asked
 
 

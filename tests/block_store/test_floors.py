@@ -13,6 +13,8 @@ from block_store.holder.attach import Needs, attach
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import WorkerRegistry
 from block_store.server.sizing import granted_floor
+from common.group_need import floor_of
+from common.kv_retention import KvRules, Retention
 from common.settings import WorkerSettings
 from common.telemetry import Fallbacks
 from common.types import WorkerLoad
@@ -87,6 +89,30 @@ def test_workers_register_with_what_they_are_granted_and_say_so(
     decode.withdraw()
     for worker in (prefill, decode):
         worker.close()
+
+
+@pytest.mark.parametrize("spare", [0, 5, 200])
+def test_workers_whose_floors_differ_register_in_an_arena_of_any_size(
+    shm: Path, redis_handle: RedisHandle, spare: int
+) -> None:
+    """Prefill has a larger `--max-num-batched-tokens` than decode, and the model has windows. The decode worker
+    registers first, with a floor that leaves room for the other one."""
+    groups = (Retention(), Retention(512))
+    prefill = floor_of("prefill", 1024, KvRules(16, groups, prefill_step=512))
+    decode = floor_of("decode", 1024, KvRules(16, groups, prefill_step=64))
+    assert prefill > decode + 10
+    num_blocks = prefill + decode + spare
+    flags = ("--keep-arena", "--num-blocks", str(num_blocks), "--redis-url", redis_handle.url)
+    store = StoreProcess(shm / "s", *flags)
+    workers = attach(store.address, [needs("d", "decode", decode), needs("p", "prefill", prefill)])
+    granted = decode + max(0, num_blocks - 2 * prefill) // 4
+    assert floors(store) == {"d": granted, "p": prefill} and granted + prefill <= num_blocks
+    for worker in workers:
+        worker.close()
+    store.stop()
+    again = StoreProcess(shm / "s", *flags)  # it has not seen the prefill worker
+    assert again.attach("d", "decode", floor=decode).floor_blocks == granted
+    again.stop()
 
 
 def test_one_worker_more_than_the_store_was_told_of(running: StoreProcess, caplog: pytest.LogCaptureFixture) -> None:
