@@ -1,8 +1,9 @@
 """`python -m bench.engine`: measures tokens per second of decode steps (forward and sampling) and of a prompt.
 
 Uses greedy sampling, and a model with Llama's architecture and 125M random parameters unless a model directory is
-given. A step's floor is the time to read weights and KV once, at the rate measured in the same run: reading 256 MB on a
-CPU, copying 4 GiB on a GPU. `outside` is the part of a step outside the forward pass, in which arrays are laid out and
+given. The sequences of a batch differ. A step's floor is the time to read its weights and KV once, at the rate measured
+in the same run: reading 256 MB on a CPU, copying 4 GiB on a GPU. Of a mixture's experts, only those that the step's
+rows choose are counted. `outside` is the part of a step outside the forward pass, in which arrays are laid out and
 tokens are drawn. `python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
 """
 
@@ -13,9 +14,12 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from bench.kernels import memory_limit
@@ -25,8 +29,12 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
 from engine.sampler import Sampler
 from engine.sequence import Chunk
+from engine.step import StepInput
+from kernels.linear import PackedLinear
 from testing.engine import Batch
 
+STRIDE = 97
+"""How many token ids lie between the same positions of two sequences."""
 MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m"
 
 
@@ -57,7 +65,8 @@ def median_s(call: Callable[[], object], times: int) -> float:
 def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: float) -> dict[str, float]:
     """Decodes `num_seqs` sequences at position `context`, repeating the same step."""
     vocab = runner.config.vocab_size
-    batch = Batch.of(runner, [[token % vocab for token in range(context)]] * num_seqs, 1)
+    prompts = [[(token + STRIDE * number) % vocab for token in range(context)] for number in range(num_seqs)]
+    batch = Batch.of(runner, prompts, 1)
     runner.bound_arena.zero_()  # KV is zero, because time does not depend on its values
     start_up.capture(runner, num_seqs)
     for sequence in batch.sequences:
@@ -72,17 +81,36 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     def step() -> None:
         sampler.draw(runner.step(rows.lay_out(batch.sequences).batch), batch.sequences)
 
+    weight_bytes = bytes_of_weights(runner, rows.lay_out(batch.sequences).batch)
     logits = runner.step(rows.lay_out(batch.sequences).batch)
     outside = median_s(around, 10 * steps)
     median = median_s(step, steps)
     kv_bytes = num_seqs * context * sum(group.bytes_per_token for group in runner.layout.groups)
-    floor = (runner.weights_bytes + kv_bytes) / rate
+    floor = (weight_bytes + kv_bytes) / rate
     return {
-        "batch": num_seqs, "context": context, "ms": round(median * 1e3, 3),
+        "batch": num_seqs, "context": context, "weights_mb": round(weight_bytes / 1e6, 1), "ms": round(median * 1e3, 3),
         "tokens_per_s": round(num_seqs / median, 1), "floor_ms": round(floor * 1e3, 3),
         "of_floor": round(floor / median, 3), "outside_us": round(outside * 1e6, 1),
         "outside_us_per_seq": round(outside / num_seqs * 1e6, 2),
     }  # fmt: skip
+
+
+def bytes_of_weights(runner: ModelRunner, batch: StepInput) -> int:
+    """Returns the bytes of the matrices that this step multiplies by. Runs the step once, product by product: a pass in
+    one call does not take a row that is requested twice.
+    """
+    called: dict[int, PackedLinear] = {}
+    multiply = PackedLinear.__call__
+
+    def noted(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        called[id(linear)] = linear
+        return multiply(linear, x)
+
+    rows = np.append(batch.logits_rows, batch.logits_rows[:1])
+    with patch.object(PackedLinear, "__call__", noted):
+        runner.step(replace(batch, logits_rows=rows))
+    tensors = [tensor for each in called.values() for tensor in (each.packed, each.weight, each.bias)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def prefill(runner: ModelRunner, num_tokens: int) -> dict[str, float]:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
+import pytest
 import torch
 
+from bench.engine import bytes_of_weights
 from bench.served.server import Request, WatchedServer, send_all
 from bench.served.sharing import saved_share
 from bench.served.steps import StepRecord, count_tables, read
 from bench.served.waste import Poll, internal_waste, utilisations
 from common.types import BlockRef
 from engine.block_table import BlockTable
+from engine.model_runner import ModelRunner, RunnerSettings
+from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
+from testing.engine import Batch
 
 NOTHING = StepRecord(*[0] * 13, preemption={})
 
@@ -70,3 +76,20 @@ def test_a_watched_server_says_what_samples_share(tmp_path: Path) -> None:
     assert (largest.table_blocks, largest.own_blocks, largest.num_running) == (16, 10, 4)
     assert (steps[-1].num_tickets, steps[-1].ticket_blocks, steps[-1].copied_blocks) == (1, 2, 0)
     assert steps[-1].held_blocks == 0
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_a_step_reads_the_experts_that_its_rows_choose(tmp_path: Path, impl: Literal["native", "transformers"]) -> None:
+    make_checkpoint(tmp_path, "mixtral", dtype=torch.bfloat16)
+    runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu", model_impl=impl))
+
+    def bytes_of(num_seqs: int) -> int:
+        batch = Batch.of(runner, [[5 + number] for number in range(num_seqs)], 1)
+        return bytes_of_weights(runner, lay_out([Chunk(each, 1) for each in batch.sequences], 16).batch)
+
+    c, found = runner.config, [bytes_of(num_seqs) for num_seqs in (1, 2, 64)]
+    expert = 3 * c.hidden_size * c.intermediate_size * 2
+    assert found[-1] - found[0] == 3 * (4 - 2) * expert, "one row chooses 2, 64 rows choose all of them"
+    assert found[0] <= found[1] <= found[0] + 3 * 2 * expert
+    embedding = c.vocab_size * c.hidden_size * 2
+    assert runner.weights_bytes - 2 * embedding < found[-1] < runner.weights_bytes
