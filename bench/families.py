@@ -16,15 +16,17 @@ from pathlib import Path
 import torch
 import transformers
 
+from engine.config import read_json
 from engine.errors import ModelError
 from engine.foreign.model import TransformersModel
 from engine.model_runner import ModelRunner, RunnerSettings
+from testing.against_transformers import by_transformers, distance, prompt
 from testing.oracle import Oracle
 from testing.zoo import REFUSED, ZOO, make_foreign
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 BEGIN, END = "<!-- made by python -m bench.families -->", "<!-- end -->"
-NUM_TOKENS, CHUNK = 150, 24
+CHUNK = 24
 
 
 def main() -> None:
@@ -60,19 +62,13 @@ def rows() -> Iterator[str]:
 
 def row(name: str, path: Path) -> str:
     runner = runner_of(path, "float32")
-    tokens = torch.randint(5, runner.config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
-    ids: list[int] = tokens.tolist()
-    got = Oracle(runner).logits(ids, chunk=CHUNK).double()
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
-    with torch.inference_mode():
-        want = reference.eval()(tokens[None]).logits[0].double()
-    distance = float((got - want).abs().max() / want.std())
+    ids = prompt(runner.config.vocab_size)
+    far = distance(Oracle(runner).logits(ids, chunk=CHUNK), by_transformers(path, ids))
     bits = ["same" if steady(runner_of(path, dtype), ids) else "differ" for dtype in ("float32", "bfloat16")]
+    [architecture] = read_json(path / "config.json")["architectures"]
     runs = "by transformers" if isinstance(runner.model, TransformersModel) else "natively"
-    what = f"{name} | {type(reference).__name__} | {runs} | {peculiar(runner)}"
-    return f"| {what} | {distance:.1e} | {bits[0]} | {bits[1]} |"
+    what = f"{name} | {architecture} | {runs} | {peculiar(runner)}"
+    return f"| {what} | {far:.1e} | {bits[0]} | {bits[1]} |"
 
 
 def steady(runner: ModelRunner, ids: list[int]) -> bool:

@@ -4,13 +4,17 @@ formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from engine.errors import UnsupportedModel, refuse_unless
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+OTHER_NAMES = {"su": "longrope", "mrope": "default"}
+"""Kinds by other names: "su" is LongRoPE's in the first Phi-3 checkpoints. "mrope" (Qwen2-VL) rotates parts of a head
+by three positions, which are equal for text.
+"""
 LLAMA_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -59,12 +63,12 @@ def read_rope(
     partial: bool = False,
 ) -> tuple[RopeConfig, int]:
     """Returns the rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new ones (`rope_parameters`),
-    and the longest sequence. As in vLLM, linear, dynamic and yarn stretch `max_position_embeddings` (yarn: the original
-    length). Raises UnsupportedModel for a kind not in `kinds`, and for a partial rotation unless it is allowed.
+    and the longest sequence (`stretched`). Raises UnsupportedModel for a kind not in `kinds`, and for a partial
+    rotation unless it is allowed.
     """
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 checkpoints
+    kind = OTHER_NAMES.get(kind, kind)
     if kind not in kinds:
         raise UnsupportedModel(f"RoPE scaling {kind} is not supported; supported are {', '.join(kinds)}")
     for source in () if partial else (raw, scaling):
@@ -95,12 +99,16 @@ def read_rope(
         mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
         truncate=bool(scaling.get("truncate", True)),
     )
-    stretch: dict[str, Callable[[], float]] = {
-        "linear": lambda: length * rope.factor,
-        "dynamic": lambda: length * rope.factor,
-        "yarn": lambda: max(length, original * rope.factor),
-    }
-    return rope, int(stretch[kind]()) if kind in stretch else length
+    return rope, stretched(kind, length, original, rope.factor)
+
+
+def stretched(kind: str, length: int, original: int, factor: float) -> int:
+    """Returns the longest sequence with a scaling, given `max_position_embeddings` and the length before scaling. As in
+    vLLM, linear, dynamic and yarn scaling stretch it.
+    """
+    if kind in ("linear", "dynamic"):
+        return int(length * factor)
+    return max(length, int(original * factor)) if kind == "yarn" else length
 
 
 def _longrope(raw: dict[str, Any], scaling: dict[str, Any], rope: RopeConfig, length: int) -> RopeConfig:

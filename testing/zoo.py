@@ -157,6 +157,7 @@ ZOO: dict[str, Animal] = {
 REFUSED: dict[str, Animal] = {
     "bloom": Animal("bloom", without=("num_key_value_heads", "intermediate_size", "max_position_embeddings")),
     "falcon": Animal("falcon", without=("num_key_value_heads", "intermediate_size")),
+    "falcon-alibi": Animal("falcon", {"alibi": True}, without=("num_key_value_heads", "intermediate_size")),
     "gptj": Animal("gptj", without=("num_key_value_heads", "intermediate_size")),
     "kimi-linear": Animal("kimi_linear"),
     "minimax": Animal(

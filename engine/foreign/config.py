@@ -15,6 +15,7 @@ from engine.errors import ModelError, UnsupportedModel
 from engine.foreign import state_hook
 from engine.foreign.attention_hook import StateFacts
 from engine.kv_groups import LayerMemory
+from engine.rope_config import stretched
 
 ATTENDING = ("full_attention", "sliding_attention", "hybrid")
 """Kinds of layers that remember keys and values by position."""
@@ -24,8 +25,8 @@ OTHERS = ("mlp", "moe")
 """Kinds of layers that remember nothing."""
 UNLIMITED = 32_768
 """Positions of a model whose configuration has no limit, because its states have none."""
-STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
-"""Kinds of rotary positions that rotate a position the same way in every step, or are made to (`model.steady_rope`)."""
+STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic")
+"""Kinds of rotary positions that rotate a position the same way in every step, or are made to (`steady_rope`)."""
 
 
 def read(directory: Path) -> Any:
@@ -71,14 +72,16 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def longest(config: Any) -> int:
-    """Returns the maximum number of positions of the model. Raises ModelError."""
+    """Returns the maximum number of positions of the model, including what a scaling adds. Raises ModelError."""
     text = text_of(config)
     length = getattr(text, "max_position_embeddings", None)
     if not length and not any(layer.attends for layer in layer_memories(config)):
         return UNLIMITED
     if not length:
         raise ModelError("config.json has no max_position_embeddings")
-    return int(length)
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or length
+    return stretched(str(rope.get("rope_type")), int(length), int(original), float(rope.get("factor") or 1.0))
 
 
 def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
@@ -130,6 +133,8 @@ def _refuse(config: Any, name: str) -> None:
     kinds = set(getattr(text, "layer_types", None) or ())
     if other := sorted(kinds - {*ATTENDING, *RECURRENT, *OTHERS}):
         raise UnsupportedModel(f"architecture {name} has layers of kind {', '.join(other)}, which is not supported")
+    if text.model_type in ("bloom", "mpt") or getattr(text, "alibi", False):
+        raise UnsupportedModel(f"architecture {name} adds ALiBi to attention scores, which is not supported")
     if unsteady := sorted(rope_kinds(config) - set(STABLE_ROPE)):
         raise UnsupportedModel(f"RoPE scaling {', '.join(unsteady)} is not supported by the transformers backend")
 

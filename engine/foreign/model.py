@@ -24,6 +24,7 @@ from engine.foreign import attention_hook, packed_weight, state_hook
 from engine.foreign import config as foreign_config
 from engine.foreign.attention_hook import LayerFacts, Pass, Recorder, StateFacts
 from engine.foreign.steady import Steady
+from engine.foreign.steady_rope import steady_rope
 from engine.kv_groups import LayerMemory
 from engine.loader import LoadFormat, Target
 from engine.lora import Site
@@ -214,19 +215,6 @@ def _refuse_gaps(said: dict[str, Any]) -> None:
             raise ModelError(f"the checkpoint {text} {names[0]} ({len(names)} in all)")
     if mismatched := sorted(said.get("mismatched_keys") or ()):
         raise ModelError(f"tensor {mismatched[0][0]} does not have the shape that the config requires")
-
-
-def steady_rope(model: nn.Module, max_len: int) -> None:
-    """Makes long RoPE choose its table once, by the maximum sequence length, as vLLM does. transformers chooses it by
-    the highest position in a pass, so a key would depend on the other tokens of its pass.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for module in model.modules():
-        if getattr(module, "rope_type", None) == "longrope":
-            frequencies, scaling = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=max_len)
-            module.inv_freq, module.attention_scaling = frequencies.to(module.inv_freq.device), scaling  # type: ignore
-            module.rope_type = "default"  # so that transformers no longer chooses a table
 
 
 def _layers_of(model: nn.Module, num_layers: int) -> str:

@@ -17,14 +17,13 @@ from engine.config import ModelConfig
 from engine.errors import ModelError, UnsupportedModel
 from engine.foreign import attention_hook, packed_weight, row_check
 from engine.foreign.model import TransformersModel
-from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Chunk, lay_out
+from testing.against_transformers import by_transformers, distance, prompt, runner_of
 from testing.engine import Batch
 from testing.oracle import Oracle
 from testing.zoo import REFUSED, ZOO, make_foreign
 
 transformers = pytest.importorskip("transformers")
-NUM_TOKENS = 150
 NATIVE = ("gemma2", "gemma3", "mixtral", "phi3", "phi3-longrope", "qwen2-mixed", "qwen3-moe")
 """Those of the zoo whose native implementation differs from Llama's."""
 BOTH = [*((name, "transformers") for name in ZOO), *((name, "native") for name in NATIVE)]
@@ -42,31 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
         return make_foreign(tmp_path_factory.mktemp(name), (ZOO | REFUSED)[name])
 
     return make
-
-
-def runner_of(directory: Path, **settings: Any) -> ModelRunner:
-    given = {"dtype": "float32", "model_impl": "transformers", "num_threads": 2, "device": "cpu", "block_size": 16}
-    given |= settings
-    return ModelRunner(RunnerSettings(directory, **given))
-
-
-def prompt(vocab_size: int, length: int = NUM_TOKENS) -> list[int]:
-    return torch.randint(5, vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def by_transformers(directory: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """float64 [T, vocab]"""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits.double()
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the largest difference, relative to the standard deviation of `b`."""
-    return float((a.double() - b).abs().max() / b.std())
 
 
 @pytest.mark.parametrize(("name", "impl"), BOTH)
@@ -185,12 +159,13 @@ def test_what_a_chunk_leaves_to_the_next_matters(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("bloom", "config.json has no max_position_embeddings"),
+        ("bloom", "BloomForCausalLM adds ALiBi to attention scores"),
         ("falcon", "computes attention in its own way"),
+        ("falcon-alibi", "FalconForCausalLM adds ALiBi to attention scores"),
         ("gptj", "computes attention in its own way"),
         ("kimi-linear", "recurrent state of a kind that is not supported"),
         ("minimax", "recurrent state of a kind that is not supported"),
-        ("mpt", "cannot run over blocks"),
+        ("mpt", "MptForCausalLM adds ALiBi to attention scores"),
         ("recurrent-gemma", "does not belong to exactly one layer"),
         ("rwkv", "neither attention heads nor a known kind"),
     ],

@@ -22,7 +22,8 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import LLM, AsyncClient
 from looseleaf.results import Completion, Delta, join
 from looseleaf.serve.model_source import BUILT_IN, gguf_directory
-from testing.equality.cases import KINDS, Answer, Case, answer_of, differences, expect, make_cases
+from testing.against_transformers import by_transformers
+from testing.equality.cases import KINDS, TOLERANCE, Answer, Case, answer_of, differences, expect, make_cases
 from testing.gguf_files import make_gguf
 from testing.oracle import Oracle
 from testing.quantized import FORMATS, make_quantized
@@ -119,7 +120,16 @@ async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[C
 
 @pytest.mark.parametrize("name", [*FOREIGN, *(pytest.param(name, marks=pytest.mark.families) for name in MORE_FOREIGN)])
 async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_midway(name: str, tmp_path: Path) -> None:
-    await served_swapped_and_killed(make_foreign(tmp_path, ZOO[name], dtype=torch.bfloat16), 512)
+    """In fp32, so that every greedy token can be compared with the transformers library too."""
+    model, cases = make_foreign(tmp_path, ZOO[name]), make_cases(512)
+    answers = await served_swapped_and_killed(model, cases, dtype="float32")
+    greedy = [pair for pair in zip(cases, answers, strict=True) if pair[0].sampling == KINDS["greedy"]]
+    assert sum(len(text.token_ids) for _, [text] in greedy) > 16
+    for case, [text] in greedy:
+        logits = by_transformers(model, [*case.prompt, *text.token_ids])[len(case.prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == text.token_ids
+        best = logits.log_softmax(-1).amax(-1).tolist()
+        assert best == pytest.approx([each.logprob for each in text.logprobs], abs=TOLERANCE)
 
 
 async def test_a_window_is_served_at_full_length_in_the_smallest_arena(tmp_path: Path) -> None:
@@ -146,18 +156,21 @@ async def test_a_window_is_served_at_full_length_in_the_smallest_arena(tmp_path:
 @pytest.mark.parametrize("how", ["awq", "int4", "gguf"])
 async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(how: str, tmp_path: Path) -> None:
     """The models are a 4-bit checkpoint, the built-in model rounded at load, and a GGUF file with several types."""
+    model, vocab_size, settings = tmp_path / "model", 512, dict[str, Any]()
     if how == "gguf":
         mixed = {"attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "blk": Type.Q4_K}
         make_gguf(tmp_path / "a.gguf", tmp_path / "twin", "llama", mixed)
-        return await served_swapped_and_killed(gguf_directory(tmp_path / "a.gguf", tmp_path), 512)
-    if how == "awq":
-        make_quantized(tmp_path / "model", tmp_path / "twin", FORMATS[how], "qwen2", seed=1)
-        return await served_swapped_and_killed(tmp_path / "model", 512)
-    await served_swapped_and_killed(BUILT_IN, 2048, quantization=how)
+        model = gguf_directory(tmp_path / "a.gguf", tmp_path)
+    elif how == "awq":
+        make_quantized(model, tmp_path / "twin", FORMATS[how], "qwen2", seed=1)
+    else:
+        model, vocab_size, settings = BUILT_IN, 2048, {"quantization": how}
+    await served_swapped_and_killed(model, make_cases(vocab_size), **settings)
 
 
-async def served_swapped_and_killed(model: Path, vocab_size: int, **settings: Any) -> None:
-    cases, settings = make_cases(vocab_size), {"block_size": 16} | settings
+async def served_swapped_and_killed(model: Path, cases: list[Case], **settings: Any) -> list[Answer]:
+    """Returns the answers, which are those of a single process in every case."""
+    settings = {"block_size": 16} | settings
     how = RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu", **settings)
     runner = ModelRunner(how)
     oracle, groups = Oracle(runner), len(runner.layout.groups)
@@ -177,3 +190,4 @@ async def served_swapped_and_killed(model: Path, vocab_size: int, **settings: An
         check(cases, expected, await streamed(llm.addresses.grpc, cases, lambda: os.kill(pid, signal.SIGKILL)))
         assert llm.requests_by_worker()["prefill"] > len(cases), "some came back"
         assert_nothing_held(llm.addresses.block_store)
+    return expected

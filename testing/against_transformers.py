@@ -1,0 +1,48 @@
+"""For tests: the logits of a checkpoint by the transformers library, and their distance from ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.model_runner import ModelRunner, RunnerSettings
+
+NUM_TOKENS = 150
+
+
+def runner_of(directory: Path, **settings: Any) -> ModelRunner:
+    """Loads the checkpoint in fp32 on the CPU, with the definition of transformers unless the settings differ."""
+    given = {"dtype": "float32", "model_impl": "transformers", "num_threads": 2, "device": "cpu", "block_size": 16}
+    return ModelRunner(RunnerSettings(directory, **(given | settings)))
+
+
+def prompt(vocab_size: int, length: int = NUM_TOKENS) -> list[int]:
+    """Returns random tokens, always the same."""
+    return torch.randint(5, vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def by_transformers(
+    directory: Path, tokens: list[int], dtype: torch.dtype = torch.float32, *, one_by_one: bool = False
+) -> torch.Tensor:
+    """Returns float64 [T, vocab]: logits of one pass, or of one pass for each token with transformers' cache."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        if not one_by_one:
+            return model(torch.tensor([tokens])).logits[0].double()
+        rows, cache = [], None
+        for token in tokens:
+            answer = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = answer.past_key_values
+            rows.append(answer.logits[0, -1].double())
+        return torch.stack(rows)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the largest difference, relative to the standard deviation of `b`."""
+    return float((a.double() - b).abs().max() / b.std())
