@@ -14,7 +14,13 @@ NUM_TOKENS = 150
 
 def runner_of(directory: Path, **settings: Any) -> ModelRunner:
     """Loads the checkpoint in fp32 on the CPU, with the definition of transformers unless the settings differ."""
-    given = {"dtype": "float32", "model_impl": "transformers", "num_threads": 2, "device": "cpu", "block_size": 16}
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "model_impl": "transformers",
+        "num_threads": 2,
+        "device": "cpu",
+        "block_size": 16,
+    }
     return ModelRunner(RunnerSettings(directory, **(given | settings)))
 
 
@@ -29,13 +35,16 @@ def by_transformers(
     """Returns float64 [T, vocab]: logits of one pass, or of one pass for each token with transformers' cache."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    )
+    model.eval()
+    rows: list[torch.Tensor] = []
     with torch.inference_mode():
         if not one_by_one:
-            return model(torch.tensor([tokens])).logits[0].double()
-        rows, cache = [], None
+            whole: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+            return whole.double()
+        cache = None
         for token in tokens:
             answer = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
             cache = answer.past_key_values

@@ -88,7 +88,7 @@ class ArenaOwner:
             arena = self._create_on_host(layout, sizing.num_blocks)
         else:
             arena = create_on_device(self._directory, layout, sizing.num_blocks, device, self._settings.memory_owner)
-        arena.keep_largest_floor(max(worker.floor_blocks for worker in needs))
+        arena.keep_largest_floor(max((worker.floor_blocks for worker in needs), default=0))
         self._begin(arena)
 
     def _take_ahead(self) -> None:

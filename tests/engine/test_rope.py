@@ -41,6 +41,17 @@ def make(directory: Path, impl: str, **rope: Any) -> Path:
     return make_foreign(directory, replace(animal, changes=animal.changes | changes))
 
 
+def test_the_dynamic_scaling_of_hunyuan_is_that_of_its_alpha(tmp_path: Path) -> None:
+    """Its checkpoints call a fixed stretch of the base "dynamic"."""
+    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 2.0, "rope_theta": 10_000.0}
+    changes = {"max_position_embeddings": TRAINED, "rope_parameters": rope}
+    directory = make_foreign(tmp_path, replace(ZOO["hunyuan"], changes=ZOO["hunyuan"].changes | changes))
+    runner, tokens = runner_of(directory), prompt(512, 100)
+    assert runner.max_model_len == 2 * TRAINED
+    got, want = Oracle(runner).logits(tokens, chunk=24), by_transformers(directory, tokens, one_by_one=True)
+    assert distance(got, want) <= CLOSE
+
+
 @pytest.mark.parametrize(("kind", "impl"), [*NATIVE, *((kind, "transformers") for kind in ROPES)])
 def test_scaled_positions_are_those_of_transformers(tmp_path: Path, kind: str, impl: str) -> None:
     """Dynamic NTK is compared with transformers' decoding, which rotates a key once, by the length at that time."""
