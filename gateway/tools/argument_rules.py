@@ -54,7 +54,7 @@ def is_open(parameters: Mapping[str, Any]) -> bool:
 
 
 class PythonicRules:
-    """Rules for `name(key=value, ...)`. Values are JSON, except that booleans are Python's."""
+    """Rules for `name(key=value, ...)`. Values are JSON, except for booleans, which are written as in Python."""
 
     shared: Sequence[str] = (_NAME, 'any_argument: ARGUMENT_NAME "=" any_value', "any_value: %json {}")
 

@@ -34,7 +34,7 @@ class Spelling:
     """Between two calls."""
     closing: Sequence[str] = ()
     is_repeated: bool = False
-    """Whether every call has a section of its own."""
+    """Whether each call is in a separate section."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ class HermesParser(CallParser):
 class Llama3Parser(CallParser):
     """`{"name": ..., "parameters": {...}}`, also after `<|python_tag|>`: Llama 3.1 to 3.3.
 
-    Without the tag an object is a call only if it has the name of a tool.
+    Without the tag, an object is a call only if it has the name of a tool.
     """
 
     triggers = frozenset("<{")
@@ -227,7 +227,7 @@ class Llama3Parser(CallParser):
 
 
 class Llama4Parser(Llama3Parser):
-    """The same, also between `<|python_start|>` and `<|python_end|>`: Llama 4."""
+    """Llama 3's format, also between `<|python_start|>` and `<|python_end|>`: Llama 4."""
 
     TAG, CLOSE = "<|python_start|>", "<|python_end|>"
 

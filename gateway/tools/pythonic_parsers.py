@@ -28,7 +28,7 @@ _ESCAPES: Mapping[str, str] = {
 class PythonicParser(CallParser):
     """`[name(key='value', ...), ...]`: Llama 3.2, and Llama 4, which may write it between two markers.
 
-    A list is a number of calls only if it begins with a call of a tool.
+    A list consists of calls only if it begins with a call of a tool.
     """
 
     triggers = frozenset("<[")
@@ -130,7 +130,7 @@ class Lfm2Parser(PythonicParser):
 
 
 class Olmo3Parser(PythonicParser):
-    """`<function_calls>name(key="value")` and further calls on lines of their own, `</function_calls>`: Olmo 3."""
+    """`<function_calls>name(key="value")` and further calls on separate lines, `</function_calls>`: Olmo 3."""
 
     triggers = frozenset("<")
     OPEN, CLOSE = "<function_calls>", "</function_calls>"

@@ -36,7 +36,7 @@ class Tags:
     value_end: str
     call_end: str
     is_padded: bool
-    """Whether a value is on lines of its own."""
+    """Whether a value is on separate lines."""
 
     @property
     def marks(self) -> Sequence[str]:
