@@ -10,7 +10,7 @@ from pydantic import ByteSize, Field
 
 from block_store.arena.cuda import LIBRARY
 from block_store.arena.placement import MemoryOwner
-from common.settings import ServerSettings, settings_config
+from common.settings import KV_DISK_DIR, ServerSettings, settings_config
 
 
 class BlockStoreSettings(ServerSettings):
@@ -55,4 +55,8 @@ class BlockStoreSettings(ServerSettings):
     pull_blocks: bool = Field(
         False, description="copy blocks from the block stores of other hosts, for decode workers on this one"
     )
+    kv_disk: ByteSize | None = Field(
+        None, gt=0, description="bytes (or 20GiB) of disk for copies of sealed blocks, which survive a restart"
+    )
+    kv_disk_dir: Path = Field(KV_DISK_DIR, description="directory for these copies")
     advertise: str | None = Field(None, description="host:port at which other processes reach this store")

@@ -31,6 +31,17 @@ def warn_if_readable(path: Path, name: str) -> None:
         logger.warning("%s %s has mode %04o: others can read it; chmod 600 it", name, path, mode)
 
 
+def lasting_secret(path: Path) -> str:
+    """Returns the secret in a file, which is made with its directory if it does not exist. Raises StartupError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return write_secret(path)
+    except FileExistsError:
+        return read_secret(path, "the secret in")
+    except OSError as error:
+        raise StartupError(f"{path} cannot be written: {error.strerror}") from error
+
+
 def write_secret(path: Path) -> str:
     """Writes a new random secret to a new file that only this user can read. Raises FileExistsError."""
     secret = secrets.token_hex(32)

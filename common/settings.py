@@ -21,6 +21,7 @@ from common.types import KvCacheDType
 
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
 KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take half the bytes of bfloat16"
+KV_DISK_DIR = Path("~/.cache/looseleaf/kv")
 
 
 class Settings(BaseSettings):

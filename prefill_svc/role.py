@@ -11,6 +11,7 @@ from common.settings import WorkerSettings
 from common.trust import trust_of
 from engine import start_up
 from engine.model_runner import ModelRunner
+from prefill_svc.disk_prefixes import DiskPrefixes
 from prefill_svc.requests import RequestLimits
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer
@@ -68,7 +69,10 @@ class PrefillRole(WorkerRole):
         limits = RequestLimits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
         grammars = grammars_of(settings.model, runner.config.vocab_size)
         grammars.warm()
-        self._servicer = PrefillServicer(worker, self.thread, limits, (grammars, adapters))
+        self._disk: DiskPrefixes | None = None
+        if attached.has_disk_tier:
+            self._disk = DiskPrefixes(settings.block_store, trust_of(settings), runner.layout.block_size)
+        self._servicer = PrefillServicer(worker, self.thread, limits, (grammars, adapters), self._disk)
 
     def add_to(self, server: RpcServer) -> None:
         add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -77,3 +81,5 @@ class PrefillRole(WorkerRole):
     async def drain(self, timeout_s: float) -> None:
         self._servicer.draining = True
         await wait_idle(lambda: self._servicer.num_calls, timeout_s)
+        if self._disk is not None:
+            await self._disk.close()

@@ -12,7 +12,9 @@ from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
 from common.request_ids import take_request_id
-from prefill_svc.events import ChunkDone, Done, Event, FirstToken
+from prefill_svc.disk_prefixes import DiskPrefixes
+from prefill_svc.events import ChunkDone, Done, Emit, Event, FirstToken
+from prefill_svc.job import Job
 from prefill_svc.requests import RequestLimits, job_of
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2 as pb
@@ -29,13 +31,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves one stream per request. While it is `draining`, it refuses new requests."""
 
     def __init__(
-        self, worker: PrefillWorker, thread: StepThread, limits: RequestLimits, shared: tuple[Grammars, AdapterPool]
+        self,
+        worker: PrefillWorker,
+        thread: StepThread,
+        limits: RequestLimits,
+        shared: tuple[Grammars, AdapterPool],
+        disk: DiskPrefixes | None = None,
     ) -> None:
-        """`shared` contains the objects that the roles of the process share."""
+        """`shared` contains the objects that the roles of the process share. `disk` is None if the store keeps no blocks
+        on disk.
+        """
         self._worker = worker
         self._grammars, self._adapters = shared
         self._thread = thread
         self._limits = limits
+        self._disk = disk
         self.draining = False
         self.num_calls = 0
         """Number of prompts that are being served."""
@@ -56,7 +66,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         def emit(event: Event) -> None:  # called in the step thread
             loop.call_soon_threadsafe(events.put, event)
 
-        self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit, request.public_tokens))
+        submitting = asyncio.ensure_future(self._submit(job, request, emit))
         event: Event = ChunkDone(0)
         self.num_calls += 1
         try:
@@ -68,8 +78,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         yield _response(event)
         finally:
             self.num_calls -= 1
+            submitting.cancel()
             if isinstance(event, ChunkDone):
                 self._thread.post(lambda: self._worker.cancel(job))
+
+    async def _submit(self, job: Job, request: pb.PrefillRequest, emit: Emit) -> None:
+        """Queues a job, after its prefix has come back from disk as far as it is there. Other prompts run meanwhile."""
+        if self._disk is not None:
+            self._worker.begin_chain(job, request.cache_salt, request.public_tokens)
+            await self._disk.restore(job.trunk)
+        self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit, request.public_tokens))
 
 
 def _response(event: Event) -> pb.PrefillResponse:

@@ -37,7 +37,7 @@ MAX_STUCK = 200
 
 
 class PrefillWorker:
-    """The model, blocks and queue of a prefill worker. All methods run in the step thread."""
+    """The model, blocks and queue of a prefill worker. All methods but `begin_chain` run in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached, scheduler: PrefillScheduler, domain: bytes) -> None:
         self._runner = runner
@@ -58,12 +58,8 @@ class PrefillWorker:
 
     def submit(self, job: Job, salt: bytes, emit: Emit, public_tokens: int = 0) -> None:
         """Queues a job. Its events go to `emit`; the last one is Done or an error."""
-        adapter = job.trunk.adapter
-        domain = adapter_domain(self._domain, b"" if adapter is None else bytes.fromhex(adapter.digest))
-        start, rekey = prompt_chain(domain, salt, job.trunk.prompt_ids, public_tokens, self._block_size)
-        job.trunk.hashes = [start]
-        for sequence in job.sequences:
-            sequence.rekey = rekey
+        if not job.trunk.hashes:
+            self.begin_chain(job, salt, public_tokens)
         needed = job.num_blocks(self._runner.layout.rules())
         if needed > (num_blocks := self._attached.arena.num_blocks):
             emit(
@@ -79,6 +75,15 @@ class PrefillWorker:
             return
         self._emits[job] = emit
         self.load = self._scheduler.load()
+
+    def begin_chain(self, job: Job, salt: bytes, public_tokens: int) -> None:
+        """Sets the start of a job's prefix hashes. It changes only the job, so any thread may do it before `submit`."""
+        adapter = job.trunk.adapter
+        domain = adapter_domain(self._domain, b"" if adapter is None else bytes.fromhex(adapter.digest))
+        start, rekey = prompt_chain(domain, salt, job.trunk.prompt_ids, public_tokens, self._block_size)
+        job.trunk.hashes = [start]
+        for sequence in job.sequences:
+            sequence.rekey = rekey
 
     def cancel(self, job: Job) -> None:
         """Drops a job in any state, and releases its blocks."""

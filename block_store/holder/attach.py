@@ -86,7 +86,9 @@ class Needs:
 class Attached:
     """A worker's arena, its incarnation as a holder, and its entry in the registry."""
 
-    def __init__(self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0) -> None:
+    def __init__(
+        self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0, *, has_disk_tier: bool = False
+    ) -> None:
         """Registers the worker. Its floor is `granted_floor` from the store, and never less than the
         worker's minimum.
         """
@@ -95,6 +97,8 @@ class Attached:
         """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows,
         because there must be room for the floors of other workers that rejoin after a rebuild.
         """
+        self.has_disk_tier = has_disk_tier
+        """Whether the store keeps blocks on disk and can restore them."""
         self._needs = needs
         self._client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
         # For a separate thread, with a longer timeout: a worker that cannot publish for three seconds counts as gone.
@@ -238,7 +242,10 @@ def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> lis
     try:
         arena = _open(directory, needs[0])
         pairs = zip(needs, replies, strict=True)
-        return [Attached(arena, redis_url, need, reply.floor_blocks) for need, reply in pairs]
+        return [
+            Attached(arena, redis_url, need, reply.floor_blocks, has_disk_tier=reply.has_disk_tier)
+            for need, reply in pairs
+        ]
     except BlockStoreError as error:
         raise StartupError(f"the arena in {directory} cannot be used: {error}") from None
 

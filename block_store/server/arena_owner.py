@@ -24,6 +24,7 @@ from block_store.ledger.rebuild import open_ledger
 from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord
+from block_store.server.disk_tier import DiskTier
 from block_store.server.sizing import DeviceLimits, WorkerNeeds, device_limits, node_limits, size_arena
 from block_store.settings import BlockStoreSettings
 from common.errors import StartupError
@@ -51,6 +52,12 @@ class ArenaOwner:
         self._cuda = Cuda(settings.cuda_library) if settings.device == "cuda" else None
         self._device: CudaDevice | None = None
         self._drop_lock = threading.Lock()
+        self.disk = (
+            None
+            if settings.kv_disk is None
+            else DiskTier(settings.kv_disk_dir.expanduser(), settings.kv_disk, redis.url)
+        )
+        """Where blocks are copied to disk; None if they are not."""
         # Measured before the workers load their weights, so that the available memory includes room for these.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
         self._ahead: Prefault | None = None
@@ -132,6 +139,8 @@ class ArenaOwner:
         """Ends the sweeps. Removes the arena, even if a different store created it, unless the settings keep it and
         this is possible.
         """
+        if self.disk is not None:
+            self.disk.end()
         self._stop_reaper()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
@@ -142,6 +151,8 @@ class ArenaOwner:
 
     def _begin(self, arena: Arena) -> None:
         ledger = open_ledger(self._redis.client, arena)
+        if self.disk is not None:
+            self.disk.begin(arena)
         pulls = self._settings.pull_blocks and arena.placement.memory is Memory.HOST
         record = StoreRecord(
             arena.arena_id, self._address, ledger.dataset, self._redis.run_id, str(arena.directory), arena.num_blocks,

@@ -9,15 +9,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
-from block_store.arena.arena import Arena
 from block_store.arena.header import Memory
 from block_store.arena.placement import place_name
+from block_store.disk.restore import Prefix
 from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder, Stale
-from block_store.ledger.inspection import BlockView, HolderView, Inspection, inspect
+from block_store.ledger.inspection import inspect
+from block_store.ledger.prefix_hash import HASH_BYTES
 from block_store.ledger.scripts import TICKET_LEASE_S
 from block_store.server.arena_owner import ArenaOwner
+from block_store.server.inspect_response import inspect_response
 from block_store.server.pulls import Pulls
 from block_store.server.sizing import CannotSize, WorkerNeeds, granted_floor
 from block_store.transfer.block_source import BlockSource
@@ -95,7 +97,7 @@ class BlockStoreServicer:
         return pb.AttachResponse(
             arena_id=arena.arena_id, directory=str(arena.directory), num_blocks=arena.num_blocks,
             block_bytes=arena.block_bytes, redis_url=self._owner.redis_url,
-            floor_blocks=floor,
+            floor_blocks=floor, has_disk_tier=self._owner.disk is not None,
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
@@ -111,7 +113,7 @@ class BlockStoreServicer:
         except BlockStoreError as error:
             _LOG.warning("inspect: %s", error)
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
-        return _inspect_response(arena, moment)
+        return inspect_response(arena, moment, self._owner.disk)
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
         """Streams the blocks that a ticket holds to the ticket's owner. Each block is checked before and after it is
@@ -160,6 +162,22 @@ class BlockStoreServicer:
             ticket=convert.ticket_to_pb(pulled.ticket), num_pulled=pulled.num_pulled, num_found=pulled.num_found,
             num_bytes=pulled.num_bytes, num_tokens=pulled.num_tokens,
         )  # fmt: skip
+
+    async def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.RestoreResponse:
+        """Copies blocks of a prompt's prefix from disk into the arena.
+
+        Answers FAILED_PRECONDITION if this store keeps no blocks on disk.
+        """
+        if (disk := self._owner.disk) is None:
+            raise FailedPrecondition("this block store keeps no blocks on disk; start it with --kv-disk")
+        if any(len(one) != HASH_BYTES for one in request.prefix_hashes):
+            raise InvalidArgument.of("prefix_hashes", f"must have {HASH_BYTES} bytes each")
+        try:
+            quota = convert.quota_from_pb(request.cache_quota) if request.HasField("cache_quota") else None
+        except ValueError as error:
+            raise InvalidArgument.of("cache_quota", str(error)) from None
+        prefix = Prefix(request.prefix_hashes, quota, request.num_public_blocks)
+        return pb.RestoreResponse(num_blocks=await disk.restore(prefix))
 
     def _source(self, arena_id: str) -> BlockSource:
         """Returns the arena's blocks as other hosts see them."""
@@ -260,30 +278,3 @@ def _layout_of(request: pb.AttachRequest) -> KvLayout:
     if not positive:
         raise InvalidArgument.of("layout", "must have known kinds and types and positive sizes")
     return layout
-
-
-def _inspect_response(arena: Arena, moment: Inspection) -> pb.InspectResponse:
-    counts = moment.counts
-    return pb.InspectResponse(
-        arena_id=arena.arena_id, num_blocks=arena.num_blocks, free=counts.free, reserved=counts.reserved,
-        sealed=counts.sealed, cached=counts.cached, quarantine=counts.quarantine,
-        holders=[_holder_info(holder) for holder in moment.holders],
-        blocks=[_block_info(i, block) for i, block in enumerate(moment.blocks)],
-        block_size=arena.layout.block_size, block_bytes=arena.block_bytes,
-        memory=cast("pb.ArenaMemory", int(arena.placement.memory)), device_uuid=arena.placement.device_uuid,
-        kv_dtype=arena.layout.kv_dtype or "",
-    )  # fmt: skip
-
-
-def _holder_info(holder: HolderView) -> pb.HolderInfo:
-    return pb.HolderInfo(
-        epoch=holder.epoch, name=holder.name, num_references=holder.num_references, lease_ms=holder.lease_ms,
-        floor_blocks=holder.floor,
-    )  # fmt: skip
-
-
-def _block_info(number: int, block: BlockView) -> pb.BlockInfo:
-    return pb.BlockInfo(
-        block=number, generation=block.generation, state=cast("pb.BlockState", int(block.state)),
-        prefix_hash=block.prefix_hash or b"", holders=block.holders,
-    )  # fmt: skip

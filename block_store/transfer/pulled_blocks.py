@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Generic, TypeVar
 
 from block_store.errors import Exhausted, Fenced
 from block_store.holder.held_blocks import HeldBlocks
@@ -18,6 +19,9 @@ from block_store.ledger.scripts import chunks
 from common.group_need import blocks_of
 from common.ticket import Ticket
 from common.types import BlockRef
+
+Name = TypeVar("Name")
+"""How a source names its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +40,29 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Blocks of this arena for all blocks of a ticket. Each is counted once in `HeldBlocks`."""
+class Taken(Generic[Name]):
+    """Blocks of this arena for blocks of a source. Each is counted once in `HeldBlocks`."""
 
-    found: dict[BlockRef, BlockRef]
+    found: dict[Name, BlockRef]
     """For each of the source's blocks that is cached here, the local block."""
-    fresh: dict[BlockRef, BlockRef]
+    fresh: dict[Name, BlockRef]
     """For each of the others, the block that receives its bytes."""
 
 
-def take(held: HeldBlocks, hashes: dict[BlockRef, bytes]) -> Taken | None:
+def take(held: HeldBlocks, hashes: dict[Name, bytes]) -> Taken[Name] | None:
     """Takes references to the blocks that are cached here, and allocates the others. Takes nothing, and returns None,
     if there is no room.
+
+    `hashes` has the prefix hash of each of the source's blocks; it is empty for a partial block.
     """
-    full = [ref for ref, one in hashes.items() if one]
-    present = held.present([hashes[ref] for ref in full])
-    found: dict[BlockRef, BlockRef] = {}
+    full = [name for name, one in hashes.items() if one]
+    present = held.present([hashes[name] for name in full])
+    found: dict[Name, BlockRef] = {}
     try:
         for run in _runs(full, present):
-            [refs] = held.acquire([[hashes[ref] for ref in run]])
+            [refs] = held.acquire([[hashes[name] for name in run]])
             found.update(zip(run, refs, strict=False))
-        missing = [ref for ref in hashes if ref not in found]
+        missing = [name for name in hashes if name not in found]
         return Taken(found, dict(zip(missing, held.alloc(len(missing)), strict=True)))
     except BaseException as error:
         release_each(held, list(found.values()))
@@ -65,14 +71,14 @@ def take(held: HeldBlocks, hashes: dict[BlockRef, bytes]) -> Taken | None:
         raise
 
 
-def _runs(refs: Sequence[BlockRef], present: Sequence[bool]) -> Iterator[list[BlockRef]]:
+def _runs(names: Sequence[Name], present: Sequence[bool]) -> Iterator[list[Name]]:
     """Yields the runs of consecutive blocks that are present."""
-    for is_present, run in groupby(zip(refs, present, strict=True), lambda pair: pair[1]):
+    for is_present, run in groupby(zip(names, present, strict=True), lambda pair: pair[1]):
         if is_present:
-            yield [ref for ref, _ in run]
+            yield [name for name, _ in run]
 
 
-def finish(held: HeldBlocks, ticket: Ticket, taken: Taken, items: Sequence[SealItem]) -> Pulled:
+def finish(held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem]) -> Pulled:
     """Seals the copies and hands all blocks over to a new ticket. If that fails, releases all of them."""
     local, unsealed = dict(taken.found), dict(taken.fresh)
     counted: Counter[BlockRef] = Counter()
@@ -128,7 +134,7 @@ def copied_tokens(ticket: Ticket, copied: Collection[BlockRef], block_size: int)
     return total
 
 
-def release(held: HeldBlocks, taken: Taken | None) -> None:
+def release(held: HeldBlocks, taken: Taken[Name] | None) -> None:
     if taken is not None:
         release_each(held, [*taken.found.values(), *taken.fresh.values()])
 

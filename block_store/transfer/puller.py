@@ -149,7 +149,7 @@ class Puller:
         items = [SealItem(local, hashes[ref] or None, quota_of(ref)) for ref, local in taken.fresh.items()]
         return await self._whole(lambda: finish(held, ticket, taken, items), lambda pulled: held.decline(pulled.ticket))
 
-    async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: _SourceLease) -> Taken:
+    async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: _SourceLease) -> Taken[BlockRef]:
         """Waits until there are blocks for the whole ticket, as long as the source keeps it. Holds none while it
         waits.
         """
@@ -164,7 +164,7 @@ class Puller:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_ROOM_POLL_S)
 
-    def _undo(self, held: HeldBlocks, copy: Copy, taken: Taken) -> None:
+    def _undo(self, held: HeldBlocks, copy: Copy, taken: Taken[BlockRef]) -> None:
         """Releases the blocks of a copy that has failed, if nothing can write to them any more."""
         if self._transport.is_quiescent(copy):
             self._thread.submit(release, held, taken)

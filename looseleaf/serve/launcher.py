@@ -7,7 +7,6 @@ arena, in Redis, or in the launcher. `children` handles the processes, and `serv
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from looseleaf.serve.service_flags import (
     gateway_flags,
     gateway_secrets,
     inside_flags,
+    salt_secret,
     store_flags,
     store_secrets,
     vllm_grpc_ports,
@@ -95,7 +95,6 @@ class Launcher:
         self._redis: PrivateServer | None = None
         self._restarts = Restarts()
         self._standby: Standby | None = None
-        self._salt_secret = secrets.token_hex(32)
 
     def start(self) -> Addresses:
         """Starts every service. Returns when the gateway serves. If this fails, stops everything and raises
@@ -136,7 +135,7 @@ class Launcher:
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)
         flags = gateway_flags(settings, source, store_address)
-        self._spawn("gateway", "gateway", flags, gateway_secrets(settings, redis_url, self._salt_secret))
+        self._spawn("gateway", "gateway", flags, gateway_secrets(settings, redis_url, salt_secret(settings)))
         ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
         self._stand_by(worker_flags(settings, source, store_address), weights_bytes=int(ready[1][1]))
         return self._addresses(ready, source.notice)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from common.secret_files import lasting_secret
 from looseleaf.serve.model_source import ModelSource
 from looseleaf.serve.placement import threads_per_worker
 from looseleaf.serve.settings import ServeSettings
@@ -43,6 +45,8 @@ def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -
             "expect_workers": settings.prefill + settings.decode,
             "memory_budget": settings.memory_budget,
             "num_blocks": settings.num_blocks or tiny_default,
+            "kv_disk": settings.kv_disk,
+            "kv_disk_dir": settings.kv_disk and settings.kv_disk_dir,
             "device": settings.device,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "log_level": settings.log_level,
@@ -125,13 +129,24 @@ def store_secrets(redis_url: str) -> dict[str, str]:
     return {"LOOSELEAF_BLOCK_STORE_REDIS_URL": redis_url}
 
 
-def gateway_secrets(settings: ServeSettings, redis_url: str, salt_secret: str) -> dict[str, str]:
+def salt_secret(settings: ServeSettings) -> str:
+    """Returns the secret of the launch's cache salts. With a disk tier, it is kept beside the blocks, because after a
+    restart tenants would otherwise not find theirs.
+    """
+    return (
+        secrets.token_hex(32)
+        if settings.kv_disk is None
+        else lasting_secret(settings.kv_disk_dir.expanduser() / "salt")
+    )
+
+
+def gateway_secrets(settings: ServeSettings, redis_url: str, salt: str) -> dict[str, str]:
     """Returns the gateway's secrets as variables. A restarted gateway must have its predecessor's salt; otherwise
     prompts would not find their blocks. A salt that the user has set is kept.
     """
-    secrets = {"LOOSELEAF_GATEWAY_REDIS_URL": redis_url}
-    secrets |= {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt_secret}
-    return secrets if settings.api_key is None else secrets | {"LOOSELEAF_GATEWAY_API_KEY": settings.api_key}
+    variables = {"LOOSELEAF_GATEWAY_REDIS_URL": redis_url}
+    variables |= {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt}
+    return variables if settings.api_key is None else variables | {"LOOSELEAF_GATEWAY_API_KEY": settings.api_key}
 
 
 def with_ports(flags: Sequence[str], ports: Mapping[str, str]) -> tuple[str, ...]:

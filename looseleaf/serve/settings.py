@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from common.settings import KV_CACHE_DTYPE, AttentionBackend, VllmGrpcSettings, settings_config
+from common.settings import KV_CACHE_DTYPE, KV_DISK_DIR, AttentionBackend, VllmGrpcSettings, settings_config
 from common.types import KvCacheDType, Pooling
 from gateway.tools.names import CallFormatName, ReasoningFormatName
 
@@ -127,6 +128,10 @@ class ServeSettings(VllmGrpcSettings):
     num_blocks: int | None = Field(
         None, ge=1, description="number of blocks in the arena, of all KV groups together, instead of a memory budget"
     )
+    kv_disk: ByteSize | None = Field(
+        None, gt=0, description="disk space for copies of KV blocks, as 20GiB; they survive a restart; default: none"
+    )
+    kv_disk_dir: Path = Field(KV_DISK_DIR, description="directory for these copies")
     directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")
     redis_url: str | None = Field(
         None, description="URL of the Redis server; default: a private redis-server is started"

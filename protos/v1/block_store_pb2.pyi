@@ -55,20 +55,22 @@ class AttachRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KvLayout, _Mapping]] = ..., weights_bytes: _Optional[int] = ..., peak_activation_bytes: _Optional[int] = ..., max_model_len: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., device_uuid: _Optional[bytes] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("arena_id", "directory", "num_blocks", "block_bytes", "redis_url", "floor_blocks")
+    __slots__ = ("arena_id", "directory", "num_blocks", "block_bytes", "redis_url", "floor_blocks", "has_disk_tier")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     REDIS_URL_FIELD_NUMBER: _ClassVar[int]
     FLOOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HAS_DISK_TIER_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     directory: str
     num_blocks: int
     block_bytes: int
     redis_url: str
     floor_blocks: int
-    def __init__(self, arena_id: _Optional[str] = ..., directory: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., redis_url: _Optional[str] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
+    has_disk_tier: bool
+    def __init__(self, arena_id: _Optional[str] = ..., directory: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., redis_url: _Optional[str] = ..., floor_blocks: _Optional[int] = ..., has_disk_tier: _Optional[bool] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("include_blocks",)
@@ -104,8 +106,20 @@ class HolderInfo(_message.Message):
     floor_blocks: int
     def __init__(self, epoch: _Optional[int] = ..., name: _Optional[str] = ..., num_references: _Optional[int] = ..., lease_ms: _Optional[int] = ..., floor_blocks: _Optional[int] = ...) -> None: ...
 
+class DiskTierInfo(_message.Message):
+    __slots__ = ("num_blocks", "capacity_blocks", "num_stored", "num_restored")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTORED_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    capacity_blocks: int
+    num_stored: int
+    num_restored: int
+    def __init__(self, num_blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_restored: _Optional[int] = ...) -> None: ...
+
 class InspectResponse(_message.Message):
-    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes", "memory", "device_uuid", "kv_dtype")
+    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes", "memory", "device_uuid", "kv_dtype", "disk_tier")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +134,7 @@ class InspectResponse(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DISK_TIER_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     num_blocks: int
     free: int
@@ -134,7 +149,8 @@ class InspectResponse(_message.Message):
     memory: ArenaMemory
     device_uuid: bytes
     kv_dtype: str
-    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
+    disk_tier: DiskTierInfo
+    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ..., kv_dtype: _Optional[str] = ..., disk_tier: _Optional[_Union[DiskTierInfo, _Mapping]] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
     __slots__ = ("arena_id", "table", "ticket_epoch", "ticket_secret")
@@ -203,3 +219,19 @@ class PullResponse(_message.Message):
     num_bytes: int
     num_tokens: int
     def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., num_pulled: _Optional[int] = ..., num_found: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("prefix_hashes", "cache_quota", "num_public_blocks")
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    NUM_PUBLIC_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    cache_quota: _types_pb2.CacheQuota
+    num_public_blocks: int
+    def __init__(self, prefix_hashes: _Optional[_Iterable[bytes]] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., num_public_blocks: _Optional[int] = ...) -> None: ...
+
+class RestoreResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...

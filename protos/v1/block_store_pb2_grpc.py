@@ -61,6 +61,11 @@ class BlockStoreServiceStub:
                 request_serializer=protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_block__store__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/looseleaf.v1.BlockStoreService/Restore',
+                request_serializer=protos_dot_v1_dot_block__store__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_block__store__pb2.RestoreResponse.FromString,
+                _registered_method=True)
 
 
 class BlockStoreServiceServicer:
@@ -104,6 +109,13 @@ class BlockStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restore(self, request, context):
+        """Restore copies blocks of a prompt's prefix from disk into the arena, where prefill then finds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlockStoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +143,11 @@ def add_BlockStoreServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=protos_dot_v1_dot_block__store__pb2.PullRequest.FromString,
                     response_serializer=protos_dot_v1_dot_block__store__pb2.PullResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=protos_dot_v1_dot_block__store__pb2.RestoreRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_block__store__pb2.RestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -270,6 +287,33 @@ class BlockStoreService:
             '/looseleaf.v1.BlockStoreService/Pull',
             protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
             protos_dot_v1_dot_block__store__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/looseleaf.v1.BlockStoreService/Restore',
+            protos_dot_v1_dot_block__store__pb2.RestoreRequest.SerializeToString,
+            protos_dot_v1_dot_block__store__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

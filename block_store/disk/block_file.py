@@ -1,0 +1,178 @@
+"""A file of KV blocks on disk, which is found again after a restart.
+
+`blocks` holds the bytes of the blocks in slots of equal size. `index` holds one record for each slot: the prefix hash
+of its block, the digest of its bytes, and a number that grows with each store. The prefix hash alone identifies a
+block, because it depends on the model, the numerics and the tenant (`prefix_hash.hash_domain`).
+
+    index   | hash, digest, 7 | hash, digest, 8 | empty | ...
+    blocks  | bytes           | bytes           |       | ...
+
+Nothing is flushed to the disk explicitly, so a crash of the machine may leave a record with bytes of another block, or
+with half of its bytes. Such a block is found by its digest when it is read, and counts as missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from common.errors import StartupError
+
+U8 = npt.NDArray[np.uint8]
+_RECORD = struct.Struct("<32sQQQQ")  # hash, digest, count, unused, check
+_NO_RECORD = bytes(_RECORD.size)
+
+
+def _record(prefix_hash: bytes, digest: int, count: int) -> bytes:
+    head = _RECORD.pack(prefix_hash, digest, count, 0, 0)[:-8]
+    return head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
+
+
+def _read_record(record: bytes) -> tuple[bytes, int, int] | None:
+    """Returns the hash, digest and count of a record, or None if the slot is empty or the record is damaged."""
+    if record == _NO_RECORD or xxhash.xxh3_64_intdigest(record[:-8]) != int.from_bytes(record[-8:], "little"):
+        return None
+    prefix_hash, digest, count, _, _ = _RECORD.unpack(record)
+    return prefix_hash, digest, count
+
+
+class BlockFile:
+    """The blocks on disk that were made with one KV layout. When it is full, the block that was used least recently is
+    replaced. One thread may store while others read.
+    """
+
+    def __init__(self, directory: Path, block_bytes: int, max_bytes: int) -> None:
+        """Opens or makes the files in a directory, which must be used for blocks of this layout only.
+
+        Raises StartupError if the directory cannot be written, is in use, or `max_bytes` is less than one block.
+        """
+        self.block_bytes = block_bytes
+        self.num_slots = max_bytes // (block_bytes + _RECORD.size)
+        if self.num_slots < 1:
+            raise StartupError(f"--kv-disk: {max_bytes} bytes are less than one block of {block_bytes} bytes")
+        self._lock = threading.Lock()
+        """Protects the slots. It is not held while bytes are copied."""
+        self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        """Slot and digest of each prefix hash, the least recently used first."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._index = _open(directory / "index", self.num_slots * _RECORD.size)
+            self._blocks = _open(directory / "blocks", self.num_slots * block_bytes)
+        except BlockingIOError:
+            raise StartupError(f"--kv-disk-dir {directory} is in use by another block store") from None
+        except OSError as error:
+            raise StartupError(f"--kv-disk-dir {directory}: {error.strerror}") from None
+        self._free, self._count = self._read_index()
+
+    def __contains__(self, prefix_hash: object) -> bool:
+        return prefix_hash in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def store(self, prefix_hash: bytes, digest: int, data: U8, is_current: Callable[[], bool]) -> bool:
+        """Stores a block, whose bytes may change meanwhile. It is kept only if `is_current` then returns True. Returns
+        whether it was kept. Raises OSError, for example if the disk is full.
+
+        `data` is uint8 [block_bytes], `digest` its XXH3 (64 bits).
+        """
+        slot = self._take_slot()
+        try:
+            _write_all(self._blocks, data.data, slot * self.block_bytes)
+            is_kept = is_current()
+            if is_kept:
+                self._count += 1
+                os.pwrite(self._index, _record(prefix_hash, digest, self._count), slot * _RECORD.size)
+        except OSError:
+            self._free.append(slot)
+            raise
+        if not is_kept:
+            self._free.append(slot)
+            return False
+        with self._lock:
+            self._slots[prefix_hash] = slot, digest
+        return True
+
+    def read_into(self, prefix_hash: bytes, row: U8) -> bool:
+        """Copies a block into `row`, uint8 [block_bytes]. Returns False, and forgets the block, if its bytes are not
+        those that were stored; `row` then has any content. Also returns False if there is no such block.
+        """
+        with self._lock:
+            if (found := self._slots.get(prefix_hash)) is None:
+                return False
+            self._slots.move_to_end(prefix_hash)
+        slot, digest = found
+        try:
+            num_bytes = os.preadv(self._blocks, [row.data], slot * self.block_bytes)
+        except OSError:
+            num_bytes = 0
+        if num_bytes == self.block_bytes and xxhash.xxh3_64_intdigest(row.data) == digest:
+            return True
+        self._forget(prefix_hash, found)
+        return False
+
+    def close(self) -> None:
+        os.close(self._blocks)
+        os.close(self._index)  # also releases the lock
+
+    def _forget(self, prefix_hash: bytes, found: tuple[int, int]) -> None:
+        """Forgets a block whose bytes are wrong. Does nothing if the slot has been replaced since it was read."""
+        with self._lock:
+            if self._slots.get(prefix_hash) != found:
+                return
+            del self._slots[prefix_hash]
+        os.pwrite(self._index, _NO_RECORD, found[0] * _RECORD.size)
+        self._free.append(found[0])
+
+    def _take_slot(self) -> int:
+        """Returns a slot without a record: a free one, or that of the least recently used block."""
+        if self._free:
+            return self._free.pop()
+        with self._lock:
+            _, (slot, _) = self._slots.popitem(last=False)
+        os.pwrite(self._index, _NO_RECORD, slot * _RECORD.size)
+        return slot
+
+    def _read_index(self) -> tuple[list[int], int]:
+        """Reads all records. Returns the free slots, and the largest count."""
+        packed = os.pread(self._index, self.num_slots * _RECORD.size, 0)
+        found: dict[bytes, tuple[int, int, int]] = {}
+        for slot in range(len(packed) // _RECORD.size):
+            record = _read_record(packed[slot * _RECORD.size : (slot + 1) * _RECORD.size])
+            if record is not None:
+                prefix_hash, digest, count = record
+                found[prefix_hash] = max(found.get(prefix_hash, (0, 0, 0)), (count, slot, digest))
+        for prefix_hash, (_, slot, digest) in sorted(found.items(), key=lambda item: item[1]):
+            self._slots[prefix_hash] = slot, digest
+        used = {slot for slot, _ in self._slots.values()}
+        free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
+        return free, max((count for count, _, _ in found.values()), default=0)
+
+
+def _open(path: Path, num_bytes: int) -> int:
+    """Opens a file, alone, and gives it this length. Slots beyond the end are dropped; new ones take no space until
+    they are written. Raises BlockingIOError if another process has it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write_all(fd: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], at + done)

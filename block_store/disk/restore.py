@@ -1,0 +1,96 @@
+"""Brings blocks back from disk into an arena, where workers find them under their prefix hashes.
+
+The blocks of a prefix that are in the arena are held meanwhile, so that they are not evicted for the others. At the end
+nothing is held: all blocks of the prefix are cached. A worker that needs them acquires them as it would any other.
+
+Every method calls the ledger or the disk, and runs in one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from block_store.arena.arena import Arena
+from block_store.disk.block_file import BlockFile
+from block_store.holder.held_blocks import HeldBlocks
+from block_store.ledger.codec import SealItem
+from block_store.ledger.prefix_hash import group_hash
+from block_store.ledger.scripts import chunks
+from block_store.transfer.pulled_blocks import release_each, take
+from common.types import BlockRef, CacheQuota
+
+logger = logging.getLogger("disk")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The full blocks of a prompt."""
+
+    hashes: Sequence[bytes]
+    """The hashes of the chain, which are those of KV group 0."""
+    quota: CacheQuota | None = None
+    """The quota of the prompt's tenant."""
+    num_public: int = 0
+    """Number of leading blocks that count against no quota."""
+
+    def of_group(self, group: int) -> list[bytes]:
+        return [group_hash(one, group) for one in self.hashes]
+
+    def quota_of(self, block: int) -> CacheQuota | None:
+        return None if block < self.num_public else self.quota
+
+
+def is_on_disk(file: BlockFile, prefix: Prefix) -> bool:
+    """Returns whether any block of the prefix is on disk. Calls neither the ledger nor the disk."""
+    return any(one in file for one in prefix.hashes)
+
+
+def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
+    """Restores what makes the longest prefix usable of those that are cached or on disk. Returns the number of blocks
+    that came from disk: none if there is no room for all of them, or if the arena already has the prefix.
+    """
+    wanted = _wanted(held, file, prefix)
+    if not wanted or (taken := take(held, {one: one for one in wanted})) is None:
+        return 0
+    counted = {**taken.found, **taken.fresh}
+    try:
+        items = [SealItem(ref, one, wanted[one]) for one, ref in _read(held.arena, file, taken.fresh)]
+        for part in chunks(items):
+            for item, final in zip(part, held.seal(part), strict=True):
+                assert item.prefix_hash is not None
+                counted[item.prefix_hash] = final
+        return len(items)
+    finally:
+        release_each(held, list(counted.values()))
+
+
+def _wanted(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> dict[bytes, CacheQuota | None]:
+    """Returns the hashes and quotas of the blocks that the longest usable prefix needs, of all KV groups. Returns none
+    if disk does not make the prefix longer.
+    """
+    rules = held.arena.layout.rules()
+    named = {group: prefix.of_group(group) for group in range(len(rules.groups))}
+    every = [one for hashes in named.values() for one in hashes]
+    cached = set(compress(every, held.present(every)))
+    in_arena = {group: [one in cached for one in hashes] for group, hashes in named.items()}
+    in_either = {group: [one in cached or one in file for one in hashes] for group, hashes in named.items()}
+    length = rules.usable_length(in_either)
+    if length <= rules.usable_length(in_arena):
+        return {}
+    return {
+        hashes[block]: prefix.quota_of(block)
+        for group, hashes in named.items()
+        for block in range(rules.first_needed(group, length), length)
+    }
+
+
+def _read(arena: Arena, file: BlockFile, into: Mapping[bytes, BlockRef]) -> Iterator[tuple[bytes, BlockRef]]:
+    """Reads blocks into the arena and yields those that have arrived, up to the first that is missing or damaged."""
+    for one, ref in into.items():
+        if not file.read_into(one, arena.data[ref.block]):
+            logger.warning("a block on disk is missing or has wrong bytes; it is computed again")
+            return
+        yield one, ref

@@ -1,0 +1,84 @@
+"""Copies the sealed full blocks of an arena to disk, in a thread of its own, before they can be evicted.
+
+Reads only the arena's header, not the ledger. A block may be reallocated while it is copied; the copy is then dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+
+from block_store.arena.arena import Arena
+from block_store.arena.header import HeaderState
+from block_store.disk.block_file import BlockFile
+from common.telemetry import Fallbacks
+from common.types import BlockRef
+
+logger = logging.getLogger("disk")
+INTERVAL_S = 0.1
+"""Time between two scans of the header."""
+PAUSE_S = 10.0
+"""Time without stores after the disk has refused one."""
+
+
+class WriteBehind:
+    """Stores the blocks of one arena. `start` begins, `stop` ends after the blocks that are sealed at that moment."""
+
+    def __init__(self, arena: Arena, file: BlockFile) -> None:
+        self._arena = arena
+        self._file = file
+        self._seen = np.zeros(arena.num_blocks, np.uint64)  # [num_blocks], the generation that was handled last
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
+        self._fallbacks = Fallbacks(logger)
+        self.num_stored = 0
+        """Number of blocks that were written to disk."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Ends the thread after a last scan. A scan that takes longer than the timeout is given up."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        pause_s = INTERVAL_S
+        while not self._stop.wait(pause_s):
+            pause_s = PAUSE_S if self._tried_scan() is None else INTERVAL_S
+        self._tried_scan()
+
+    def _tried_scan(self) -> int | None:
+        try:
+            return self.scan()
+        except OSError as error:
+            self._fallbacks.note("block not stored on disk", str(error))
+            return None
+
+    def scan(self) -> int:
+        """Stores all sealed full blocks that are not on disk yet. Returns how many were stored. Raises OSError."""
+        states, generations = self._arena.states, self._arena.generations
+        num_before = self.num_stored
+        for block in np.flatnonzero((states == HeaderState.SEALED) & (generations != self._seen)):
+            generation = generations[block]
+            if self._is_done(int(block), int(generation)):
+                self._seen[block] = generation
+        return self.num_stored - num_before
+
+    def _is_done(self, block: int, generation: int) -> bool:
+        """Stores a block, if that is needed. Returns False if it has been reallocated."""
+        arena = self._arena
+        prefix_hash, digest = arena.hashes[block].tobytes(), int(arena.digests[block])
+
+        def is_current() -> bool:
+            return arena.states[block] == HeaderState.SEALED and arena.check_refs([BlockRef(block, generation)])
+
+        if not is_current():
+            return False
+        if not any(prefix_hash) or prefix_hash in self._file:
+            return True
+        is_stored = self._file.store(prefix_hash, digest, arena.data[block], is_current)
+        self.num_stored += is_stored
+        return is_stored

@@ -1,0 +1,111 @@
+"""The disk tier of a store's arena: blocks are copied to disk as they are sealed, and restored for prompts that wait.
+
+Does not use protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from block_store.arena.arena import Arena
+from block_store.arena.header import Memory
+from block_store.disk.block_file import BlockFile
+from block_store.disk.restore import Prefix, is_on_disk, restore
+from block_store.disk.write_behind import WriteBehind
+from block_store.errors import ArenaError, BlockStoreError
+from block_store.holder.attach import Attached, Needs
+from common.telemetry import Fallbacks
+
+logger = logging.getLogger("disk")
+
+
+class DiskTier:
+    """The disk tier of one arena. `begin` and `end` block; `restore` is called on the event loop."""
+
+    def __init__(self, directory: Path, max_bytes: int, redis_url: str) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._redis_url = redis_url
+        self._file: BlockFile | None = None
+        self._writing: WriteBehind | None = None
+        self._attached: Attached | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
+        """Restores one prefix at a time, so that a prefix that several prompts share is read once."""
+        self._fallbacks = Fallbacks(logger)
+        self.num_restored = 0
+        """Number of blocks that came back from disk."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks on disk."""
+        return 0 if self._file is None else len(self._file)
+
+    @property
+    def num_stored(self) -> int:
+        """Number of blocks that were written to disk since the start."""
+        return 0 if self._writing is None else self._writing.num_stored
+
+    @property
+    def capacity_blocks(self) -> int:
+        return 0 if self._file is None else self._file.num_slots
+
+    def begin(self, arena: Arena) -> None:
+        """Opens the file of the arena's layout and starts to copy blocks to it.
+
+        Raises ArenaError if the blocks are on a GPU, and StartupError if the file cannot be used.
+        """
+        if arena.placement.memory is not Memory.HOST:
+            raise ArenaError("--kv-disk needs blocks in host memory; those of this arena are on a GPU")
+        where = self._directory / arena.layout.fingerprint.hex()[:16]
+        self._file = BlockFile(where, arena.block_bytes, self._max_bytes)
+        self._writing = WriteBehind(arena, self._file)
+        self._writing.start()
+        self._thread.submit(self._register, arena)
+        logger.info("%d blocks on disk in %s, of at most %d", len(self._file), where, self._file.num_slots)
+
+    def end(self) -> None:
+        """Copies the blocks that are not on disk yet, and ends the holder of restored blocks."""
+        self._thread.shutdown(cancel_futures=True)
+        if self._writing is not None:
+            self._writing.stop()
+        if self._attached is not None:
+            self._attached.close()
+        if self._file is not None:
+            self._file.close()
+
+    async def restore(self, prefix: Prefix) -> int:
+        """Restores the prefix as far as possible, and returns the number of blocks that came from disk.
+
+        Other prompts run meanwhile. If the ledger does not answer, nothing is restored.
+        """
+        if self._file is None or not is_on_disk(self._file, prefix):
+            return 0
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._restore, prefix)
+
+    def _restore(self, prefix: Prefix) -> int:
+        if self._file is None or self._attached is None:
+            return 0
+        try:
+            if self._attached.is_fenced:
+                self._attached.renew()
+            num_blocks = restore(self._attached.held, self._file, prefix)
+        except BlockStoreError as error:
+            self._fallbacks.note("prefix not restored from disk", str(error))
+            return 0
+        self.num_restored += num_blocks
+        return num_blocks
+
+    def _register(self, arena: Arena) -> None:
+        """Registers the holder of restored blocks. It has no floor, because a prefix can always be computed instead."""
+        needs = Needs(
+            f"disk-{socket.gethostname()}-{arena.arena_id}", "disk", arena.layout, weights_bytes=0,
+            peak_activation_bytes=0, max_model_len=0, floor_blocks=0,
+        )  # fmt: skip
+        try:
+            self._attached = Attached(arena, self._redis_url, needs)
+        except BlockStoreError as error:
+            self._fallbacks.note("no holder for restored blocks", str(error))

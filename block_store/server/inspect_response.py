@@ -1,0 +1,45 @@
+"""What the block store's `Inspect` answers, as messages."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from block_store.arena.arena import Arena
+from block_store.ledger.inspection import BlockView, HolderView, Inspection
+from block_store.server.disk_tier import DiskTier
+from protos.v1 import block_store_pb2 as pb
+
+
+def inspect_response(arena: Arena, moment: Inspection, disk: DiskTier | None) -> pb.InspectResponse:
+    """Returns what `Inspect` answers. `disk` is None if the store keeps no blocks on disk."""
+    counts = moment.counts
+    return pb.InspectResponse(
+        arena_id=arena.arena_id, num_blocks=arena.num_blocks, free=counts.free, reserved=counts.reserved,
+        sealed=counts.sealed, cached=counts.cached, quarantine=counts.quarantine,
+        holders=[_holder_info(holder) for holder in moment.holders],
+        blocks=[_block_info(i, block) for i, block in enumerate(moment.blocks)],
+        block_size=arena.layout.block_size, block_bytes=arena.block_bytes,
+        memory=cast("pb.ArenaMemory", int(arena.placement.memory)), device_uuid=arena.placement.device_uuid,
+        kv_dtype=arena.layout.kv_dtype or "", disk_tier=None if disk is None else _disk_info(disk),
+    )  # fmt: skip
+
+
+def _disk_info(disk: DiskTier) -> pb.DiskTierInfo:
+    return pb.DiskTierInfo(
+        num_blocks=disk.num_blocks, capacity_blocks=disk.capacity_blocks, num_stored=disk.num_stored,
+        num_restored=disk.num_restored,
+    )  # fmt: skip
+
+
+def _holder_info(holder: HolderView) -> pb.HolderInfo:
+    return pb.HolderInfo(
+        epoch=holder.epoch, name=holder.name, num_references=holder.num_references, lease_ms=holder.lease_ms,
+        floor_blocks=holder.floor,
+    )  # fmt: skip
+
+
+def _block_info(number: int, block: BlockView) -> pb.BlockInfo:
+    return pb.BlockInfo(
+        block=number, generation=block.generation, state=cast("pb.BlockState", int(block.state)),
+        prefix_hash=block.prefix_hash or b"", holders=block.holders,
+    )  # fmt: skip

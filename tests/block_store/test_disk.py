@@ -1,0 +1,251 @@
+"""Blocks on disk: what a file keeps over crashes, and what a store brings back into a new arena."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import xxhash
+
+from block_store.disk.block_file import BlockFile
+from block_store.ledger.prefix_hash import group_hash
+from common.errors import StartupError
+from common.types import KvLayout, KvSpec
+from protos.v1 import block_store_pb2 as pb
+from testing.ledger.hosts import Host
+from testing.ledger.store import LAYOUT, chain, wait_until
+
+BLOCK_BYTES = 8192
+RECORD_BYTES = 64
+WINDOWED = KvLayout(
+    16,
+    (
+        KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="bfloat16"),
+        KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="bfloat16", window=32),
+    ),
+)
+
+
+def open_file(directory: Path, num_slots: int = 8) -> BlockFile:
+    return BlockFile(directory, BLOCK_BYTES, num_slots * (BLOCK_BYTES + RECORD_BYTES))
+
+
+def content(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def put(file: BlockFile, number: int) -> None:
+    data = content(number)
+    assert file.store(name(number), xxhash.xxh3_64_intdigest(data.data), data, lambda: True)
+
+
+def got(file: BlockFile, number: int) -> bool:
+    """Reads a block. Returns whether it was there; its bytes must then be right."""
+    row = np.empty(BLOCK_BYTES, np.uint8)
+    found = file.read_into(name(number), row)
+    assert not found or (row == content(number)).all()
+    return found
+
+
+def test_blocks_survive_the_process_and_the_least_recently_used_is_replaced(tmp_path: Path) -> None:
+    file = open_file(tmp_path, 4)
+    for number in range(1, 5):
+        put(file, number)
+    assert got(file, 1)
+    put(file, 5)  # replaces 2, because 1 has been read since
+    assert [number for number in range(1, 6) if got(file, number)] == [1, 3, 4, 5]
+    file.close()
+
+    file = open_file(tmp_path, 4)
+    assert [number for number in range(1, 6) if got(file, number)] == [1, 3, 4, 5]
+    file.close()
+    smaller = open_file(tmp_path, 2)
+    assert len(smaller) == 2 and sum(got(smaller, number) for number in range(1, 6)) == 2
+    put(smaller, 6)
+    assert len(smaller) == 2 and got(smaller, 6)
+    smaller.close()
+
+
+def test_a_block_that_changes_while_it_is_copied_is_not_kept(tmp_path: Path) -> None:
+    file, data = open_file(tmp_path, 1), content(1)
+    assert not file.store(name(1), xxhash.xxh3_64_intdigest(data.data), data, lambda: False)
+    assert not got(file, 1)
+    put(file, 2)
+    file.close()
+    assert got(open_file(tmp_path, 1), 2)
+
+
+@pytest.mark.parametrize("damage", ["blocks", "index", "cut"])
+def test_damaged_blocks_count_as_missing(tmp_path: Path, damage: str) -> None:
+    file = open_file(tmp_path)
+    put(file, 1)
+    put(file, 2)
+    file.close()
+    if damage == "cut":  # a file system that lost the end of the file
+        os.truncate(tmp_path / "blocks", BLOCK_BYTES // 2)
+    else:
+        with open(tmp_path / damage, "r+b") as stream:
+            stream.seek(20)
+            stream.write(b"\xff")
+    file = open_file(tmp_path)
+    assert sum(got(file, number) for number in (1, 2)) == (0 if damage == "cut" else 1)
+    assert len(file) == (0 if damage == "cut" else 1), "what is damaged is forgotten, and its slot is free"
+    file.close()
+
+
+def test_a_file_has_one_user_and_room_for_a_block(tmp_path: Path) -> None:
+    file = open_file(tmp_path)
+    with pytest.raises(StartupError, match="in use by another block store"):
+        open_file(tmp_path)
+    file.close()
+    with pytest.raises(StartupError, match="less than one block of 8192 bytes"):
+        BlockFile(tmp_path, BLOCK_BYTES, BLOCK_BYTES)
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match="Not a directory"):
+        open_file(tmp_path / "file" / "below")
+
+
+def _store_forever(directory: Path, seed: int) -> None:
+    draw, file = random.Random(seed), open_file(directory)
+    while True:
+        put(file, draw.randrange(1, 33))
+
+
+def test_a_kill_at_any_point_never_leaves_a_wrong_block(tmp_path: Path) -> None:
+    """Kills a process that stores blocks at 100 random moments. `got` checks the bytes of each block that is found."""
+    draw, fork, num_found = random.Random(7), multiprocessing.get_context("fork"), 0
+    for round_ in range(100):
+        process = fork.Process(target=_store_forever, args=(tmp_path, round_))
+        process.start()
+        time.sleep(draw.uniform(0.0, 0.02))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        file = open_file(tmp_path)
+        num_found += sum(got(file, number) for number in range(1, 33))
+        file.close()
+    assert num_found > 100
+
+
+# --- with a store
+
+
+@pytest.fixture
+def kv_dir(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def make_host(kv_dir: Path, directory: str, num_blocks: int = 24, layout: KvLayout = LAYOUT) -> Host:
+    where = Path("/dev/shm") / f"ll-{os.getpid()}-{kv_dir.parent.name}-{directory}"
+    return Host(where, num_blocks, "--kv-disk", "1MiB", "--kv-disk-dir", str(kv_dir), layout=layout)
+
+
+@pytest.fixture
+def stored(kv_dir: Path) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """The hashes and the bytes of a prefix of six blocks that a store, which has ended, left on disk."""
+    host = make_host(kv_dir, "first")
+    hashes = chain("kept", 6)
+    refs, _ = host.fill(hashes, partial=True)
+    content = [host.arena.read(ref.block) for ref in refs]
+    host.held.release_many([refs])
+    host.stop()
+    yield hashes, content
+
+
+def restored(host: Host, hashes: list[bytes], **fields: Any) -> int:
+    response: pb.RestoreResponse = host.stub.Restore(pb.RestoreRequest(prefix_hashes=hashes, **fields), timeout=20)
+    return int(response.num_blocks)
+
+
+def on_disk(host: Host) -> pb.DiskTierInfo:
+    info: pb.DiskTierInfo = host.store.inspect().disk_tier
+    return info
+
+
+def test_a_new_arena_finds_what_an_earlier_one_sealed(kv_dir: Path, stored: tuple[list[bytes], list[bytes]]) -> None:
+    hashes, content = stored
+    host = make_host(kv_dir, "second")
+    assert on_disk(host).num_blocks == 6, "all full blocks, and not the partial one"
+    assert restored(host, chain("other", 3)) == 0
+    assert restored(host, [*hashes, *chain("unknown", 2)]) == 6
+    assert restored(host, hashes) == 0, "now they are in the arena"
+    [refs] = host.held.acquire([hashes])
+    assert [host.arena.read(ref.block) for ref in refs] == content
+    host.held.release(refs)
+    host.assert_idle()
+    assert (on_disk(host).num_restored, on_disk(host).num_stored) == (6, 0), "they are on disk already"
+    host.stop()
+
+
+def test_a_damaged_block_ends_the_prefix(kv_dir: Path, stored: tuple[list[bytes], list[bytes]]) -> None:
+    hashes, content = stored
+    [blocks] = kv_dir.glob("*/blocks")
+    whole = blocks.read_bytes()
+    at = whole.index(content[3])
+    blocks.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    host = make_host(kv_dir, "second")
+    assert restored(host, hashes) == 3
+    [refs] = host.held.acquire([hashes])
+    assert [host.arena.read(ref.block) for ref in refs] == content[:3]
+    host.held.release(refs)
+    host.assert_idle()
+    refs, _ = host.fill(hashes[3:4])  # computed again, and stored again
+    wait_until(lambda: on_disk(host).num_stored == 1)
+    host.stop()
+
+
+def test_nothing_is_restored_without_room_and_nothing_is_held(
+    kv_dir: Path, stored: tuple[list[bytes], list[bytes]]
+) -> None:
+    hashes, _ = stored
+    host = make_host(kv_dir, "second", num_blocks=8)
+    in_use = host.held.alloc(4)
+    assert restored(host, hashes) == 0
+    host.held.release(in_use)
+    assert restored(host, hashes) == 6
+    host.assert_idle()
+    host.stop()
+
+
+def test_a_window_needs_only_its_last_blocks(kv_dir: Path) -> None:
+    hashes = chain("windowed", 6)
+    windows = [group_hash(one, 1) for one in hashes]
+    host = make_host(kv_dir, "first", layout=WINDOWED)
+    for names in (hashes, windows):
+        refs, _ = host.fill(names)
+        host.held.release(refs)
+    host.stop()
+    host = make_host(kv_dir, "second", layout=WINDOWED)
+    assert restored(host, hashes) == 6 + 2
+    assert host.held.present([*hashes, *windows]) == [True] * 6 + [False] * 4 + [True] * 2
+    host.stop()
+
+
+def test_a_store_without_a_disk_tier_says_so(kv_dir: Path) -> None:
+    host = Host(Path("/dev/shm") / f"ll-{os.getpid()}-none", 8)
+    with pytest.raises(grpc.RpcError) as found:
+        restored(host, chain("kept", 1))
+    assert found.value.code() is grpc.StatusCode.FAILED_PRECONDITION and "--kv-disk" in found.value.details()
+    assert not host.store.inspect().HasField("disk_tier")
+    host.stop()
+
+
+def test_wrong_hashes_are_refused(kv_dir: Path) -> None:
+    host = make_host(kv_dir, "first")
+    with pytest.raises(grpc.RpcError) as found:
+        restored(host, [b"short"])
+    assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    host.stop()
