@@ -71,6 +71,10 @@ class RedisUnusable(BlockStoreError):
     """Redis cannot be reached or started, or its configuration would lose references."""
 
 
+class DiskTierError(BlockStoreError):
+    """The disk tier cannot be used."""
+
+
 class ArenaError(BlockStoreError):
     """The arena cannot be created or used."""
 

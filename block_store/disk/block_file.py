@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from common.errors import StartupError
+from block_store.errors import DiskTierError
 
 U8 = npt.NDArray[np.uint8]
 _RECORD = struct.Struct("<32sQQQQ")  # hash, digest, count, unused, check
@@ -53,12 +53,12 @@ class BlockFile:
     def __init__(self, directory: Path, block_bytes: int, max_bytes: int) -> None:
         """Opens or makes the files in a directory, which must be used for blocks of this layout only.
 
-        Raises StartupError if the directory cannot be written, is in use, or `max_bytes` is less than one block.
+        Raises DiskTierError if the directory cannot be written, is in use, or `max_bytes` is less than one block.
         """
         self.block_bytes = block_bytes
         self.num_slots = max_bytes // (block_bytes + _RECORD.size)
         if self.num_slots < 1:
-            raise StartupError(f"--kv-disk: {max_bytes} bytes are less than one block of {block_bytes} bytes")
+            raise DiskTierError(f"--kv-disk: {max_bytes} bytes are less than one block of {block_bytes} bytes")
         self._lock = threading.Lock()
         """Protects the slots. It is not held while bytes are copied."""
         self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
@@ -68,9 +68,9 @@ class BlockFile:
             self._index = _open(directory / "index", self.num_slots * _RECORD.size)
             self._blocks = _open(directory / "blocks", self.num_slots * block_bytes)
         except BlockingIOError:
-            raise StartupError(f"--kv-disk-dir {directory} is in use by another block store") from None
+            raise DiskTierError(f"--kv-disk-dir {directory} is in use by another block store") from None
         except OSError as error:
-            raise StartupError(f"--kv-disk-dir {directory}: {error.strerror}") from None
+            raise DiskTierError(f"--kv-disk-dir {directory}: {error.strerror}") from None
         self._free, self._count = self._read_index()
 
     def __contains__(self, prefix_hash: object) -> bool:

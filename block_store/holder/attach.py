@@ -253,15 +253,10 @@ def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> lis
 def _request_of(needs: Needs) -> pb.AttachRequest:
     """Returns the request to attach. Raises StartupError if there is no such device."""
     return pb.AttachRequest(
-        worker_id=needs.worker_id,
-        role=needs.role,
-        layout=convert.layout_to_pb(needs.layout),
-        weights_bytes=needs.weights_bytes,
-        peak_activation_bytes=needs.peak_activation_bytes,
-        max_model_len=needs.max_model_len,
-        floor_blocks=needs.floor_blocks,
-        device_uuid=_device_uuid(needs),
-    )
+        worker_id=needs.worker_id, role=needs.role, layout=convert.layout_to_pb(needs.layout),
+        weights_bytes=needs.weights_bytes, peak_activation_bytes=needs.peak_activation_bytes,
+        max_model_len=needs.max_model_len, floor_blocks=needs.floor_blocks, device_uuid=_device_uuid(needs),
+    )  # fmt: skip
 
 
 def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> list[pb.AttachResponse]:

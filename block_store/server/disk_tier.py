@@ -16,7 +16,7 @@ from block_store.arena.header import Memory
 from block_store.disk.block_file import BlockFile
 from block_store.disk.restore import Prefix, is_on_disk, restore
 from block_store.disk.write_behind import WriteBehind
-from block_store.errors import ArenaError, BlockStoreError
+from block_store.errors import BlockStoreError, DiskTierError
 from block_store.holder.attach import Attached, Needs
 from common.telemetry import Fallbacks
 
@@ -56,10 +56,10 @@ class DiskTier:
     def begin(self, arena: Arena) -> None:
         """Opens the file of the arena's layout and starts to copy blocks to it.
 
-        Raises ArenaError if the blocks are on a GPU, and StartupError if the file cannot be used.
+        Raises DiskTierError if the blocks are on a GPU or the file cannot be used.
         """
         if arena.placement.memory is not Memory.HOST:
-            raise ArenaError("--kv-disk needs blocks in host memory; those of this arena are on a GPU")
+            raise DiskTierError("--kv-disk needs blocks in host memory; those of this arena are on a GPU")
         where = self._directory / arena.layout.fingerprint.hex()[:16]
         self._file = BlockFile(where, arena.block_bytes, self._max_bytes)
         self._writing = WriteBehind(arena, self._file)

@@ -85,6 +85,12 @@ def lines(map_: pb.InspectResponse, with_free: bool) -> Iterator[str]:
     yield f"arena {map_.arena_id}: " + ", ".join(f"{n} {name}" for name, n in counts.items()) + f" of {map_.num_blocks}"
     kind = f"of {map_.kv_dtype} keys and values" if map_.kv_dtype else "of states"
     yield f"a block: {map_.block_size} tokens {kind}, {map_.block_bytes:,} bytes"
+    if map_.HasField("disk_tier"):
+        disk = map_.disk_tier
+        yield (
+            f"on disk: {disk.num_blocks} of at most {disk.capacity_blocks} blocks; since the start, "
+            f"{disk.num_stored} written and {disk.num_restored} restored"
+        )
     for holder in map_.holders:
         yield (
             f"{holder.name} (epoch {holder.epoch}): {holder.num_references} blocks, floor {holder.floor_blocks}, "

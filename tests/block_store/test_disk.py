@@ -17,8 +17,9 @@ import pytest
 import xxhash
 
 from block_store.disk.block_file import BlockFile
+from block_store.errors import DiskTierError
 from block_store.ledger.prefix_hash import group_hash
-from common.errors import StartupError
+from block_store.redis.redis_server import RedisHandle
 from common.types import KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.hosts import Host
@@ -108,13 +109,13 @@ def test_damaged_blocks_count_as_missing(tmp_path: Path, damage: str) -> None:
 
 def test_a_file_has_one_user_and_room_for_a_block(tmp_path: Path) -> None:
     file = open_file(tmp_path)
-    with pytest.raises(StartupError, match="in use by another block store"):
+    with pytest.raises(DiskTierError, match="in use by another block store"):
         open_file(tmp_path)
     file.close()
-    with pytest.raises(StartupError, match="less than one block of 8192 bytes"):
+    with pytest.raises(DiskTierError, match="less than one block of 8192 bytes"):
         BlockFile(tmp_path, BLOCK_BYTES, BLOCK_BYTES)
     (tmp_path / "file").touch()
-    with pytest.raises(StartupError, match="Not a directory"):
+    with pytest.raises(DiskTierError, match="Not a directory"):
         open_file(tmp_path / "file" / "below")
 
 
@@ -148,9 +149,13 @@ def kv_dir(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def make_host(kv_dir: Path, directory: str, num_blocks: int = 24, layout: KvLayout = LAYOUT) -> Host:
+def make_host(
+    kv_dir: Path, directory: str, num_blocks: int = 24, layout: KvLayout = LAYOUT, redis_url: str | None = None
+) -> Host:
     where = Path("/dev/shm") / f"ll-{os.getpid()}-{kv_dir.parent.name}-{directory}"
-    return Host(where, num_blocks, "--kv-disk", "1MiB", "--kv-disk-dir", str(kv_dir), layout=layout)
+    flags = ["--kv-disk", "1MiB", "--kv-disk-dir", str(kv_dir)]
+    flags += [] if redis_url is None else ["--redis-url", redis_url]
+    return Host(where, num_blocks, *flags, layout=layout)
 
 
 @pytest.fixture
@@ -216,6 +221,21 @@ def test_nothing_is_restored_without_room_and_nothing_is_held(
     assert restored(host, hashes) == 0
     host.held.release(in_use)
     assert restored(host, hashes) == 6
+    host.assert_idle()
+    host.stop()
+
+
+def test_restores_continue_after_redis_has_lost_everything(
+    kv_dir: Path, stored: tuple[list[bytes], list[bytes]], redis_handle: RedisHandle
+) -> None:
+    hashes, content = stored
+    host = make_host(kv_dir, "second", redis_url=redis_handle.url)
+    assert restored(host, hashes[:2]) == 2
+    redis_handle.client.flushall()
+    wait_until(lambda: restored(host, hashes) == 4, 30)  # the others are in the arena's header
+    [refs] = host.held.acquire([hashes])
+    assert [host.arena.read(ref.block) for ref in refs] == content
+    host.held.release(refs)
     host.assert_idle()
     host.stop()
 
