@@ -6,6 +6,7 @@ Reads only the arena's header, not the ledger. A block may be reallocated while 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 import numpy as np
@@ -21,6 +22,9 @@ INTERVAL_S = 0.1
 """Time between two scans of the header."""
 PAUSE_S = 10.0
 """Time without stores after the disk has refused one."""
+
+LOWEST_PRIORITY = 19
+"""Nice value of the thread, so that copies do not take the cores from a step."""
 
 
 class WriteBehind:
@@ -45,6 +49,7 @@ class WriteBehind:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # Linux: of this thread alone
         pause_s = INTERVAL_S
         while not self._stop.wait(pause_s):
             pause_s = PAUSE_S if self._tried_scan() is None else INTERVAL_S
