@@ -38,8 +38,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         shared: tuple[Grammars, AdapterPool],
         disk: DiskPrefixes | None = None,
     ) -> None:
-        """`shared` contains the objects that the roles of the process share. `disk` is None if the store keeps no blocks
-        on disk.
+        """`shared` contains the objects that the roles of the process share. `disk` is None if the store keeps no
+        blocks on disk.
         """
         self._worker = worker
         self._grammars, self._adapters = shared
