@@ -34,7 +34,7 @@ from kernels.linear import PackedLinear
 from testing.engine import Batch
 
 STRIDE = 97
-"""How many token ids lie between the same positions of two sequences."""
+"""Distance between the token ids of two sequences at the same position."""
 MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m"
 
 

@@ -70,7 +70,7 @@ def read_rope(
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     kind = OTHER_NAMES.get(kind, kind)
     if kind not in kinds:
-        raise UnsupportedModel(f"RoPE scaling {kind} is not supported; supported are {', '.join(kinds)}")
+        raise UnsupportedModel(f"RoPE scaling {kind} is not supported; only {', '.join(kinds)} are")
     for source in () if partial else (raw, scaling):
         refuse_unless(source, "partial_rotary_factor", 1.0, 1, None)
     part = float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)

@@ -77,8 +77,8 @@ class Metrics:
         self._outer = CollectorRegistry()
         self._outer.register(_Aliased(self._registry, VLLM_NAMES))
         self._model = model_name
-        self._running = self._gauge("requests_running", "Requests that are with workers")
-        self._waiting = self._gauge("requests_waiting", "Requests that wait in the gateway")
+        self._running = self._gauge("requests_running", "Requests that workers are processing")
+        self._waiting = self._gauge("requests_waiting", "Requests that are waiting in the gateway")
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of blocks that are referenced, 0 to 1")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
@@ -92,35 +92,39 @@ class Metrics:
         self._pulls = self._counter("pulls", "Tickets whose blocks were copied to another host")
         self._pulled_blocks = self._counter("pulled_blocks", "Blocks copied between hosts")
         self._pulled_bytes = self._counter("pulled_bytes", "Bytes of blocks copied between hosts")
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "Waiting for prefill", _SECONDS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "First prefill step to first token", _SECONDS)
-        self._hand_over = self._histogram("request_hand_over_time_seconds", "First token to claim by decode", _SECONDS)
-        self._decode = self._histogram("request_decode_time_seconds", "Claim to last token", _SECONDS)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Time from arrival to the first token", _SECONDS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Time from arrival to the end", _SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Time spent waiting for prefill", _SECONDS)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Time from the first prefill step to the first token", _SECONDS
+        )
+        self._hand_over = self._histogram(
+            "request_hand_over_time_seconds", "Time from the first token to the claim by decode", _SECONDS
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "Time from the claim to the last token", _SECONDS)
         self._prompt_len = self._histogram("request_prompt_tokens", "Prompt length in tokens", _LENGTHS)
         self._output_len = self._histogram("request_generation_tokens", "Tokens produced by a request", _LENGTHS)
         self._attempts = self._histogram("request_attempts", "Prefills of a request", (1, 2, 3, 5, 10))
         labels = ["model_name"]
         self._ended = Counter(
             "looseleaf_requests_ended",
-            "Requests by how they ended",
+            "Requests that have ended, by finish reason",
             [*labels, "finished_reason"],
             registry=self._registry,
         )
         self._refused = Counter(
             "looseleaf_requests_failed",
-            "Requests by the status they failed with",
+            "Requests that have failed, by status",
             [*labels, "code"],
             registry=self._registry,
         )
         self._not_let_in = Counter(
             "looseleaf_requests_refused",
-            "Requests that were not let in, by reason",
+            "Requests that were refused, by reason",
             [*labels, "reason"],
             registry=self._registry,
         )
-        self._wait = self._gauge("predicted_wait_seconds", "Wait of a request that came now; 0 until a rate is known")
+        self._wait = self._gauge("predicted_wait_seconds", "Predicted wait of a request that arrives now; 0 if unknown")
         self._retries = Counter(
             "looseleaf_requests_retried",
             "Attempts that were lost, by reason",
@@ -151,7 +155,7 @@ class Metrics:
         )
         self._fallbacks = Gauge(
             "looseleaf_fallbacks",
-            "Times that a process did something another way than it should, since its start",
+            "Number of times that a process has used a fallback instead of its normal path",
             [*labels, "service", "fallback"],
             registry=self._registry,
         )

@@ -80,7 +80,7 @@ class FixedHeader:
     """Whether the blocks' memory is gone or the store has removed the arena. If so, nothing in it may be used any more.
     """
     largest_floor: int = 0
-    """The largest floor that a worker asked for before the arena was made (`sizing.granted_floor`)."""
+    """The largest floor that a worker requested before the arena was created (`sizing.granted_floor`)."""
 
     @property
     def file_bytes(self) -> int:

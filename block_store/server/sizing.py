@@ -122,7 +122,7 @@ def size_arena(
 def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int, largest: int = 0) -> int:
     """Returns the floor of a worker. A decode worker also gets a share x of the blocks that the requested floors leave,
     so that groups that need more than one sequence of full length can also be served. `largest` is the largest floor
-    that a worker asked for before the arena was made: workers with different `--max-num-batched-tokens` ask for
+    that a worker requested before the arena was created: workers with different `--max-num-batched-tokens` request
     different floors.
 
     Of N blocks, W workers, D of which are decode workers, ask for at most a blocks each; x = (N - W a) / (2 W). All

@@ -52,7 +52,7 @@ _EITHER = ("prompt", "messages")
 _MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 _OPERATIONS = (
     _Operation(
-        "/v1/completions", "createCompletion", "Continues prompts, as OpenAI's API and vLLM do.", CompletionBody,
+        "/v1/completions", "createCompletion", "Continues prompts, as in OpenAI's API and vLLM.", CompletionBody,
         {"prompt": "Once upon a time", "max_tokens": 32}, streams=True,
     ),
     _Operation(
@@ -60,18 +60,18 @@ _OPERATIONS = (
         {"messages": _MESSAGES, "max_tokens": 32}, streams=True,
     ),
     _Operation(
-        "/v1/responses", "createResponse", "Answers an input by OpenAI's Responses API. Nothing is stored.",
+        "/v1/responses", "createResponse", "OpenAI's Responses API: answers an input. Nothing is stored.",
         ResponsesBody, {"input": "Tell me a story", "max_output_tokens": 32}, streams=True,
     ),
     _Operation(
-        "/v1/messages", "createMessage", "Answers a conversation by Anthropic's API.", MessagesBody,
+        "/v1/messages", "createMessage", "Anthropic's Messages API: answers a conversation.", MessagesBody,
         {"messages": _MESSAGES, "max_tokens": 32}, streams=True,
     ),
     _Operation("/v1/messages/count_tokens", "countTokens", "Returns the length of a conversation in tokens.",
                CountTokensBody, {"messages": _MESSAGES}),
     _Operation("/v1/embeddings", "createEmbedding", "Returns the embeddings of texts.", EmbeddingBody,
                {"input": "Once upon a time"}),
-    *(_Operation(path, name, "Returns how similar texts are: the cosine of their embeddings.", ScoreBody,
+    *(_Operation(path, name, "Returns how similar texts are: the cosine similarity of their embeddings.", ScoreBody,
                  {"text_1": "a wolf", "text_2": ["a fox", "a mill"]})
       for path, name in (("/score", "score"), ("/v1/score", "createScore"))),
     _Operation("/v1/models", "listModels", "Lists the model that is served."),
@@ -79,10 +79,10 @@ _OPERATIONS = (
     _Operation("/tokenize", "tokenize", "Returns the token ids of a text or a conversation.", TokenizeBody,
                {"prompt": "Once upon a time"}),
     _Operation("/detokenize", "detokenize", "Returns the text of token ids.", DetokenizeBody, {"tokens": [11, 12]}),
-    _Operation("/health", "health", "Says whether requests can be served: 200 or 503.", with_key=False),
-    _Operation("/ping", "ping", "Says the same with an empty body.", with_key=False, media_type="",
+    _Operation("/health", "health", "Returns 200 if requests can be served, else 503.", with_key=False),
+    _Operation("/ping", "ping", "Returns the same status with an empty body.", with_key=False, media_type="",
                methods=("get", "post")),
-    _Operation("/load", "load", "Returns how many requests run or wait.", with_key=False),
+    _Operation("/load", "load", "Returns the number of requests that are running or waiting.", with_key=False),
     _Operation("/version", "version", "Returns the server's version.", with_key=False),
 )  # fmt: skip
 

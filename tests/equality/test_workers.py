@@ -62,7 +62,7 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subject]:
-    """Returns the subject of a family, which is made once."""
+    """Returns the subject of a family, which is created once."""
 
     @cache
     def make(family: Any) -> Subject:
