@@ -32,7 +32,7 @@ def warn_if_readable(path: Path, name: str) -> None:
 
 
 def lasting_secret(path: Path) -> str:
-    """Returns the secret in a file, which is made with its directory if it does not exist. Raises StartupError."""
+    """Returns the secret in a file. Creates the file, and its directory, if it does not exist. Raises StartupError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return write_secret(path)

@@ -8,7 +8,7 @@ block, because it depends on the model, the numerics and the tenant (`prefix_has
     blocks  | bytes           | bytes           |       | ...
 
 Nothing is flushed to the disk explicitly, so a crash of the machine may leave a record with bytes of another block, or
-with half of its bytes. Such a block is found by its digest when it is read, and counts as missing.
+with half of its bytes. When such a block is read, its digest does not match, and the block counts as missing.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def _read_record(record: bytes) -> tuple[bytes, int, int] | None:
 
 
 class BlockFile:
-    """The blocks on disk that were made with one KV layout. When it is full, the block that was used least recently is
-    replaced. One thread may store while others read.
+    """The blocks on disk that have one KV layout. When it is full, the block that was used least recently is replaced.
+    One thread may store while others read.
     """
 
     def __init__(self, directory: Path, block_bytes: int, max_bytes: int) -> None:
-        """Opens or makes the files in a directory, which must be used for blocks of this layout only.
+        """Opens or creates the files in a directory, which must be used for blocks of this layout only.
 
         Raises DiskTierError if the directory cannot be written, is in use, or `max_bytes` is less than one block.
         """
@@ -80,8 +80,8 @@ class BlockFile:
         return len(self._slots)
 
     def store(self, prefix_hash: bytes, digest: int, data: U8, is_current: Callable[[], bool]) -> bool:
-        """Stores a block, whose bytes may change meanwhile. It is kept only if `is_current` then returns True. Returns
-        whether it was kept. Raises OSError, for example if the disk is full.
+        """Stores a block, whose bytes may change during the copy. The block is kept only if `is_current` returns True
+        afterwards. Returns whether it was kept. Raises OSError, for example if the disk is full.
 
         `data` is uint8 [block_bytes], `digest` its XXH3 (64 bits).
         """
@@ -159,8 +159,8 @@ class BlockFile:
 
 
 def _open(path: Path, num_bytes: int) -> int:
-    """Opens a file, alone, and gives it this length. Slots beyond the end are dropped; new ones take no space until
-    they are written. Raises BlockingIOError if another process has it.
+    """Opens a file for this process alone, and sets its length. Slots beyond the end are dropped; new ones take no
+    space until they are written. Raises BlockingIOError if another process has it.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,7 +1,8 @@
 """Brings blocks back from disk into an arena, where workers find them under their prefix hashes.
 
-The blocks of a prefix that are in the arena are held meanwhile, so that they are not evicted for the others. At the end
-nothing is held: all blocks of the prefix are cached. A worker that needs them acquires them as it would any other.
+Meanwhile, references to the blocks of the prefix that are in the arena are held, so that these blocks are not evicted
+to make room for the others. At the end nothing is held: all blocks of the prefix are cached. A worker that needs them
+acquires them as it would any other.
 
 Every method calls the ledger or the disk, and runs in one thread.
 """
@@ -49,8 +50,9 @@ def is_on_disk(file: BlockFile, prefix: Prefix) -> bool:
 
 
 def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
-    """Restores what makes the longest prefix usable of those that are cached or on disk. Returns the number of blocks
-    that came from disk: none if there is no room for all of them, or if the arena already has the prefix.
+    """Restores the blocks that are missing for the longest prefix whose blocks are all cached or on disk. Returns the
+    number of blocks that came from disk: none if there is no room for all of them, or if the arena already has the
+    prefix.
     """
     wanted = _wanted(held, file, prefix)
     if not wanted or (taken := take(held, {one: one for one in wanted})) is None:
@@ -69,7 +71,7 @@ def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
 
 def _wanted(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> dict[bytes, CacheQuota | None]:
     """Returns the hashes and quotas of the blocks that the longest usable prefix needs, of all KV groups. Returns none
-    if disk does not make the prefix longer.
+    if the blocks on disk do not make the prefix longer.
     """
     rules = held.arena.layout.rules()
     named = {group: prefix.of_group(group) for group in range(len(rules.groups))}

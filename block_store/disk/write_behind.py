@@ -1,4 +1,4 @@
-"""Copies the sealed full blocks of an arena to disk, in a thread of its own, before they can be evicted.
+"""Copies the sealed full blocks of an arena to disk in a separate thread, usually before they can be evicted.
 
 Reads only the arena's header, not the ledger. A block may be reallocated while it is copied; the copy is then dropped.
 """
@@ -21,14 +21,16 @@ logger = logging.getLogger("disk")
 INTERVAL_S = 0.1
 """Time between two scans of the header."""
 PAUSE_S = 10.0
-"""Time without stores after the disk has refused one."""
+"""Time for which nothing is stored after the disk has refused a block."""
 
 LOWEST_PRIORITY = 19
 """Nice value of the thread, so that copies do not take the cores from a step."""
 
 
 class WriteBehind:
-    """Stores the blocks of one arena. `start` begins, `stop` ends after the blocks that are sealed at that moment."""
+    """Stores the blocks of one arena, from `start` to `stop`. `stop` first stores the blocks that are sealed at that
+    moment.
+    """
 
     def __init__(self, arena: Arena, file: BlockFile) -> None:
         self._arena = arena

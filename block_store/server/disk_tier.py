@@ -46,7 +46,7 @@ class DiskTier:
 
     @property
     def num_stored(self) -> int:
-        """Number of blocks that were written to disk since the start."""
+        """Number of blocks that have been written to disk since startup."""
         return 0 if self._writing is None else self._writing.num_stored
 
     @property

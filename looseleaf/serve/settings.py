@@ -129,7 +129,9 @@ class ServeSettings(VllmGrpcSettings):
         None, ge=1, description="number of blocks in the arena, of all KV groups together, instead of a memory budget"
     )
     kv_disk: ByteSize | None = Field(
-        None, gt=0, description="disk space for copies of KV blocks, as 20GiB; they survive a restart; default: none"
+        None,
+        gt=0,
+        description="disk space for copies of KV blocks, such as 20GiB; they survive a restart; default: none",
     )
     kv_disk_dir: Path = Field(KV_DISK_DIR, description="directory for these copies")
     directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")
