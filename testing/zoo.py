@@ -67,6 +67,10 @@ ZOO: dict[str, Animal] = {
             "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1,
             "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_key_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+                "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
         },
     ),
     "ernie4_5": Animal("ernie4_5"),
