@@ -47,7 +47,7 @@ from gateway.api.server import (
 )
 from gateway.api.wrong_keys import WrongKeys
 from gateway.fleet.adapters import Adapters
-from gateway.fleet.discovery import Discovery
+from gateway.fleet.discoveries import Discoveries
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import load_assets
@@ -58,7 +58,7 @@ from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
 from gateway.request.request_runner import RequestRunner
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, split_urls
 from protos.v1 import inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -102,15 +102,11 @@ async def main(settings: GatewaySettings) -> None:
     assets = await asyncio.to_thread(load_assets, settings.model, settings.served_model_name)
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
     try:
-        discovery = Discovery(
-            with_password(settings.redis_url, settings.redis_password_file),
-            settings.poll_s,
-            workers.on_records,
-            on_stores=workers.on_stores,
-        )
+        urls = [with_password(url, settings.redis_password_file) for url in split_urls(settings.redis_url)]
+        discovery = Discoveries(urls, settings.poll_s, workers.on_records, workers.on_stores)
         await discovery.check()
     except (BlockStoreError, ValueError):
-        raise StartupError("--redis-url: Redis cannot be reached at that address") from None
+        raise StartupError("--redis-url: Redis cannot be reached there") from None
     workers.use_ledgers(discovery.cached_tokens, discovery.end_ticket)
 
     def max_model_len() -> int:
@@ -240,6 +236,8 @@ def adapters_of(settings: GatewaySettings, workers: Workers, base_name: str) -> 
         if settings.lora_modules or settings.allow_runtime_lora_updating:
             raise StartupError("--lora-modules and --allow-runtime-lora-updating need --enable-lora")
         return Adapters(workers, None, base_name)
+    if len(split_urls(settings.redis_url)) > 1:  # workers look for adapters in the Redis server of their arena
+        raise StartupError("--enable-lora needs a single Redis server, but --redis-url names several")
     client = open_client(with_password(settings.redis_url, settings.redis_password_file))
     return Adapters(workers, AdapterRegistry(client, Fallbacks(logger)), base_name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pydantic import Field
@@ -39,7 +40,10 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         description="share both ports with another gateway that also sets this: start the new one, then "
         "stop the old one",
     )
-    redis_url: str = Field(description="the Redis server in which workers register")
+    redis_url: str = Field(
+        description="the Redis server in which workers register; if arenas have separate servers, all of them, "
+        "separated by commas"
+    )
     redis_password_file: Path | None = Field(
         None, description="a file with the password of the Redis server at --redis-url"
     )
@@ -138,3 +142,8 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         ge=0,
         description="number of wrong API keys that an address may try per minute, and in one burst; 0: no limit",
     )
+
+
+def split_urls(urls: str) -> list[str]:
+    """Returns the URLs in a list that is separated by commas. A comma within a URL is not followed by a scheme."""
+    return re.split(r",(?=[a-z]+://)", urls)

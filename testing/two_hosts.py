@@ -111,7 +111,10 @@ class Process:
 class TwoHosts:
     """The running stack. It starts at construction and ends with `close`."""
 
-    def __init__(self, model: Path, *, namespaces: bool, num_blocks: int = 1024, max_model_len: int = 1024) -> None:
+    def __init__(
+        self, model: Path, *, namespaces: bool, redis_per_host: bool = False, num_blocks: int = 1024,
+        max_model_len: int = 1024,
+    ) -> None:  # fmt: skip
         self._scratch = tempfile.TemporaryDirectory(prefix="ll-hosts-")
         self._root = Path(self._scratch.name)
         self._shm = Path(tempfile.mkdtemp(prefix="ll-hosts-", dir="/dev/shm"))
@@ -120,6 +123,11 @@ class TwoHosts:
         write_secret(self._secret)
         self.spaces: tuple[Namespace, Namespace] | None = None
         self.redis = RedisProcess(self._root)
+        self.redis_of_b = self.redis
+        """The Redis server of host B's ledger."""
+        if redis_per_host:
+            (self._root / "b").mkdir()
+            self.redis_of_b = RedisProcess(self._root / "b")
         self.processes: dict[str, Process] = {}
         try:
             if namespaces:
@@ -172,14 +180,16 @@ class TwoHosts:
         store = later(self._root / f"store-{host}.ready", 0)
         if kind == "store":
             return {
-                "host": address, "port": 0, "directory": self._shm / host, "redis_url": self.redis.url,
+                "host": address, "port": 0, "directory": self._shm / host,
+                "redis_url": (self.redis if host == "a" else self.redis_of_b).url,
                 "expect_workers": 1, "num_blocks": self._num_blocks, "device": "cpu", "pull_blocks": True,
                 "keep_arena": True,
             }  # fmt: skip
         if kind == "gateway":
             front = "127.0.0.1" if self.spaces is None else "0.0.0.0"
+            urls = dict.fromkeys([self.redis.url, self.redis_of_b.url])
             return {
-                "host": front, "port": 0, "grpc_port": 0, "model": self._model, "redis_url": self.redis.url,
+                "host": front, "port": 0, "grpc_port": 0, "model": self._model, "redis_url": ",".join(urls),
                 "block_store": store, "poll_s": 0.2,
             }  # fmt: skip
         return {
@@ -223,6 +233,8 @@ class TwoHosts:
         for process in reversed(self.processes.values()):
             process.end()
         self.redis.close()
+        if self.redis_of_b is not self.redis:
+            self.redis_of_b.close()
         for space in self.spaces or ():
             space.close()
         subprocess.run(["rm", "-rf", str(self._shm)], check=False)
