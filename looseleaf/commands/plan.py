@@ -100,6 +100,7 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     yield f"arena    at least {prefill:,} + {decode:,} = {least:,} blocks = {sizing.gib(least * layout.block_bytes)}:"
     yield "         the floors of one prefill and one decode worker; --num-blocks counts the blocks of all KV groups"
     yield from _hosts(settings, weights, total)
+    yield from _hand_over(total)
     if context > config.max_model_len:
         yield f"note     the model has {config.max_model_len:,} positions; it was not made for {context:,} tokens"
 
@@ -123,6 +124,12 @@ def _hosts(settings: PlanSettings, weights: int, sequence: int) -> Iterator[str]
     each = room // sequence
     hosts = math.ceil(settings.sequences / each)
     yield f"         room for {each:,} such sequences; hosts for {settings.sequences:,}: {hosts:,}"
+
+
+def _hand_over(sequence: int) -> Iterator[str]:
+    """The time that the KV of one sequence needs on a link between two hosts, at the link's full rate."""
+    times = ", ".join(f"{sequence * 8 / (gbit * 1e9):.3g} s at {gbit} Gbit/s" for gbit in (1, 10, 100))
+    yield f"hosts    a prefill on another host sends {sizing.gib(sequence)} for such a prompt, at most once: {times}"
 
 
 def stored_bytes(directory: Path) -> int:

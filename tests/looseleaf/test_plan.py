@@ -34,6 +34,7 @@ def test_opt_13b_as_in_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "at least 128 + 129 = 257 blocks = 3.14 GiB" in said
     assert "12,853,473,280 parameters x 2 bytes = 23.94 GiB" in said
     assert "room for 10 such sequences; hosts for 20: 2" in said
+    assert "sends 1.56 GiB for such a prompt, at most once: 13.4 s at 1 Gbit/s, 1.34 s at 10 Gbit/s" in said
 
 
 def test_a_million_tokens_of_llama_8b(capsys: pytest.CaptureFixture[str]) -> None:
