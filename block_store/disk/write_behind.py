@@ -45,10 +45,11 @@ class WriteBehind:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """Ends the thread after a last scan. A scan that takes longer than the timeout is given up."""
+    def stop(self, timeout_s: float = 60.0) -> bool:
+        """Ends the thread after a last scan. Returns False if it still runs after the timeout."""
         self._stop.set()
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # Linux: of this thread alone

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from block_store.arena.arena import Arena
@@ -21,6 +21,8 @@ from block_store.holder.attach import Attached, Needs
 from common.telemetry import Fallbacks
 
 logger = logging.getLogger("disk")
+JOIN_S = 2.0
+"""Maximum time that the first registration delays workers. It usually takes milliseconds."""
 
 
 class DiskTier:
@@ -30,11 +32,14 @@ class DiskTier:
         self._directory = directory
         self._max_bytes = max_bytes
         self._redis_url = redis_url
+        self._arena: Arena | None = None
         self._file: BlockFile | None = None
         self._writing: WriteBehind | None = None
         self._attached: Attached | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         """Restores one prefix at a time, so that a prefix that several prompts share is read once."""
+        self._joiner = ThreadPoolExecutor(1, thread_name_prefix="disk-join")
+        self._joining: Future[None] | None = None
         self._fallbacks = Fallbacks(logger)
         self.num_restored = 0
         """Number of blocks that came back from disk."""
@@ -64,17 +69,20 @@ class DiskTier:
         self._file = BlockFile(where, arena.block_bytes, self._max_bytes)
         self._writing = WriteBehind(arena, self._file)
         self._writing.start()
-        self._thread.submit(self._register, arena)
+        self._arena = arena
+        wait([self._join_soon()], JOIN_S)
         logger.info("%d blocks on disk in %s, of at most %d", len(self._file), where, self._file.num_slots)
 
     def end(self) -> None:
         """Copies the blocks that are not on disk yet, and ends the holder of restored blocks."""
-        self._thread.shutdown(cancel_futures=True)
-        if self._writing is not None:
-            self._writing.stop()
+        if self._attached is not None:
+            self._attached.withdraw()  # ends the retries of a registration
+        for thread in (self._joiner, self._thread):
+            thread.shutdown(cancel_futures=True)
+        has_ended = self._writing is None or self._writing.stop()
         if self._attached is not None:
             self._attached.close()
-        if self._file is not None:
+        if self._file is not None and has_ended:
             self._file.close()
 
     async def restore(self, prefix: Prefix) -> int:
@@ -87,25 +95,37 @@ class DiskTier:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._restore, prefix)
 
     def _restore(self, prefix: Prefix) -> int:
-        if self._file is None or self._attached is None:
+        attached = self._attached
+        if self._file is None or attached is None or attached.is_fenced:
+            self._join_soon()
+            self._fallbacks.note("prefix not restored from disk", "the holder of restored blocks is registering")
             return 0
         try:
-            if self._attached.is_fenced:
-                self._attached.renew()
-            num_blocks = restore(self._attached.held, self._file, prefix)
+            num_blocks = restore(attached.held, self._file, prefix)
         except BlockStoreError as error:
             self._fallbacks.note("prefix not restored from disk", str(error))
             return 0
         self.num_restored += num_blocks
         return num_blocks
 
-    def _register(self, arena: Arena) -> None:
-        """Registers the holder of restored blocks. It has no floor, because a prefix can always be computed instead."""
+    def _join_soon(self) -> Future[None]:
+        """Registers the holder of restored blocks in a thread, because that takes as long as Redis does not answer."""
+        if self._joining is None or self._joining.done():
+            self._joining = self._joiner.submit(self._join)
+        return self._joining
+
+    def _join(self) -> None:
+        """Registers the holder. It has no floor, because a prefix can always be computed instead."""
+        arena = self._arena
+        assert arena is not None
         needs = Needs(
             f"disk-{socket.gethostname()}-{arena.arena_id}", "disk", arena.layout, weights_bytes=0,
             peak_activation_bytes=0, max_model_len=0, floor_blocks=0,
         )  # fmt: skip
         try:
-            self._attached = Attached(arena, self._redis_url, needs)
+            if self._attached is None:
+                self._attached = Attached(arena, self._redis_url, needs)
+            else:
+                self._attached.renew()
         except BlockStoreError as error:
             self._fallbacks.note("no holder for restored blocks", str(error))

@@ -240,6 +240,25 @@ def test_restores_continue_after_redis_has_lost_everything(
     host.stop()
 
 
+def test_without_redis_nothing_is_restored_and_no_prompt_waits_for_it(
+    kv_dir: Path, stored: tuple[list[bytes], list[bytes]], redis_handle: RedisHandle
+) -> None:
+    hashes, _ = stored
+    host = make_host(kv_dir, "second", redis_url=redis_handle.url)
+    assert restored(host, hashes[:1]) == 1
+    assert redis_handle.process is not None
+    redis_handle.process.send_signal(signal.SIGSTOP)
+    try:
+        answers = [restored(host, hashes) for _ in range(3)]  # each within the call's deadline
+        time.sleep(6)  # the holder's lease ends, so it must register again
+    finally:
+        redis_handle.process.send_signal(signal.SIGCONT)
+    assert answers == [0, 0, 0]
+    wait_until(lambda: restored(host, hashes) == 5, 30)
+    host.assert_idle()
+    host.stop()
+
+
 def test_a_window_needs_only_its_last_blocks(kv_dir: Path) -> None:
     hashes = chain("windowed", 6)
     windows = [group_hash(one, 1) for one in hashes]
