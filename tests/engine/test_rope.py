@@ -85,11 +85,11 @@ def test_three_positions_of_text_are_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen2", seed=3, rope_scaling=rope)
     tokens = prompt(512)
     got = Oracle(runner_of(tmp_path, model_impl="native")).logits(tokens, chunk=24)
-    raw = ModelConfig.from_directory(tmp_path)
+    ours = ModelConfig.from_directory(tmp_path)
     text = transformers.Qwen2VLTextConfig(
-        vocab_size=raw.vocab_size, hidden_size=raw.hidden_size, intermediate_size=raw.intermediate_size,
-        num_hidden_layers=raw.num_layers, num_attention_heads=raw.num_heads, num_key_value_heads=raw.num_kv_heads,
-        rms_norm_eps=raw.norm_eps, rope_parameters=rope | {"rope_type": "default", "rope_theta": 10_000.0},
+        vocab_size=ours.vocab_size, hidden_size=ours.hidden_size, intermediate_size=ours.intermediate_size,
+        num_hidden_layers=ours.num_layers, num_attention_heads=ours.num_heads, num_key_value_heads=ours.num_kv_heads,
+        rms_norm_eps=ours.norm_eps, rope_parameters=rope | {"rope_type": "default", "rope_theta": 10_000.0},
     )  # fmt: skip
     from safetensors.torch import load_file
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel

@@ -122,8 +122,8 @@ async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[C
 async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_midway(name: str, tmp_path: Path) -> None:
     """In fp32, so that every greedy token can be compared with the transformers library too."""
     model, cases = make_foreign(tmp_path, ZOO[name]), make_cases(512)
-    answers = await served_swapped_and_killed(model, cases, dtype="float32")
-    greedy = [pair for pair in zip(cases, answers, strict=True) if pair[0].sampling == KINDS["greedy"]]
+    expected = await served_swapped_and_killed(model, cases, dtype="float32")
+    greedy = [pair for pair in zip(cases, expected, strict=True) if pair[0].sampling == KINDS["greedy"]]
     assert sum(len(text.token_ids) for _, [text] in greedy) > 16
     for case, [text] in greedy:
         logits = by_transformers(model, [*case.prompt, *text.token_ids])[len(case.prompt) - 1 : -1]
