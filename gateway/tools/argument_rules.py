@@ -14,11 +14,11 @@ from typing import Any
 
 from gateway.tools.schemas import NOTES, value_schema
 from gateway.tools.tag_parsers import Tags
-from gateway.tools.typed_values import STRING, resolved, types_of
+from gateway.tools.typed_values import STRING, items, resolved, types_of
 
 _ANY = r"/(.|\n)*/"
 _ROOT = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"))
-_PLAIN = frozenset(("type", "enum", "const", "anyOf", "oneOf", "nullable")) | NOTES
+_PLAIN = frozenset(("type", "enum", "const", "anyOf", "oneOf")) | NOTES
 """The keywords of a schema of text that can be enforced."""
 _NAME = r"ARGUMENT_NAME: /[a-zA-Z_][a-zA-Z0-9_]*/"
 
@@ -134,18 +134,15 @@ class TagRules:
 
     def _value(self, item: Property, root: Mapping[str, Any], rule: str, lines: list[str]) -> str:
         """Returns the value with its end tag. Adds its rule to `lines` if it needs one."""
-        schema, end = resolved(item.schema, root), self._mark(self._tags.value_end)
+        end = self._mark(self._tags.value_end)
         closed = f"{json.dumps(self._pad)} {end}" if self._pad else end
-        types = types_of(item.schema, root)
-        if "string" not in types:
+        if "string" not in types_of(item.schema, root):
             lines.append(f"{rule}: %json {value_schema(item.schema, root)}")
             return f"{rule} {closed}"
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list) and values:
-            return f"({' | '.join(json.dumps(self._choice(item.name, value)) for value in values)}) {closed}"
-        if not types <= STRING | {"null"} or not _is_plain(schema, root):
-            raise ValueError(f"the schema of {item.name!r}, a text with further rules or of several types,")
-        return "text_value"
+        values = _text_values(item.name, item.schema, root, set())
+        if values is None:
+            return "text_value"
+        return f"({' | '.join(json.dumps(self._choice(item.name, value)) for value in values)}) {closed}"
 
     def _choice(self, name: str, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -154,7 +151,23 @@ class TagRules:
         return text
 
 
-def _is_plain(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Returns whether a schema of text has no rules that text between tags cannot be made to follow."""
-    choices = [choice for key in ("anyOf", "oneOf") for choice in schema.get(key, ())]
-    return not set(schema) - _PLAIN and all(not set(resolved(choice, root)) - _PLAIN for choice in choices)
+def _text_values(name: str, schema: Any, root: Mapping[str, Any], seen: set[int]) -> list[Any] | None:
+    """Returns the values that a schema of text allows, or None if any text is allowed. Raises ValueError for other
+    rules, which text between tags cannot be made to follow.
+    """
+    schema = resolved(schema, root)
+    choices = [*items(schema, "anyOf"), *items(schema, "oneOf")]
+    values = [*items(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
+    kinds = {"anyOf", "oneOf", "enum", "const"} & set(schema)
+    if set(schema) - _PLAIN or len(kinds) > 1 or id(schema) in seen:
+        raise ValueError(f"the schema of {name!r}, a text with further rules,")
+    seen.add(id(schema))
+    if choices:
+        found = [_text_values(name, choice, root, seen) for choice in choices]
+        return None if None in found else [value for some in found if some is not None for value in some]
+    types = types_of(schema, root)
+    if values:
+        return values
+    if not types <= STRING | {"null"}:
+        raise ValueError(f"the schema of {name!r}, a text of several types,")
+    return None if "string" in types else [None]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 STRING = frozenset({"string"})
-_MAX_DEPTH = 8
-"""Schemas are searched for types to this depth of references and alternatives."""
+_MAX_REFERENCES = 8
+"""The longest chain of references that is followed."""
 _NAMES: Mapping[type, str] = {
     type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
 }  # fmt: skip
@@ -22,7 +22,7 @@ _NAMES: Mapping[type, str] = {
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the schema to which a local reference leads, or the schema itself. Anything else is an empty schema."""
-    for _ in range(_MAX_DEPTH):
+    for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
             break
         schema = root
@@ -33,22 +33,27 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of the types that a schema mentions, or "string" if it mentions none."""
-    return frozenset(_types(schema, root, 0)) or STRING
+    return frozenset(_types(schema, root, set())) or STRING
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _types(schema: Any, root: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
+    """Yields types. `seen` has the ids of schemas, each of which is visited once, because schemas may be recursive."""
     schema = resolved(schema, root)
+    if id(schema) in seen:
+        return
+    seen.add(id(schema))
     given = schema.get("type")
-    yield from [given] if isinstance(given, str) else [t for t in _list(given) if isinstance(t, str)]
-    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    yield from [given] if isinstance(given, str) else [t for t in items(schema, "type") if isinstance(t, str)]
+    values = [*items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
     yield from (_NAMES[type(value)] for value in values)
-    if depth < _MAX_DEPTH:
-        for key in ("anyOf", "oneOf", "allOf"):
-            for choice in _list(schema.get(key)):
-                yield from _types(choice, root, depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        for choice in items(schema, key):
+            yield from _types(choice, root, seen)
 
 
-def _list(value: Any) -> list[Any]:
+def items(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Returns the list at this keyword, or an empty one."""
+    value = schema.get(key)
     return value if isinstance(value, list) else []
 
 

@@ -35,10 +35,11 @@ PYTHON = (PYTHONIC, LLAMA4_PYTHONIC, LFM2, OLMO3)
 MARKS = sorted({mark for form in (*TAGGED, *PYTHON) for mark in form.marks})
 WEATHER = Function(
     "get_weather",
-    {"type": "object", "$defs": {"Unit": {"enum": ["c", "f", None]}}, "required": ["city", "days"], "properties": {
+    {"type": "object", "$defs": {"Unit": {"enum": ["c", "é 🌧", None]}}, "required": ["city", "days"], "properties": {
         "city": {"type": "string", "description": "d"}, "days": {"type": "integer", "minimum": 1, "maximum": 7},
         "unit": {"$ref": "#/$defs/Unit"}, "sure": {"type": "boolean"},
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "kind": {"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]},
         "at": {"type": "array", "items": {"type": "number"}, "maxItems": 2}}},
 )  # fmt: skip
 LOOSE, NOW = Function("loose", {}), Function("now", {"type": "object", "properties": {}, "additionalProperties": False})
@@ -46,8 +47,13 @@ FUNCTIONS = [WEATHER, LOOSE, NOW]
 Calls = list[tuple[str, dict[str, Any]]]
 GOOD: list[Calls] = [
     [("get_weather", {"city": "Pa<r>is\n", "days": 3})],
-    [("get_weather", {"city": "Rome", "days": 7, "unit": "c", "sure": True, "note": "é 🌧", "at": [1, 2.5]})],
-    [("get_weather", {"city": "x", "days": 1, "sure": False, "note": None})],
+    [
+        (
+            "get_weather",
+            {"city": "Rome", "days": 7, "unit": "é 🌧", "sure": True, "note": "é 🌧", "kind": "b", "at": [1, 2.5]},
+        )
+    ],
+    [("get_weather", {"city": "x", "days": 1, "sure": False, "note": None, "kind": None})],
     [("loose", {"any_name": "any < text"})],
     [("loose", {})],
     [("now", {})],
@@ -59,6 +65,7 @@ BAD: list[Calls] = [
     [("get_weather", {"city": "Paris", "days": 1, "unit": "k"})],
     [("get_weather", {"city": "Paris", "days": 1, "at": [1, 2, 3]})],
     [("get_weather", {"city": "Paris", "days": 1, "x": 1})],
+    [("get_weather", {"city": "Paris", "days": 1, "kind": "c"})],
     [("now", {"x": "1"})],
     [("other", {})],
 ]
@@ -148,9 +155,12 @@ def test_strict_arguments_match_within_free_text(tokenizer: Any, form: CallForma
 CANNOT: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"day": {"type": "string", "pattern": "[0-9]+"}}}, "'day'"),
     ({"properties": {"day": {"type": ["string", "array"]}}}, "'day'"),
+    ({"properties": {"day": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]}}}, "'day'"),
     ({"properties": {"day": {"enum": ["a</parameter>b"]}}}, "'day'"),
     ({"properties": {"a": {}}, "minProperties": 1}, "'minProperties'"),
     ({"properties": {"a b": {}}}, "'a b'"),
+    ({"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 99 + [{"type": "string"}]}}}, "'a'"),
+    ({"properties": {"a": {"type": "string", "anyOf": 5, "enum": 5}}}, "'a'"),
     ({"properties": 5}, "properties"),
 ]
 
