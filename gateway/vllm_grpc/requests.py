@@ -63,6 +63,13 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
     return wanted
 
 
+def embed_wanted_of(request: pb.EmbedRequest) -> Wanted:
+    """Converts a request for an embedding without checking its values."""
+    prompt = IdsPrompt(request.tokenized.input_ids) if request.HasField("tokenized") else None
+    request_id = request.request_id or None
+    return Wanted(prompt=prompt, prompt_field="tokenized", request_id=request_id, embeds=True, max_tokens=1)
+
+
 def first_token_only(wanted: Wanted) -> None:
     """Turns a router's prefill request into one for first tokens from which decode can continue.
 

@@ -23,10 +23,11 @@ from gateway.api.front import Front
 from gateway.api.grpc_service import STALLED_CLIENT_S, admitted, authorization, time_left
 from gateway.fleet.workers import Workers
 from gateway.intake.resolved_request import ResolvedRequest
+from gateway.request.delta import Delta
 from gateway.request.outlet import LAST_WORD_S, Outlet
 from gateway.vllm_grpc.about import About, Role
 from gateway.vllm_grpc.replies import Replies, prefill_replies
-from gateway.vllm_grpc.requests import first_token_only, head_start_json, head_start_of, wanted_of
+from gateway.vllm_grpc.requests import embed_wanted_of, first_token_only, head_start_json, head_start_of, wanted_of
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -125,7 +126,18 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
             yield chunk
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        raise Unimplemented("Embed is not supported")
+        with admitted(self._front, context) as entry:
+            wanted = embed_wanted_of(request)
+            wanted.timeout_s = time_left(context)
+            resolved = await self._front.validator.resolve(wanted, entry.tenant)
+            entry.take([resolved])
+            deltas: list[Delta] = []
+            async with Outlet(deltas.extend) as outlet:
+                await self._front.runner.run(resolved, outlet)
+            embedding = deltas[-1].embedding
+            return pb.EmbedResponse(
+                embedding=embedding, embedding_dim=len(embedding), prompt_tokens=len(resolved.prompt_ids)
+            )
 
     async def FlushCache(self, request: Any, context: Context) -> common_pb2.FlushCacheResponse:
         raise Unimplemented("FlushCache is not supported: the cache has other users")

@@ -19,10 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.descriptor import ServiceDescriptor
+from smg_grpc_proto import vllm_engine_pb2
+
 from engine.tiny import make_checkpoint
 from looseleaf import LLM
 from protos.v1 import block_store_pb2, decode_pb2, inference_pb2, prefill_pb2
-from testing.fuzz.senders import GrpcSender, Method, methods_of, send_http
+from testing.fuzz.senders import GrpcSender, Metadata, Method, methods_of, send_http
 from testing.gateway.tool_templates import HERMES
 from testing.system import assert_nothing_held, prompts, trust_at
 
@@ -64,11 +67,17 @@ class Fuzzer:
             for service in module.DESCRIPTOR.services_by_name.values() if module else ():  # type: ignore[attr-defined]
                 for metadata in (secret, ()) if name != "gateway" else ((),):
                     label = "" if name == "gateway" else ", with the secret" if metadata else ", without"
-                    found = methods_of(address, service, metadata)
-                    self._targets += [(f"{service.name}.{m.descriptor.name}{label}", m) for m in found]
+                    self._add(address, service, metadata, label)
+        for role, address in zip(("regular", "prefill", "decode"), llm.addresses.vllm_grpc, strict=True):
+            service = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+            self._add(address, service, (), f", {role}")
         self._targets = [target for target in self._targets if target[0].startswith(only)]
         self.outcome = Outcome()
         self._began = time.monotonic()
+
+    def _add(self, address: str, service: ServiceDescriptor, metadata: Metadata, label: str) -> None:
+        found = methods_of(address, service, metadata)
+        self._targets += [(f"{service.name}.{m.descriptor.name}{label}", m) for m in found]
 
     async def run(self, num_inputs: int, num_at_once: int) -> None:
         """Sends all inputs. Measures memory for the first time after a fifth of them."""
@@ -128,7 +137,7 @@ def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "") -> O
     with tempfile.TemporaryDirectory(prefix="ll-fuzz-") as directory:
         model = make_checkpoint(Path(directory) / "tiny", "llama", seed=1)
         (model / "chat_template.jinja").write_text(HERMES, encoding="utf-8")  # the built-in template refuses tools
-        settings: dict[str, Any] = {"num_blocks": 512, "max_model_len": 512, "roles": "split"}
+        settings: dict[str, Any] = {"num_blocks": 512, "max_model_len": 512, "roles": "split", "vllm_grpc": True}
         with LLM(str(model), **settings) as llm:
             fuzzer = Fuzzer(llm, seed, only)
             asyncio.run(fuzzer.run(num_inputs, num_at_once))

@@ -13,6 +13,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from smg_grpc_proto import vllm_engine_pb2
 
 from protos.v1 import decode_pb2, inference_pb2, prefill_pb2, types_pb2
 
@@ -45,6 +46,7 @@ _PATHS = (
 
 _STOPPING = types_pb2.StoppingParams(max_tokens=3)
 _PROMPT = [5, 6, 7, 8, 9]
+_TOKENIZED = vllm_engine_pb2.TokenizedInput(input_ids=_PROMPT)
 _SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 _FUNCTION = {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}
 _TOOL = {"type": "function", "function": _FUNCTION}
@@ -97,16 +99,20 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 """By path: bodies that are accepted."""
 _ALL_BODIES = [body for bodies in BODIES.values() for body in bodies]
 RIGHT: dict[str, Message] = {
-    "EmbedRequest": inference_pb2.EmbedRequest(token_ids=inference_pb2.TokenIds(ids=_PROMPT)),
-    "GenerateRequest": inference_pb2.GenerateRequest(
+    "vllm.grpc.engine.EmbedRequest": vllm_engine_pb2.EmbedRequest(tokenized=_TOKENIZED),
+    "vllm.grpc.engine.GenerateRequest": vllm_engine_pb2.GenerateRequest(
+        tokenized=_TOKENIZED, sampling_params=vllm_engine_pb2.SamplingParams(max_tokens=3), stream=True
+    ),
+    "looseleaf.v1.EmbedRequest": inference_pb2.EmbedRequest(token_ids=inference_pb2.TokenIds(ids=_PROMPT)),
+    "looseleaf.v1.GenerateRequest": inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=_PROMPT), stopping=_STOPPING, sampling=types_pb2.SamplingParams()
     ),
-    "TokenizeRequest": inference_pb2.TokenizeRequest(text="Hello there"),
-    "PrefillRequest": prefill_pb2.PrefillRequest(
+    "looseleaf.v1.TokenizeRequest": inference_pb2.TokenizeRequest(text="Hello there"),
+    "looseleaf.v1.PrefillRequest": prefill_pb2.PrefillRequest(
         request_id="fuzz", prompt_token_ids=_PROMPT, branches=[types_pb2.Branch()], stopping=_STOPPING,
         sampling=types_pb2.SamplingParams(),
     ),
-    "SessionRequest": decode_pb2.SessionRequest(
+    "looseleaf.v1.SessionRequest": decode_pb2.SessionRequest(
         submit=decode_pb2.Submit(
             handle=1, request_id="fuzz", prompt_token_ids=_PROMPT, stopping=_STOPPING, timeout_ms=500,
             ticket=types_pb2.Ticket(arena_id="0" * 16, epoch=7, branches=[types_pb2.BranchTables(num_tokens=5)]),
@@ -114,12 +120,12 @@ RIGHT: dict[str, Message] = {
         )
     ),
 }  # fmt: skip
-"""By name: messages that a service accepts, or that are complete except for the ticket."""
+"""By full name: messages that a service accepts, or that are complete except for the ticket."""
 
 
 def message(draw: random.Random, kind: type[Message]) -> Message:
     """Returns a message whose fields have arbitrary values of their types. Some fields are left out."""
-    right = RIGHT.get(kind.DESCRIPTOR.name)
+    right = RIGHT.get(kind.DESCRIPTOR.full_name)
     if right is not None and draw.random() < 0.6:
         return near(draw, right)
     made = kind()
@@ -159,7 +165,11 @@ def _set(draw: random.Random, made: Any, field: FieldDescriptor, depth: int) -> 
         container = getattr(made, field.name)
         values = field.message_type.fields_by_name
         with contextlib.suppress(ValueError, TypeError):
-            container[_value(draw, values["key"])] = _value(draw, values["value"])
+            key, inner = _value(draw, values["key"]), values["value"].message_type
+            if inner is None:
+                container[key] = _value(draw, values["value"])
+            else:
+                _fill(draw, container[key], inner, depth + 1)
         return
     many = field.is_repeated
     for _ in range(draw.choice((0, 1, 1, 2, 3, 8, 40)) if many else 1):

@@ -25,7 +25,7 @@ from gateway.api.grpc_service import key_check
 from gateway.settings import GatewaySettings
 from gateway.vllm_grpc.ports import SERVICE, VllmPorts
 from protos.v1 import decode_pb2
-from testing.gateway.parts import EOS_ID, Fault, Script, expected_ids
+from testing.gateway.parts import EOS_ID, Fault, Script, expected_embedding, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 
@@ -395,14 +395,29 @@ async def test_a_router_learns_what_it_asks_for(serve: Any) -> None:
     assert load.max_running_requests == 8 and load.num_running_reqs == 0
     chunks = [chunk async for chunk in served.regular.GetTokenizer(common_pb2.GetTokenizerRequest())]
     assert chunks[-1].sha256 and b"tokenizer.json" in b"".join(chunk.data for chunk in chunks)
-    for stub, name in ((served.regular.Embed, "Embed"), (served.regular.FlushCache, "Flush")):
-        message = pb.EmbedRequest() if name == "Embed" else common_pb2.FlushCacheRequest()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub(message)
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="the cache has other users") as caught:
+        await served.regular.FlushCache(common_pb2.FlushCacheRequest())
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(grpc.aio.AioRpcError, match="the gateway itself routes by cached prefixes") as caught:
         [batch async for batch in served.decode.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())]
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_embeddings_are_those_of_our_own_api(serve: Any) -> None:
+    served = await serve(Script(prefills=[0.0, 0.0, 5.0]))
+    asked = pb.EmbedRequest(request_id="e", tokenized=pb.TokenizedInput(input_ids=[5, 6, 7]))
+    for stub in (served.regular, served.prefill):
+        reply = await stub.Embed(asked)
+        assert list(reply.embedding) == expected_embedding([5, 6, 7])
+        assert reply.embedding_dim == len(reply.embedding) and reply.prompt_tokens == 3
+    for wrong in (pb.EmbedRequest(), pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[10**6]))):
+        with pytest.raises(grpc.aio.AioRpcError, match="tokenized") as caught:
+            await served.regular.Embed(wrong)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await served.regular.Embed(asked, timeout=0.2)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(lambda: served.rig.admission.current == 0)
 
 
 async def test_health_follows_the_workers(serve: Any) -> None:
