@@ -203,6 +203,10 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
     for name in ("messages", "input", "text_1", "text_2"):
         for option in _options(properties.get(name, {}), "array", "string"):
             option["minItems" if option["type"] == "array" else "minLength"] = 1
+            for item in _options(option.get("items", {}), "string"):
+                item["minLength"] = 1
+    for option in _options(properties.get("dimensions", {}), "integer"):
+        option["minimum"] = 1
     if "stop" in properties:
         properties["stop"]["description"] = _STOP
     for name in sorted(body.ignored.difference(properties)):

@@ -25,6 +25,16 @@ _VALUES: Mapping[tuple[str, str], Sequence[str]] = {
     ("Reasoning", "effort"): EFFORTS,
     ("OutputConfig", "effort"): EFFORTS,
 }
+_NEEDS: Sequence[tuple[str, str, str]] = (
+    ("CompletionRequest", "stream_options", "stream"),
+    ("ChatRequest", "stream_options", "stream"),
+    ("ChatRequest", "top_logprobs", "logprobs"),
+)
+"""(component, field, the field that must be true if the former is given)."""
+_EXCLUSIVE = (("ChatRequest", "max_tokens", "max_completion_tokens"),)
+"""(component, and two fields of which only one may be given)."""
+_REFUSED = (("ChatRequest", "chat_template"), ("TokenizeRequest", "chat_template"))
+"""(component, a field that is read only for its own error)."""
 _STRING = {"type": "string"}
 _NAME = {"type": "string", "minLength": 1}
 _GIVEN = {"not": {"type": "null"}}
@@ -80,3 +90,15 @@ def add_rules(components: Mapping[str, dict[str, Any]]) -> None:
                 option["enum"] = list(values)
     for name, shapes in _SHAPES.items():
         components[name] |= {"anyOf": list(shapes)} if len(shapes) > 1 else {"allOf": list(shapes)}
+    for name, field, other in _NEEDS:
+        is_true = {"required": [other], "properties": {other: {"const": True}}}
+        components[name].setdefault("allOf", []).append({"anyOf": [{"not": _given(field)}, is_true]})
+    for name, *fields in _EXCLUSIVE:
+        components[name].setdefault("allOf", []).append({"not": {"allOf": [_given(field) for field in fields]}})
+    for name, field in _REFUSED:
+        components[name]["properties"][field] = {"type": "null", "description": "Not supported."}
+
+
+def _given(field: str) -> dict[str, Any]:
+    """Returns the schema of an object in which a field has a value other than null."""
+    return {"required": [field], "properties": {field: _GIVEN}}

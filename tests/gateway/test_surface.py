@@ -208,6 +208,29 @@ async def test_the_description_allows_as_many_ids_as_detokenize_takes(serve: Any
     jsonschema.validate(body, spec["components"]["schemas"][name])
 
 
+async def test_rules_between_fields_are_in_the_description(serve: Any) -> None:
+    served = await serve()
+    components = description(400, 512)["components"]
+    chat, text = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, {"prompt": "a", "max_tokens": 1}
+    options = {"stream_options": {"include_usage": True}}
+    for path, kind, body, is_right in (
+        ("/v1/completions", "CompletionRequest", {**text, **options}, False),
+        ("/v1/completions", "CompletionRequest", {**text, **options, "stream": True}, True),
+        ("/v1/completions", "CompletionRequest", {**text, "stream_options": None}, True),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "top_logprobs": 2}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "top_logprobs": 2, "logprobs": True}, True),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "max_completion_tokens": 1}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "max_completion_tokens": None}, True),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "chat_template": "a"}, False),
+        ("/tokenize", "TokenizeRequest", {"prompt": "a", "chat_template": None}, True),
+        ("/v1/embeddings", "EmbeddingRequest", {"input": "a", "dimensions": 0}, False),
+        ("/score", "ScoreRequest", {"text_1": "a", "text_2": ["b", ""]}, False),
+    ):
+        assert ((await served.post(path, **body)).status_code == 200) == is_right, body
+        schema = {"$ref": f"#/components/schemas/{kind}", "components": components}
+        assert jsonschema.Draft202012Validator(schema).is_valid(body) == is_right, body
+
+
 async def test_every_example_of_the_description_is_answered(serve: Any) -> None:
     served = await serve()
     spec = (await served.client.get("/openapi.json")).json()
