@@ -1,7 +1,7 @@
-"""For tests: short chat templates of the families whose calls are not `<tool_call>` with JSON, and what they need.
+"""For tests: a chat template of each family that calls tools, and the format that it asks for.
 
-A template offers the tools, writes the calls of a history as the family does, and names the marks by which the family
-is recognized.
+A short template offers the tools and writes the calls of a history as the family does, with the markers by which the
+family is recognized.
 """
 
 from __future__ import annotations

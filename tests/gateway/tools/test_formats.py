@@ -97,6 +97,8 @@ def test_ids_have_their_familys_form_and_differ() -> None:
     drawn = iter(["a", "a", "b"])
     narrow = CallIds(lambda: next(drawn))
     assert [narrow.next(), narrow.next()] == ["a", "b"]
+    own = CallIds(lambda: "random")
+    assert [own.next("functions.f:0"), own.next("functions.f:0")] == ["functions.f:0", "random"]
 
 
 REASONING: list[tuple[bool, str, str, str]] = [
