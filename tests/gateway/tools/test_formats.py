@@ -1,4 +1,4 @@
-"""The family of a chat template, reasoning that is split at any point, and grammars that enforce calls."""
+"""The family of a chat template, ids of calls, and grammars that enforce calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.grammar import compile_grammar, load_tokenizer
 from engine.tiny import write_tokenizer
 from gateway.tools.call_format import CallFormat
 from gateway.tools.call_parsers import merged
-from gateway.tools.enforce import Function, calls_grammar, thinking_before
+from gateway.tools.enforce import Function, calls_grammar
 from gateway.tools.formats import CallIds, special_ids
 from gateway.tools.known_formats import (
     DEEPSEEK_V3,
@@ -42,9 +42,7 @@ from gateway.tools.known_formats import (
     SEED_OSS,
     call_format,
 )
-from gateway.tools.output_reader import OutputReader
-from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
-from gateway.tools.reasoning import ReasoningSplitter, begins_inside
+from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece
 from gateway.tools.section_parsers import DeepSeekParser, KimiParser
 from testing.gateway import tool_templates
 from tests.gateway.tools.test_call_parsers import deepseek, deepseek_v31
@@ -99,55 +97,6 @@ def test_ids_have_their_familys_form_and_differ() -> None:
     assert [narrow.next(), narrow.next()] == ["a", "b"]
     own = CallIds(lambda: "random")
     assert [own.next("functions.f:0"), own.next("functions.f:0")] == ["functions.f:0", "random"]
-
-
-REASONING: list[tuple[bool, str, str, str]] = [
-    (False, "<think>\nHm.\n</think>\n\nYes.", "\nHm.\n", "\n\nYes."),
-    (False, "\n<think>a</think>b", "a", "b"),
-    (False, "<think>cut off </thi", "cut off </thi", ""),
-    (False, "No tags.", "", "No tags."),
-    (False, "", "", ""),
-    (False, "<thin", "", "<thin"),
-    (False, "A <think>later</think>", "", "A <think>later</think>"),
-    (False, "<think></think>x", "", "x"),
-    (False, "<think>a</think>b<think>c</think>", "a", "b<think>c</think>"),
-    (True, "Hm.\n</think>\n\nYes.", "Hm.\n", "\n\nYes."),
-    (True, "<think>\nHm.</think>Yes.", "\nHm.", "Yes."),
-    (True, "never ends", "never ends", ""),
-    (True, "a < b </ c </think>d", "a < b </ c ", "d"),
-    (True, " \n", " \n", ""),
-]
-
-
-@pytest.mark.parametrize(("inside", "text", "reasoning", "content"), REASONING)
-def test_reasoning_is_split_off_in_every_cut(inside: bool, text: str, reasoning: str, content: str) -> None:
-    for parts in ([text], list(text), *([text[:n], text[n:]] for n in range(len(text)))):
-        splitter = ReasoningSplitter(inside=inside)
-        found = [*map(splitter.feed, parts), splitter.finish()]
-        assert ("".join(r for r, _ in found), "".join(c for _, c in found)) == (reasoning, content), parts
-
-
-def test_where_the_output_begins_depends_on_the_prompt() -> None:
-    assert begins_inside("qwen3", "<|im_start|>assistant\n<think>\n")
-    assert not begins_inside("qwen3", "<|im_start|>assistant\n") and begins_inside("deepseek_r1", "<|Assistant|>")
-    assert not begins_inside("deepseek_r1", "<think>\n\n</think>\n\n")
-    for parser in ("qwen3", "deepseek_r1"):
-        assert begins_inside(parser, "", "<think>Hm") and not begins_inside(parser, "<think>", "The answer")
-        assert not begins_inside(parser, "", "<think>a</think>b")
-    assert thinking_before("deepseek_r1", "", "The answer") == "" and thinking_before("qwen3", "", "<think>") == "open"
-    assert thinking_before(None, "") == "" and thinking_before("qwen3", "x</think>\n\n") == ""
-    assert thinking_before("qwen3", "x") == "optional" and thinking_before("deepseek_r1", "x") == "open"
-
-
-def test_calls_are_read_after_the_reasoning_only() -> None:
-    text = '<think>use <tool_call>{"name": "f"}</tool_call>?</think>\n<tool_call>{"name": "f"}</tool_call>'
-    for parts in ([text], list(text)):
-        reader = OutputReader(ReasoningSplitter(inside=False), HERMES.parser({"f": {}}, None))
-        pieces = merged([p for part in parts for p in reader.feed(part)] + reader.finish())
-        assert pieces == [
-            Reasoning('use <tool_call>{"name": "f"}</tool_call>?'), CallBegin(0, "f"), CallArguments(0, "{}"),
-        ]  # fmt: skip
-        assert reader.has_calls
 
 
 # --- grammars
