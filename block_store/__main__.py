@@ -15,11 +15,11 @@ from block_store.server.arena_owner import ArenaOwner, DirectoryLock
 from block_store.server.pulls import Pulls
 from block_store.server.service import BlockStoreServicer
 from block_store.settings import BlockStoreSettings
+from block_store.transfer import frames
 from common.errors import StartupError
 from common.rpc import wait_for_signal, write_ready_file
 from common.service_main import internal_server, run_service
 from common.trust import files_of, trust_of
-from protos.v1 import block_store_pb2_grpc
 
 
 async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
@@ -31,9 +31,7 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
         await asyncio.to_thread(owner.find)
         pulls = Pulls(owner, trust_of(settings)) if settings.pull_blocks else None
         servicer = BlockStoreServicer(owner, settings.expect_workers, settings.attach_timeout_s, pulls)
-        server.add(
-            block_store_pb2_grpc.add_BlockStoreServiceServicer_to_server, servicer, "looseleaf.v1.BlockStoreService"
-        )
+        server.add(frames.add_to_server, servicer, frames.SERVICE)
         address, directory = f"{settings.host}:{server.port}", Path(settings.directory)
         operator_file.write(directory, OperatorFile(address, redis.url, files_of(settings)))
         await server.start()

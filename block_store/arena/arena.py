@@ -296,11 +296,14 @@ class Arena:
         blocks = self._blocks
         return blocks[block].tobytes() if isinstance(blocks, np.ndarray) else blocks.read(block)
 
+    def view(self, block: int) -> bytes | memoryview:
+        """Returns the block's current bytes: a view of them on the host, a copy from a device."""
+        blocks = self._blocks
+        return blocks[block].data if isinstance(blocks, np.ndarray) else blocks.read(block)
+
     def digest(self, block: int) -> int:
         """Returns the XXH3 (64 bits) of the block's current bytes."""
-        return xxhash.xxh3_64_intdigest(
-            self.data[block].data if isinstance(self.data, np.ndarray) else self.read(block)
-        )
+        return xxhash.xxh3_64_intdigest(self.view(block))
 
     def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
         """Returns the digests that `mark_sealed` writes.

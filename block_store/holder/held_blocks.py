@@ -150,8 +150,9 @@ class HeldBlocks:
             return [False] * len(hashes)
 
     @locked
-    def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
+    def seal(self, items: Sequence[SealItem], digests: Sequence[int] | None = None) -> list[BlockRef]:
         """Publishes blocks whose content is final. Returns the reference to put into the block table for each.
+        `digests` are those of the content, if the caller has computed them.
 
         If a different block already has the hash, the returned reference names that block: the worker's own block is
         released, and its count moves to the other block. If the ledger does not answer, the block is sealed in the
@@ -160,7 +161,8 @@ class HeldBlocks:
         """
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
-        self.arena.mark_sealed(refs, [item.prefix_hash for item in items], self.arena.seal_digests(refs))
+        made = self.arena.seal_digests(refs) if digests is None else digests
+        self.arena.mark_sealed(refs, [item.prefix_hash for item in items], made)
         return [ref for part in chunks(items) for ref in self._seal_in_ledger(part)]
 
     def _seal_in_ledger(self, items: Sequence[SealItem]) -> list[BlockRef]:

@@ -115,9 +115,9 @@ class BlockStoreServicer:
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
         return inspect_response(arena, moment, self._owner.disk)
 
-    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
-        """Streams the blocks that a ticket holds to the ticket's owner. Each block is checked before and after it is
-        read.
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[bytes]:
+        """Streams the blocks that a ticket holds to the ticket's owner, as serialized messages
+        (`frames.add_to_server`). Each block is checked before and after it is read.
 
         Answers ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
         does not hold a block.
@@ -125,10 +125,9 @@ class BlockStoreServicer:
         source, ticket = self._source(request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
         with _as_statuses():
-            await asyncio.to_thread(source.authorize, ticket, refs)
-            for index, part in source.frames(refs):
-                data, digests = await asyncio.to_thread(source.read, part)
-                yield pb.ReadBlocksResponse(index=index, data=data, digests=digests)
+            frames = source.frames(ticket, refs)
+            while (frame := await asyncio.to_thread(next, frames, None)) is not None:
+                yield frame
 
     async def KeepTicket(self, request: pb.KeepTicketRequest, context: Any) -> pb.KeepTicketResponse:
         """Extends the lease of a ticket, and returns the prefix hashes of its blocks that the request names.
@@ -139,9 +138,7 @@ class BlockStoreServicer:
         source, ticket = self._source(request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
         with _as_statuses():
-            await asyncio.to_thread(source.keep, ticket)
-            await asyncio.to_thread(source.authorize, ticket, refs)
-            hashes = source.prefix_hashes(refs)
+            hashes = await asyncio.to_thread(source.keep, ticket, refs)
         return pb.KeepTicketResponse(prefix_hashes=hashes, lease_ms=round(TICKET_LEASE_S * 1000))
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> pb.PullResponse:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import xxhash
 
 from block_store.arena.arena import Arena, ref_arrays
@@ -14,24 +15,29 @@ from block_store.arena.header import HeaderState
 from block_store.errors import Stale
 from block_store.ledger.prefix_hash import HASH_BYTES
 from block_store.ledger.scripts import LedgerScripts, chunks
+from block_store.transfer import frames
 from common.ticket import TicketId
 from common.types import BlockRef
 
-FRAME_BYTES = 1 << 20
+FRAME_BYTES = 4 << 20
 """Number of bytes of blocks in a message. Larger blocks take a message each."""
 _NO_HASH = bytes(HASH_BYTES)
 
 
 class BlockSource:
-    """The blocks of one arena that tickets hold. Check a ticket with `authorize` before its blocks are read."""
+    """The blocks of one arena that tickets hold."""
 
     def __init__(self, arena: Arena, ledger: LedgerScripts) -> None:
         self.arena = arena
         self._ledger = ledger
 
-    def keep(self, ticket: TicketId) -> None:
-        """Extends the ticket's lease. Raises Gone."""
+    def keep(self, ticket: TicketId, refs: Sequence[BlockRef]) -> list[bytes]:
+        """Extends the ticket's lease. Returns the prefix hash of every block, or an empty one for a partial block.
+        Raises Gone, NotHolder or Stale.
+        """
         self._ledger.keep(ticket)
+        self.authorize(ticket, refs)
+        return self.prefix_hashes(refs)
 
     def authorize(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
         """Checks that the ticket holds all of these blocks. Raises Gone or NotHolder."""
@@ -45,14 +51,15 @@ class BlockSource:
             raise Stale("a block of the ticket was reallocated")
         return [b"" if one == _NO_HASH else one for one in hashes]
 
-    def frames(self, refs: Sequence[BlockRef]) -> Iterator[tuple[int, Sequence[BlockRef]]]:
-        """Yields the index and the blocks of every frame."""
+    def frames(self, ticket: TicketId, refs: Sequence[BlockRef]) -> Iterator[bytes]:
+        """Checks the ticket, and then yields the blocks in serialized frames. Raises Gone, NotHolder or Stale."""
+        self.authorize(ticket, refs)
         size = max(1, FRAME_BYTES // self.arena.block_bytes)
         for index in range(0, len(refs), size):
-            yield index, refs[index : index + size]
+            yield self.read(index, refs[index : index + size])
 
-    def read(self, refs: Sequence[BlockRef]) -> tuple[bytes, list[int]]:
-        """Returns the bytes of the blocks, one after the other, and their digests.
+    def read(self, index: int, refs: Sequence[BlockRef]) -> bytes:
+        """Returns a serialized frame (`frames`) with the blocks and their digests. `index` is that of the first block.
 
         A digest is the one made when the block was sealed. If there is none (`Arena.seal_digests`), it is computed from
         the copy, and protects the bytes only on the way from here. Raises Stale if a block is not sealed, or does not
@@ -61,9 +68,13 @@ class BlockSource:
         ids, generations = ref_arrays(refs)
         if not self.arena.check(ids, generations) or (self.arena.states[ids] != HeaderState.SEALED).any():
             raise Stale("a block is not sealed in the requested generation")
-        digests = self.arena.digests[ids].tolist()
-        parts = [self.arena.read(ref.block) for ref in refs]
+        digests = self.arena.digests[ids]
+        blocks = [self.arena.view(ref.block) for ref in refs]
+        if not digests.all():
+            blocks = list(map(bytes, blocks))  # so that a digest made here is that of the bytes that are sent
+            pairs = zip(digests.tolist(), blocks, strict=True)
+            digests = np.array([digest or xxhash.xxh3_64_intdigest(block) for digest, block in pairs], np.uint64)
+        frame = frames.encode(index, blocks, digests.tolist())
         if not self.arena.check(ids, generations):
             raise Stale("a block changed while it was read")
-        made = [digest or xxhash.xxh3_64_intdigest(part) for digest, part in zip(digests, parts, strict=True)]
-        return parts[0] if len(parts) == 1 else b"".join(parts), made
+        return frame

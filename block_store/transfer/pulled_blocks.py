@@ -78,13 +78,18 @@ def _runs(names: Sequence[Name], present: Sequence[bool]) -> Iterator[list[Name]
             yield [name for name, _ in run]
 
 
-def finish(held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem]) -> Pulled:
-    """Seals the copies and hands all blocks over to a new ticket. If that fails, releases all of them."""
+def finish(
+    held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem], digests: Sequence[int]
+) -> Pulled:
+    """Seals the copies, whose digests have been compared, and hands all blocks over to a new ticket. If that fails,
+    releases all of them.
+    """
     local, unsealed = dict(taken.found), dict(taken.fresh)
     counted: Counter[BlockRef] = Counter()
     try:
-        for part in chunks(items):
-            for ref, final in zip(list(unsealed)[: len(part)], held.seal(part), strict=True):
+        fresh = list(taken.fresh)
+        for part, names, made in zip(chunks(items), chunks(fresh), chunks(digests), strict=True):
+            for ref, final in zip(names, held.seal(part, made), strict=True):
                 local[ref] = final
                 del unsealed[ref]
         counted.update(local.values())

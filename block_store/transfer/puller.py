@@ -147,7 +147,9 @@ class Puller:
                     self._undo(held, copy, taken)
                     raise
         items = [SealItem(local, hashes[ref] or None, quota_of(ref)) for ref, local in taken.fresh.items()]
-        return await self._whole(lambda: finish(held, ticket, taken, items), lambda pulled: held.decline(pulled.ticket))
+        return await self._whole(
+            lambda: finish(held, ticket, taken, items, copy.digests), lambda pulled: held.decline(pulled.ticket)
+        )
 
     async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: _SourceLease) -> Taken[BlockRef]:
         """Waits until there are blocks for the whole ticket, as long as the source keeps it. Holds none while it

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
 from block_store.ledger.prefix_hash import HASH_BYTES
+from block_store.transfer import frames
+from block_store.transfer.frames import Frame
 from common import convert
 from common.errors import Aborted, LooseleafError, Unavailable
 from common.rpc import ChannelPool
@@ -31,9 +32,6 @@ _LOST = {
 }
 
 
-Frames: TypeAlias = AsyncGenerator[pb.ReadBlocksResponse, None]
-
-
 class SourceClient:
     """The block stores of other hosts, by address. Every call can raise Aborted (the ticket or a block is gone) and
     Unavailable (no answer).
@@ -54,9 +52,7 @@ class SourceClient:
         """Extends the ticket's lease. Returns its length in seconds."""
         return (await self._keep(source, ticket, ())).lease_ms / 1000
 
-    async def read(
-        self, source: str, ticket: Ticket, refs: Sequence[BlockRef]
-    ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
+    async def read(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> AsyncGenerator[Frame, None]:
         """Yields the blocks in frames."""
         request = pb.ReadBlocksRequest(
             arena_id=ticket.arena_id,
@@ -65,11 +61,13 @@ class SourceClient:
             ticket_secret=ticket.id.secret,
         )
         with self._channels.use(source) as channel:
-            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.ReadBlocks(request, metadata=self._trust.metadata)
+            read = channel.unary_stream(frames.METHOD, pb.ReadBlocksRequest.SerializeToString)
+            call = read(request, metadata=self._trust.metadata)
             try:
-                async for frame in call:
-                    yield frame
+                async for message in call:
+                    yield frames.decode(message)
+            except ValueError as error:
+                raise Aborted(f"the source sent no frame: {error}") from None
             except grpc.aio.AioRpcError as error:
                 raise _translated(error) from None
             finally:

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from block_store.arena.arena import Arena
+from block_store.transfer.frames import Frame
 from block_store.transfer.source_client import SourceClient
 from common.errors import Aborted
 from common.ticket import Ticket
@@ -35,19 +36,22 @@ class Copy:
     arena: Arena
     writing: asyncio.Future[None] | None = field(default=None, repr=False)
     """The store into the arena that is under way or has ended."""
+    digests: list[int] = field(default_factory=list, repr=False)
+    """The digests of the blocks that have been stored, in the order of `into`. They have been compared."""
 
-    def write(self, index: int, data: bytes, digests: Sequence[int]) -> None:
-        """Stores the bytes of consecutive blocks and compares their digests. Raises Aborted if the bytes are not those
+    def write(self, frame: Frame) -> None:
+        """Stores the bytes of the next blocks and compares their digests. Raises Aborted if the bytes are not those
         that the source sealed.
         """
-        into = self.into[index : index + len(digests)]
-        if len(into) != len(digests) or len(data) != len(into) * self.arena.block_bytes:
-            raise Aborted(f"the source sent {len(data)} bytes in {len(digests)} blocks at {index}")
-        rows = np.frombuffer(data, np.uint8).reshape(len(into), self.arena.block_bytes)
-        for ref, row, digest in zip(into, rows, digests, strict=True):
+        into = self.into[frame.index : frame.index + len(frame.digests)]
+        if len(into) != len(frame.digests) or len(frame.data) != len(into) * self.arena.block_bytes:
+            raise Aborted(f"the source sent {len(frame.data)} bytes in {len(frame.digests)} blocks at {frame.index}")
+        rows = np.frombuffer(frame.data, np.uint8).reshape(len(into), self.arena.block_bytes)
+        for ref, row, digest in zip(into, rows, frame.digests, strict=True):
             self.arena.data[ref.block] = row
             if self.arena.digest(ref.block) != digest:
                 raise Aborted("a block arrived with other bytes than the source sealed")
+        self.digests += frame.digests
 
 
 class Transport(Protocol):
@@ -83,7 +87,7 @@ class GrpcTransport:
                 if frame.index != num_received:
                     raise Aborted(f"the source sent block {frame.index} instead of {num_received}")
                 await self._written(copy)
-                copy.writing = loop.run_in_executor(None, copy.write, frame.index, frame.data, list(frame.digests))
+                copy.writing = loop.run_in_executor(None, copy.write, frame)
                 num_received += len(frame.digests)
         await self._written(copy)
         if num_received != len(copy.refs):

@@ -17,6 +17,7 @@ from block_store.arena.header import Memory
 from block_store.arena.placement import NoDeviceMemory, create_on_device, has_live_memory, open_blocks
 from block_store.errors import ArenaBusy, ArenaError, ArenaLost, HeaderAheadError, HeaderMismatch
 from block_store.ledger.scripts import LedgerScripts
+from block_store.transfer import frames
 from block_store.transfer.block_source import BlockSource
 from common.types import BlockRef
 from testing.ledger.store import LAYOUT, line, python, view
@@ -97,10 +98,12 @@ def test_a_seal_takes_no_digest_on_a_device_and_a_reader_gets_one(shm: Path, gpu
     arena.mark_sealed([ref], [b"h" * 32], arena.seal_digests([ref]))
     assert int(arena.digests[1]) == 0
     source = BlockSource(arena, cast(LedgerScripts, None))  # which reading does not use
-    assert source.read([ref]) == (bytes([7]) * LAYOUT.block_bytes, [arena.digest(1)])
+    sent = frames.decode(source.read(0, [ref]))
+    assert (bytes(sent.data), sent.digests) == (bytes([7]) * LAYOUT.block_bytes, [arena.digest(1)])
     arena.mark_sealed([ref], [b"h" * 32], [arena.digest(1)])
     view(arena.data)[1, 5] = 8
-    assert source.read([ref])[1] == [int(arena.digests[1])] != [arena.digest(1)], "a digest of the seal is kept"
+    kept = frames.decode(source.read(0, [ref])).digests
+    assert kept == [int(arena.digests[1])] != [arena.digest(1)], "a digest of the seal is kept"
     arena.data.close()
 
 

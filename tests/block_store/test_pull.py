@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -22,12 +23,12 @@ NUM_BLOCKS = 24
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
-    root = Path("/dev/shm") / tmp_path_factory.mktemp("hosts").name
-    pair = Host(root / "a", NUM_BLOCKS), Host(root / "b", NUM_BLOCKS, "--pull-blocks")
-    yield pair
-    for host in pair:
-        host.stop()
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with TemporaryDirectory(dir="/dev/shm", prefix="ll-pull-") as root:  # test runs of one machine share /dev/shm
+        pair = Host(Path(root) / "a", NUM_BLOCKS), Host(Path(root) / "b", NUM_BLOCKS, "--pull-blocks")
+        yield pair
+        for host in pair:
+            host.stop()
 
 
 def test_a_pull_copies_blocks_and_a_second_one_finds_them(hosts: tuple[Host, Host]) -> None:

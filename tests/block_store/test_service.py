@@ -99,7 +99,7 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
     source = BlockSource(held.arena, held.holder.ledger)
     for ref in (refs[2], BlockRef(refs[0].block, 1)):
         with pytest.raises(Stale):
-            source.read([ref])
+            source.read(0, [ref])
     held.share(refs[:1])
     ticket = held.hand_over([[refs[:1]]])
     [read] = running.read(reply.arena_id, ticket, refs[:1])

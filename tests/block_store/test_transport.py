@@ -11,6 +11,7 @@ import pytest
 from block_store.errors import Exhausted, Stale
 from block_store.holder.attach import Attached, Needs
 from block_store.redis.redis_server import RedisHandle
+from block_store.transfer import frames
 from block_store.transfer.block_source import BlockSource
 from block_store.transfer.pulled_blocks import copied_tokens, leading_blocks
 from block_store.transfer.puller import Puller
@@ -19,6 +20,7 @@ from block_store.transfer.transport import Copy
 from common.errors import Unavailable
 from common.ticket import Ticket, TicketId
 from common.types import BlockRef, Epoch
+from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, TestStore, chain
 
 NAMES = chain("late", 2)
@@ -29,24 +31,24 @@ SOURCE = Ticket("elsewhere", TicketId(Epoch(1), b"s"), (((BlockRef(0, 1), BlockR
 def test_a_block_that_is_reallocated_before_or_while_it_is_read_is_not_sent(store: TestStore, when: str) -> None:
     caller = store.caller()
     refs = store.fill(caller, chain("a", 2))
-    source, read = BlockSource(store.arena, store.ledger), store.arena.read
+    source, view = BlockSource(store.arena, store.ledger), store.arena.view
 
     def reallocate() -> None:
         store.arena.raise_generations([BlockRef(refs[1].block, refs[1].generation + 1)], caller.slot.number)
 
-    def reading(block: int) -> bytes:
-        data = read(block)
+    def viewing(block: int) -> bytes | memoryview:
+        data = view(block)
         if block == refs[1].block:
             reallocate()
         return data
 
-    assert len(source.read(refs)[1]) == 2
+    assert len(frames.decode(source.read(0, refs)).digests) == 2
     if when == "before":
         reallocate()
     else:
-        store.arena.read = reading  # type: ignore[method-assign]
+        store.arena.view = viewing  # type: ignore[method-assign]
     with pytest.raises(Stale):
-        source.read(refs)
+        source.read(0, refs)
 
 
 class LateTransport:
@@ -129,3 +131,17 @@ def test_public_blocks_are_those_that_hold_public_tokens_alone() -> None:
     assert leading_blocks(ticket, 33, 16) == {a, b}
     assert leading_blocks(ticket, 31, 16) == {a}
     assert leading_blocks(ticket, 48, 16) == {a, b, tail, other}, "a window has only the last blocks"
+
+
+def test_a_frame_is_the_message_of_the_proto() -> None:
+    blocks, digests = [b"\x01" * 300, memoryview(b"\x02" * 300)], [2**64 - 1, 7]
+    message = pb.ReadBlocksResponse.FromString(frames.encode(5, blocks, digests))
+    assert (message.index, message.data, list(message.digests)) == (5, b"\x01" * 300 + b"\x02" * 300, digests)
+    frame = frames.decode(message.SerializeToString())
+    assert (frame.index, frame.data, frame.digests) == (5, message.data, digests)
+
+
+@pytest.mark.parametrize("damaged", [b"\x12\x05abc", b"\x12", b"\x22\x03abc", b"\x80" * 12, b"\x2a\x00", b"\x0d\x01"])
+def test_bytes_that_are_no_frame_are_refused(damaged: bytes) -> None:
+    with pytest.raises(ValueError, match="frame"):
+        frames.decode(damaged)
