@@ -65,7 +65,7 @@ def add_to_server(servicer: Any, server: Any) -> None:
     """Registers the service, whose `ReadBlocks` yields serialized messages. gRPC uses the first generic handler of a
     method and the last registered one.
     """
-    read = grpc.unary_stream_rpc_method_handler(
+    read: Any = grpc.unary_stream_rpc_method_handler(
         servicer.ReadBlocks, request_deserializer=pb.ReadBlocksRequest.FromString, response_serializer=None
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"ReadBlocks": read}),))

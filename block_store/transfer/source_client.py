@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -61,7 +62,7 @@ class SourceClient:
             ticket_secret=ticket.id.secret,
         )
         with self._channels.use(source) as channel:
-            read = channel.unary_stream(frames.METHOD, pb.ReadBlocksRequest.SerializeToString)
+            read: Any = channel.unary_stream(frames.METHOD, pb.ReadBlocksRequest.SerializeToString)
             call = read(request, metadata=self._trust.metadata)
             try:
                 async for message in call:

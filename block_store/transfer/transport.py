@@ -58,7 +58,8 @@ class Transport(Protocol):
     """A way to copy blocks from another host."""
 
     async def fetch(self, copy: Copy) -> None:
-        """Copies all blocks, and returns when all of them have arrived and their digests are right.
+        """Copies all blocks, and returns when all of them have arrived, their digests are right and `copy.digests` has
+        all of them.
 
         Raises Aborted if the source no longer has the blocks or if bytes are wrong, and Unavailable if the source does
         not answer.
