@@ -37,12 +37,10 @@ class Frame:
 
 
 def encode(index: int, blocks: Sequence[bytes | memoryview], digests: Sequence[int]) -> bytes:
-    """Returns the serialized message. This copies the blocks once, and the copy of a large frame releases the
-    interpreter lock if they are views.
-    """
+    """Returns the serialized message. This copies the blocks once, and holds the interpreter lock meanwhile."""
     head = pb.ReadBlocksResponse(index=index, digests=digests).SerializeToString()
     size = sum(map(len, blocks))
-    return b"".join([memoryview(head), bytes([_DATA]), _varint(size), *blocks])
+    return b"".join([head, bytes([_DATA]), _varint(size), *blocks])
 
 
 def decode(message: bytes) -> Frame:
