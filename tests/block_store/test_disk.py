@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from protos.v1 import block_store_pb2 as pb
 from testing.ledger.hosts import Host
 from testing.ledger.store import LAYOUT, chain, wait_until
 
+MakeHost = Callable[..., Host]
 BLOCK_BYTES = 8192
 RECORD_BYTES = 64
 WINDOWED = KvLayout(
@@ -149,19 +150,28 @@ def kv_dir(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def make_host(
-    kv_dir: Path, directory: str, num_blocks: int = 24, layout: KvLayout = LAYOUT, redis_url: str | None = None
-) -> Host:
-    where = Path("/dev/shm") / f"ll-{os.getpid()}-{kv_dir.parent.name}-{directory}"
-    flags = ["--kv-disk", "1MiB", "--kv-disk-dir", str(kv_dir)]
-    flags += [] if redis_url is None else ["--redis-url", redis_url]
-    return Host(where, num_blocks, *flags, layout=layout)
+@pytest.fixture
+def make_host(kv_dir: Path) -> Iterator[MakeHost]:
+    """Starts stores that share a directory on disk. Those that still run at the end of the test are ended."""
+    hosts: list[Host] = []
+
+    def make(num_blocks: int = 24, layout: KvLayout = LAYOUT, redis_url: str | None = None) -> Host:
+        where = Path("/dev/shm") / f"ll-{os.getpid()}-{kv_dir.parent.name}-{len(hosts)}"
+        flags = ["--kv-disk", "1MiB", "--kv-disk-dir", str(kv_dir)]
+        flags += [] if redis_url is None else ["--redis-url", redis_url]
+        hosts.append(Host(where, num_blocks, *flags, layout=layout))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        if host.store.process.poll() is None:
+            host.stop()
 
 
 @pytest.fixture
-def stored(kv_dir: Path) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def stored(make_host: MakeHost) -> Iterator[tuple[list[bytes], list[bytes]]]:
     """The hashes and the bytes of a prefix of six blocks that a store, which has ended, left on disk."""
-    host = make_host(kv_dir, "first")
+    host = make_host()
     hashes = chain("kept", 6)
     refs, _ = host.fill(hashes, partial=True)
     content = [host.arena.read(ref.block) for ref in refs]
@@ -180,9 +190,11 @@ def on_disk(host: Host) -> pb.DiskTierInfo:
     return info
 
 
-def test_a_new_arena_finds_what_an_earlier_one_sealed(kv_dir: Path, stored: tuple[list[bytes], list[bytes]]) -> None:
+def test_a_new_arena_finds_what_an_earlier_one_sealed(
+    make_host: MakeHost, stored: tuple[list[bytes], list[bytes]]
+) -> None:
     hashes, content = stored
-    host = make_host(kv_dir, "second")
+    host = make_host()
     assert on_disk(host).num_blocks == 6, "all full blocks, and not the partial one"
     assert restored(host, chain("other", 3)) == 0
     assert restored(host, [*hashes, *chain("unknown", 2)]) == 6
@@ -195,13 +207,15 @@ def test_a_new_arena_finds_what_an_earlier_one_sealed(kv_dir: Path, stored: tupl
     host.stop()
 
 
-def test_a_damaged_block_ends_the_prefix(kv_dir: Path, stored: tuple[list[bytes], list[bytes]]) -> None:
+def test_a_damaged_block_ends_the_prefix(
+    make_host: MakeHost, kv_dir: Path, stored: tuple[list[bytes], list[bytes]]
+) -> None:
     hashes, content = stored
     [blocks] = kv_dir.glob("*/blocks")
     whole = blocks.read_bytes()
     at = whole.index(content[3])
     blocks.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    host = make_host(kv_dir, "second")
+    host = make_host()
     assert restored(host, hashes) == 3
     [refs] = host.held.acquire([hashes])
     assert [host.arena.read(ref.block) for ref in refs] == content[:3]
@@ -213,10 +227,10 @@ def test_a_damaged_block_ends_the_prefix(kv_dir: Path, stored: tuple[list[bytes]
 
 
 def test_nothing_is_restored_without_room_and_nothing_is_held(
-    kv_dir: Path, stored: tuple[list[bytes], list[bytes]]
+    make_host: MakeHost, stored: tuple[list[bytes], list[bytes]]
 ) -> None:
     hashes, _ = stored
-    host = make_host(kv_dir, "second", num_blocks=8)
+    host = make_host(num_blocks=8)
     in_use = host.held.alloc(4)
     assert restored(host, hashes) == 0
     host.held.release(in_use)
@@ -226,10 +240,10 @@ def test_nothing_is_restored_without_room_and_nothing_is_held(
 
 
 def test_restores_continue_after_redis_has_lost_everything(
-    kv_dir: Path, stored: tuple[list[bytes], list[bytes]], redis_handle: RedisHandle
+    make_host: MakeHost, stored: tuple[list[bytes], list[bytes]], redis_handle: RedisHandle
 ) -> None:
     hashes, content = stored
-    host = make_host(kv_dir, "second", redis_url=redis_handle.url)
+    host = make_host(redis_url=redis_handle.url)
     assert restored(host, hashes[:2]) == 2
     redis_handle.client.flushall()
     wait_until(lambda: restored(host, hashes) == 4, 30)  # the others are in the arena's header
@@ -241,10 +255,10 @@ def test_restores_continue_after_redis_has_lost_everything(
 
 
 def test_without_redis_nothing_is_restored_and_no_prompt_waits_for_it(
-    kv_dir: Path, stored: tuple[list[bytes], list[bytes]], redis_handle: RedisHandle
+    make_host: MakeHost, stored: tuple[list[bytes], list[bytes]], redis_handle: RedisHandle
 ) -> None:
     hashes, _ = stored
-    host = make_host(kv_dir, "second", redis_url=redis_handle.url)
+    host = make_host(redis_url=redis_handle.url)
     assert restored(host, hashes[:1]) == 1
     assert redis_handle.process is not None
     redis_handle.process.send_signal(signal.SIGSTOP)
@@ -259,21 +273,21 @@ def test_without_redis_nothing_is_restored_and_no_prompt_waits_for_it(
     host.stop()
 
 
-def test_a_window_needs_only_its_last_blocks(kv_dir: Path) -> None:
+def test_a_window_needs_only_its_last_blocks(make_host: MakeHost) -> None:
     hashes = chain("windowed", 6)
     windows = [group_hash(one, 1) for one in hashes]
-    host = make_host(kv_dir, "first", layout=WINDOWED)
+    host = make_host(layout=WINDOWED)
     for names in (hashes, windows):
         refs, _ = host.fill(names)
         host.held.release(refs)
     host.stop()
-    host = make_host(kv_dir, "second", layout=WINDOWED)
+    host = make_host(layout=WINDOWED)
     assert restored(host, hashes) == 6 + 2
     assert host.held.present([*hashes, *windows]) == [True] * 6 + [False] * 4 + [True] * 2
     host.stop()
 
 
-def test_a_store_without_a_disk_tier_says_so(kv_dir: Path) -> None:
+def test_a_store_without_a_disk_tier_says_so() -> None:
     host = Host(Path("/dev/shm") / f"ll-{os.getpid()}-none", 8)
     with pytest.raises(grpc.RpcError) as found:
         restored(host, chain("kept", 1))
@@ -282,8 +296,8 @@ def test_a_store_without_a_disk_tier_says_so(kv_dir: Path) -> None:
     host.stop()
 
 
-def test_wrong_hashes_are_refused(kv_dir: Path) -> None:
-    host = make_host(kv_dir, "first")
+def test_wrong_hashes_are_refused(make_host: MakeHost) -> None:
+    host = make_host()
     with pytest.raises(grpc.RpcError) as found:
         restored(host, [b"short"])
     assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
