@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from pathlib import Path
 
@@ -26,8 +27,12 @@ def read_secret(path: Path, name: str = "--secret-file") -> str:
 
 
 def warn_if_readable(path: Path, name: str) -> None:
-    """Logs one line if the group or other users may read a secret file."""
-    if (mode := path.stat().st_mode & 0o777) & 0o077:
+    """Logs one line if too many users may read a secret file. Only its owner may; if that is root and this process is
+    not, the group may read it too, as in a Secret that Kubernetes mounts.
+    """
+    state = path.stat()
+    forbidden = 0o037 if state.st_uid == 0 != os.geteuid() else 0o077
+    if (mode := state.st_mode & 0o777) & forbidden:
         logger.warning("%s %s has mode %04o: others can read it; chmod 600 it", name, path, mode)
 
 

@@ -69,7 +69,8 @@ class TrustFiles:
 
 def files_of(settings: ServerSettings) -> TrustFiles:
     paths = (settings.secret_file, settings.tls_cert, settings.tls_key, settings.tls_ca)
-    return TrustFiles(*(None if path is None else path.resolve() for path in paths))
+    # Not `resolve`: Kubernetes replaces a Secret's files by pointing a link of the path at another directory.
+    return TrustFiles(*(None if path is None else path.absolute() for path in paths))
 
 
 def trust_of(settings: ServerSettings) -> Trust:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -138,6 +139,20 @@ async def test_a_server_that_others_reach_needs_a_secret(tmp_path: Path, caplog:
 def test_loopback() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "", "10.0.0.1", "localhost.example.org", "127.0.0.1.nip.io")))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that root owns")
+def test_the_group_may_read_a_secret_that_root_owns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "secret"
+    write_secret(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    for mode, warns in ((0o440, False), (0o640, False), (0o660, True), (0o444, True)):
+        caplog.clear()
+        path.chmod(mode)
+        read_secret(path)
+        assert bool(caplog.records) is warns, oct(mode)
 
 
 def test_a_secret_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.certificates import CertificateFiles, Changed
 from common.errors import StartupError
 from common.rpc import CHANNEL_OPTIONS, Protection, RpcServer, open_channel
-from common.trust import NO_TRUST, Trust, TrustFiles
+from common.trust import NO_TRUST, Trust, TrustFiles, files_of
+from gateway.settings import GatewaySettings
 from looseleaf.cli import main
 from looseleaf.commands.certs import make
 
@@ -159,3 +160,21 @@ def test_the_certificates_that_certs_makes(certs: Path) -> None:
     assert main(["certs", str(certs)]) == 0
     assert (certs / "ca.pem").read_bytes() == authority and (certs / "front.pem").read_bytes() != front
     ssl.create_default_context(cafile=str(certs / "ca.pem")).load_cert_chain(certs / "front.pem", certs / "front.key")
+
+
+def test_a_secret_that_kubernetes_replaces_is_read_from_its_new_directory(tmp_path: Path) -> None:
+    """The kubelet mounts `secret` as a link through `..data`, and replaces `..data` at once."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "secret").write_text(f"the-{name}-secret-of-a-launch")
+    (tmp_path / "secret").symlink_to("..data/secret")
+    (tmp_path / "..data").symlink_to("old")
+    settings = GatewaySettings.model_construct(
+        secret_file=tmp_path / "secret", tls_cert=None, tls_key=None, tls_ca=None
+    )
+    files = files_of(settings)
+    assert files.read().secret == "the-old-secret-of-a-launch"
+    (tmp_path / "..data").unlink()
+    (tmp_path / "..data").symlink_to("new")
+    (tmp_path / "old" / "secret").unlink()
+    assert files.read().secret == "the-new-secret-of-a-launch"
