@@ -24,7 +24,7 @@ RUN_TIME ?= 60s
 
 PROTOS := $(wildcard protos/v1/*.proto)
 # Tests that can run beside other tests. They run two at a time, and the other tests run one at a time.
-TOGETHER := $(addprefix tests/,block_store common decode_svc engine equality gateway kernels models prefill_svc worker)
+TOGETHER := $(addprefix tests/,block_store common decode_svc deploy engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
 .PHONY: help serve test families test-third-party wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-tools buf-lint proto-released generated fuzz mutants
