@@ -131,8 +131,8 @@ class SwapSpace:
     # --- inside
 
     def _kept(self, sequence: Sequence) -> list[list[BlockRef]]:
-        """Returns the blocks with the sequence's KV, per KV group. For a copy that was only planned, that is its
-        source.
+        """Returns, for each KV group, the blocks that hold the sequence's KV. If the last block is to be a copy that
+        has not been made yet, its source is returned in its place.
         """
         end = blocks_of(sequence.num_computed, self.block_size)
         kept = [table[table.first : end] for table in sequence.tables]

@@ -103,8 +103,8 @@ def read_rope(
 
 
 def stretched(kind: str, length: int, original: int, factor: float) -> int:
-    """Returns the longest sequence with a scaling, given `max_position_embeddings` and the length before scaling. As in
-    vLLM, linear, dynamic and yarn scaling stretch it.
+    """Returns the maximum sequence length under RoPE scaling of `kind`. `length` is `max_position_embeddings`;
+    `original` is the length before scaling. As in vLLM, only linear, dynamic and yarn scaling extend the length.
     """
     if kind in ("linear", "dynamic"):
         return int(length * factor)

@@ -70,7 +70,7 @@ def _renamed(metric: Metric, name: str) -> Metric:
 
 
 class Metrics:
-    """The gateway's counters. All methods are cheap and run in the event loop."""
+    """The gateway's Prometheus metrics. All methods are cheap and run in the event loop."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()

@@ -75,5 +75,7 @@ def fence() -> None:
 
 
 def first_mismatch(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
-    """Returns the index of the first block without the expected generation, or None. Ids outside `base` never match."""
+    """Returns the position in `ids` of the first block that does not have the expected generation, or None. Ids outside
+    `base` never match.
+    """
     return _run("looseleaf_check_generations", base, ids, gens)

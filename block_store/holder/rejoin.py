@@ -19,7 +19,9 @@ from common.types import BlockRef
 
 
 class Rejoining:
-    """A comparison of the blocks held here with those that the ledger records as held here."""
+    """Reconciles the blocks that this worker holds with those that the ledger records for it, and asserts them in a
+    rebuilt ledger.
+    """
 
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]

@@ -65,8 +65,8 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def _end(self) -> bool:
-        """Frees the remaining blocks that wait for the writer slot. Returns whether blocks remain for a further call.
-        May be repeated.
+        """Frees blocks that still wait for the holder's writer slot, up to a limit per call. These are the blocks that
+        the holder has not asserted. Returns whether another call is needed. If a call fails, it can safely be repeated.
         """
         assert self.epoch is not None
         more = self.ledger.assert_all(CallId(self.epoch, self.number + 1))

@@ -1,4 +1,5 @@
-"""The disk tier of a store's arena: blocks are copied to disk as they are sealed, and restored for prompts that wait.
+"""The disk tier of a store's arena: sealed blocks are copied to disk in the background, and restored when a prompt
+needs them.
 
 Does not use protobuf.
 """

@@ -63,8 +63,8 @@ class BlockStoreServicer:
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         """Waits until the arena exists.
 
-        Answers FAILED_PRECONDITION if the layout or the device differs or if there is no room. Answers UNAVAILABLE if
-        too few workers attach in time or if the ledger does not answer.
+        Fails with FAILED_PRECONDITION if the layout or the device differs or if there is no room, and with UNAVAILABLE
+        if too few workers attach in time or if the ledger does not answer.
         """
         layout = _layout_of(request)
         await asyncio.to_thread(self._owner.drop_dead)
@@ -119,7 +119,7 @@ class BlockStoreServicer:
         """Streams the blocks that a ticket holds to the ticket's owner, as serialized messages
         (`frames.add_to_server`). Each block is checked before and after it is read.
 
-        Answers ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
+        Fails with ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
         does not hold a block.
         """
         source, ticket = self._source(request.arena_id), _ticket_id(request)
@@ -132,7 +132,7 @@ class BlockStoreServicer:
     async def KeepTicket(self, request: pb.KeepTicketRequest, context: Any) -> pb.KeepTicketResponse:
         """Extends the lease of a ticket, and returns the prefix hashes of its blocks that the request names.
 
-        Answers ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
+        Fails with ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
         does not hold a block.
         """
         source, ticket = self._source(request.arena_id), _ticket_id(request)
@@ -142,9 +142,9 @@ class BlockStoreServicer:
         return pb.KeepTicketResponse(prefix_hashes=hashes, lease_ms=round(TICKET_LEASE_S * 1000))
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> pb.PullResponse:
-        """Copies the blocks of another arena's ticket into this one.
+        """Copies the blocks of another host's ticket into this arena, and returns a ticket for the copies.
 
-        Answers FAILED_PRECONDITION if this store does not accept pulls, ABORTED if the source no longer has the
+        Fails with FAILED_PRECONDITION if this store cannot accept pulls, ABORTED if the source no longer has the
         blocks, and UNAVAILABLE if the source or the ledger does not answer.
         """
         if self._pulls is None:
@@ -163,7 +163,7 @@ class BlockStoreServicer:
     async def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.RestoreResponse:
         """Copies blocks of a prompt's prefix from disk into the arena.
 
-        Answers FAILED_PRECONDITION if this store keeps no blocks on disk.
+        Fails with FAILED_PRECONDITION if this store keeps no blocks on disk.
         """
         if (disk := self._owner.disk) is None:
             raise FailedPrecondition("this block store keeps no blocks on disk; start it with --kv-disk")

@@ -116,8 +116,8 @@ class FairQueue(Generic[T]):
                 line.deficit += (turns - 1) * self._quantum
 
     def _drop_if_empty(self, tenant: str) -> None:
-        """Removes a tenant without waiting items. Such a tenant must not save credit, or it could later monopolize the
-        service for a while.
+        """Removes the tenant if it has no items left in the queue. An idle tenant must not accumulate credit, or it
+        could later monopolize the service for a while.
         """
         if self._lines[tenant].items:
             return

@@ -67,7 +67,9 @@ def finish_name(reason: FinishReason | None) -> str | None:
 
 
 def stop_reason(delta: Delta, eos: frozenset[int]) -> str | int | None:
-    """Returns vLLM's stop_reason: the stop string or id, or None if the model itself ended the output."""
+    """Returns vLLM's stop_reason: the stop string or stop token id that ended the output, or None. End-of-sequence
+    tokens and length limits give None.
+    """
     if delta.stop_string is not None:
         return delta.stop_string
     return None if delta.stop_token_id in eos else delta.stop_token_id

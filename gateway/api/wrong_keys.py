@@ -75,7 +75,9 @@ def _known(address: str, key: bytes) -> tuple[str, bytes]:
 
 
 def _network(address: str) -> str:
-    """Returns an IPv6 host's /64, which usually belongs to one client. Any other text is returned unchanged."""
+    """Returns an IPv6 address's /64 network, which usually belongs to one client. Other text is only cut to 64
+    characters.
+    """
     if ":" not in address:
         return address[:64]
     try:

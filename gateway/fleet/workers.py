@@ -165,7 +165,7 @@ class Workers:
         return state.record
 
     def failed(self, worker: WorkerRecord) -> bool:
-        """Returns whether a worker, since it was picked, has left or has failed other requests."""
+        """Returns whether a picked worker has left, has recently failed a request, or could not be reached."""
         return self._router.failed(worker, time.monotonic())
 
     async def prefill(

@@ -1,5 +1,5 @@
-"""Finds stop strings in streamed text. Text that may be the beginning of a stop string is held back, so no stop string
-is ever sent.
+"""Finds stop strings in streamed text. Text that may be the beginning of a stop string is held back until it is
+clear whether the stop string follows, so a stop string that ends the text is never sent by accident.
 
 The result does not depend on how the text is divided into pieces. The stop string that is complete first ends the text.
 If several are complete at the same character, the longest one ends it.

@@ -121,8 +121,8 @@ class AttentionProvider(Protocol):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Returns None, or the reason why this provider cannot serve such a model. The reason is worded as the end of a
-        sentence.
+        """Returns None if this provider can serve a model with this spec. Otherwise, returns the reason why not, worded
+        to follow the provider's name ("does not run on cuda").
         """
         ...
 

@@ -1,5 +1,5 @@
-"""Finds models by their name on the Hugging Face Hub: in the local cache, or else by a download that shows its
-progress.
+"""Finds a model by its Hugging Face Hub name: uses the local cache, or else downloads the model and shows a progress
+bar.
 """
 
 from __future__ import annotations
