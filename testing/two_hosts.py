@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import grpc
+
 from common.rpc import open_blocking_channel
 from common.secret_files import read_secret, write_secret
 from common.trust import Trust
@@ -215,16 +217,25 @@ class TwoHosts:
             response: pb.InspectResponse = stub.Inspect(pb.InspectRequest(), timeout=10, metadata=trust.metadata)
             return response
 
+    def _inspected(self, host: int) -> pb.InspectResponse | None:
+        """Does the same as `inspect`. Returns None while the ledger is being rebuilt."""
+        try:
+            return self.inspect(host)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return None
+
     def assert_nothing_held(self, within_s: float = 20.0) -> None:
         """Waits until every block of both arenas is FREE, CACHED or RESERVED."""
         for host in (0, 1):
             state = wait_for(
-                lambda host=host: self.inspect(host),  # type: ignore[misc]
-                lambda state: state.sealed == 0 == state.quarantine,
+                lambda host=host: self._inspected(host),  # type: ignore[misc]
+                lambda state: state is not None and state.sealed == 0 == state.quarantine,
                 within_s,
                 f"blocks of host {host} stay held",
             )
-            assert state.free + state.cached + state.reserved == state.num_blocks, state
+            assert state is not None and state.free + state.cached + state.reserved == state.num_blocks, state
 
     def log(self, name: str) -> str:
         return self.processes[name].log.read_text()
