@@ -47,7 +47,7 @@ async def test_the_events_of_a_response_add_up_to_its_items(served: Served) -> N
     pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
     for index in (1, 2):
         own = "".join(piece.delta for piece in pieces if piece.output_index == index)
-        assert own == whole.output[index].arguments and len(pieces) > 2, "arguments arrive in pieces"
+        assert own == whole.output[index].arguments and len(pieces) > 8, "arguments arrive in pieces"
     last = events[-1].response
     assert [item.type for item in last.output] == [item.type for item in whole.output]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -96,7 +96,7 @@ async def test_the_events_of_a_message_bring_arguments_in_pieces(served: Served)
     starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [start["type"] for start in starts] == ["text", "tool_use", "tool_use"] and starts[1]["input"] == {}
     pieces = [e["delta"]["partial_json"] for e in events if e.get("index") == 2 and e["type"] == "content_block_delta"]
-    assert json.loads("".join(pieces)) == {"city": "Rome"} and len(pieces) > 1  # a slow client gets longer ones
+    assert json.loads("".join(pieces)) == {"city": "Rome"} and len(pieces) > 4
 
 
 async def test_reasoning_is_an_item_and_a_block_of_its_own(make_served: Any) -> None:
