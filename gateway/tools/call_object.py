@@ -8,7 +8,7 @@ Arguments are passed on as the model wrote them. They end where their brackets b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import Any, Protocol
 
 END = ""
@@ -38,6 +38,17 @@ def skip_space(ch: str) -> Scan:
     while ch in SPACE:
         ch = yield
     return ch
+
+
+def read_among(ch: str, marks: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
+    """Reads one of several markers, none of which begins another. Returns what was read, which is only the beginning of
+    a marker if other text follows.
+    """
+    read = ""
+    while read not in marks and ch != END and any(mark.startswith(read + ch) for mark in marks):
+        read += ch
+        ch = yield
+    return read, ch
 
 
 def expect(ch: str, mark: str) -> Scan:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from gateway.tools.call_object import END, CallObject, NotACall, Scan, container, skip_space
+from gateway.tools.call_object import END, CallObject, NotACall, Scan, container, read_among, skip_space
 from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, merged
 
 Marked = Generator[None, str, tuple[bool, str]]
@@ -176,12 +176,9 @@ class CallParser(ABC):
         """Reads one of several markers, none of which begins another. Returns "" if there is none; the part that
         matched becomes content.
         """
-        read = ""
-        while ch != END and any(mark.startswith(read + ch) for mark in marks):
-            read += ch
-            ch = yield
-            if read in marks:
-                return read, ch
+        read, ch = yield from read_among(ch, marks)
+        if read in marks:
+            return read, ch
         if read:
             self._content(read)
         return "", ch

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gateway.tools.call_object import END, NotACall, Scan, Take, expect, skip_space
+from gateway.tools.call_object import END, NotACall, Scan, Take, expect, read_among, skip_space
 from gateway.tools.call_parsers import CallParser, Tools
 from gateway.tools.typed_values import STRING, json_of, resolved, types_of
 
@@ -126,13 +126,10 @@ class TagParser(CallParser):
         tags = self._tags
         marks = [tag for tag in (tags.key, tags.call_end, tags.close) if tag]
         ch = yield from skip_space(ch)
-        read = ""
-        while ch != END and any(mark.startswith(read + ch) for mark in marks):
-            read += ch
-            ch = yield
-            if read in marks:
-                return read, ch
-        raise NotACall
+        read, ch = yield from read_among(ch, marks)
+        if read not in marks:
+            raise NotACall
+        return read, ch
 
     def _key(self, ch: str, into: list[str]) -> Scan:
         """Reads the name of an argument, up to its value."""
