@@ -88,6 +88,7 @@ ZOO: dict[str, Animal] = {
     "glm4": Animal("glm4", {"head_dim": 16}),
     "gpt2": Animal("gpt2", without=HEADS),
     "gpt-neox": Animal("gpt_neox", without=HEADS),
+    "gptj": Animal("gptj", {"rotary_dim": 8}, without=("num_key_value_heads", "intermediate_size")),
     "gpt-oss": Animal(
         "gpt_oss", {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, scaled={"sinks": 8.0}
     ),
@@ -162,7 +163,6 @@ REFUSED: dict[str, Animal] = {
     "bloom": Animal("bloom", without=("num_key_value_heads", "intermediate_size", "max_position_embeddings")),
     "falcon": Animal("falcon", without=("num_key_value_heads", "intermediate_size")),
     "falcon-alibi": Animal("falcon", {"alibi": True}, without=("num_key_value_heads", "intermediate_size")),
-    "gptj": Animal("gptj", without=("num_key_value_heads", "intermediate_size")),
     "kimi-linear": Animal("kimi_linear"),
     "minimax": Animal(
         "minimax",

@@ -162,7 +162,6 @@ def test_what_a_chunk_leaves_to_the_next_matters(
         ("bloom", "BloomForCausalLM adds ALiBi to attention scores"),
         ("falcon", "computes attention in its own way"),
         ("falcon-alibi", "FalconForCausalLM adds ALiBi to attention scores"),
-        ("gptj", "computes attention in its own way"),
         ("kimi-linear", "recurrent state of a kind that is not supported"),
         ("minimax", "recurrent state of a kind that is not supported"),
         ("mpt", "MptForCausalLM adds ALiBi to attention scores"),
