@@ -21,7 +21,7 @@ _NAME = "operator.json"
 
 @dataclass(frozen=True, slots=True)
 class OperatorFile:
-    """The content of the file."""
+    """The address, the Redis URL and the trust files of a running block store."""
 
     address: str
     """host:port of the store's gRPC server."""
@@ -45,7 +45,7 @@ def remove(directory: Path) -> None:
 
 
 def read(directory: Path) -> OperatorFile | None:
-    """Returns the content, or None if no store runs there or the store belongs to a different user."""
+    """Returns the content, or None if the file is missing or invalid or this user may not read it."""
     try:
         return _ADAPTER.validate_json((directory / _NAME).read_bytes())
     except (OSError, ValidationError):
@@ -53,7 +53,9 @@ def read(directory: Path) -> OperatorFile | None:
 
 
 def find(address: str, root: Path = SHARED_MEMORY) -> OperatorFile | None:
-    """Returns the content for this user's store on this machine that listens at `address`, or None."""
+    """Returns the content of the operator file of this user's store that listens at `address` on this machine, or None
+    if there is no such store.
+    """
     found = (read(directory) for directory in root.glob("looseleaf-*") if _is_ours(directory))
     return next((content for content in found if content is not None and content.address == address), None)
 

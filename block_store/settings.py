@@ -14,7 +14,9 @@ from common.settings import KV_DISK_DIR, ServerSettings, settings_config
 
 
 class BlockStoreSettings(ServerSettings):
-    """Flags of `python -m block_store`, or LOOSELEAF_BLOCK_STORE_* in the environment."""
+    """The settings of a block store: flags of `python -m block_store`, or LOOSELEAF_BLOCK_STORE_* in the
+    environment.
+    """
 
     model_config = settings_config("LOOSELEAF_BLOCK_STORE_", "block_store")
 

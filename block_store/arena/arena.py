@@ -1,9 +1,9 @@
 """The arena, a file in shared memory with a header and equally sized blocks (long: all rules concern the same header).
 
-Every Looseleaf process on the node can map the file. On a GPU it contains only the header; the blocks are in device
-memory (`placement`). The header can be read without Redis and without CUDA. References are in the ledger. This module
-implements the writer rule (a header generation is raised from a lower value before the first store) and the reader rule
-(a block is valid only while its header names the generation in the block table).
+Every Looseleaf process on the node can map the file. On a GPU the file contains only the header; the blocks are in
+device memory (`placement`). The header can be read without Redis and without CUDA. References to blocks are recorded in
+the ledger. This module implements the writer rule (a header generation is raised from a lower value before the first
+store) and the reader rule (a block is valid only while its header names the generation in the block table).
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def ref_arrays(refs: Sequence[BlockRef]) -> tuple[npt.NDArray[np.int64], npt.NDA
 
 
 class Arena:
-    """A mapped arena. Views remain valid as long as the object, or any array taken from it, exists."""
+    """An arena file that this process has mapped. Its arrays remain valid as long as the object, or any view of an
+    array, exists.
+    """
 
     def __init__(self, directory: Path, header: FixedHeader, mapping: mmap.mmap) -> None:
         self.directory = directory
@@ -84,8 +86,8 @@ class Arena:
         cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
         placement: Placement | None = None, ahead: Prefault | None = None,
     ) -> Arena:  # fmt: skip
-        """Creates the file, with all blocks empty and all memory allocated (so that no SIGBUS can follow). Uses `ahead`
-        if it is given.
+        """Creates the arena file with empty blocks, and maps it. All of its memory is allocated here, so that no later
+        store can raise SIGBUS. `ahead` supplies memory that was allocated earlier.
 
         `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.
         Raises ArenaError if `num_blocks` is below 1, ArenaExists, or NotEnoughSharedMemory.
@@ -152,7 +154,8 @@ class Arena:
     @property
     def data(self) -> Any:
         """The blocks, uint8 [num_blocks, block_bytes]: a numpy array, or on a GPU `DeviceBlocks`, which torch reads
-        through its `__cuda_array_interface__`. Raises ArenaError if they are in device memory that is not open here.
+        through its `__cuda_array_interface__`. Raises ArenaError if the blocks are in device memory that this process
+        has not opened.
         """
         return self._blocks
 
@@ -172,18 +175,18 @@ class Arena:
         return self.fixed.is_lost
 
     def use_memory(self, blocks: DeviceBlocks) -> None:
-        """Uses this device memory for the blocks. Called by `placement`."""
+        """Sets the device memory that contains the blocks, after `placement` has allocated or opened it."""
         self._data = blocks
 
     def place(self, placement: Placement) -> None:
-        """Writes the placement of the blocks to the header. Call it inside `exclusively` if another process might also
-        write it.
+        """Writes the placement of the blocks to the header. Call this inside `exclusively` if another process might
+        also write the placement.
         """
         self._rewrite(placement=placement)
 
     def keep_largest_floor(self, num_blocks: int) -> None:
-        """Writes the largest floor that a worker asked for to the header. Only the store calls it, before it answers
-        the workers.
+        """Writes to the header the largest floor, in blocks, that a worker requested before the arena was created. Only
+        the store calls this, before it answers the workers.
         """
         self._rewrite(largest_floor=num_blocks)
 
@@ -203,8 +206,8 @@ class Arena:
         return int(self._rebuild_count[0])
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
-        """Writes the identity of the blocks' ledger. Other processes can see it before this thread's next read. Only
-        `rebuild` calls this.
+        """Writes the identity and the rebuild count of the blocks' ledger to the header. Other processes can see them
+        before this thread's next read. In the product, only `rebuild` calls this.
         """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
@@ -243,9 +246,10 @@ class Arena:
         return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
-        """Raises the header generations (writer rule). Call it before the first store into `refs`.
+        """Raises the header generations (writer rule). Call this before the first store into `refs`.
 
-        Raises HeaderAheadError; in this case, do not write into any of the blocks.
+        Raises HeaderAheadError if a header generation is not below the new one; in this case, do not write into any of
+        the blocks.
         """
         if not refs:
             return
@@ -260,7 +264,8 @@ class Arena:
     def mark_sealed(
         self, refs: Sequence[BlockRef], hashes: Sequence[bytes | None] | None, digests: Sequence[int]
     ) -> None:
-        """Writes to the header the hashes (None: a partial block) and digests of blocks whose content is final.
+        """Writes the hashes and digests of blocks whose content is final to the header. A hash is None for a partial
+        block; `hashes` is None if all blocks are partial.
 
         Raises HeaderMismatch if a block has been reallocated.
         """
@@ -274,9 +279,9 @@ class Arena:
         atomics.enter_states(self.states, ids, HeaderState.SEALED)
 
     def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
-        """Returns whether every block's header names the block table's generation (reader rule).
+        """Returns whether the header generation of every block equals the given one (reader rule).
 
-        Call it before and after each step.
+        Call this before and after each step.
         """
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 
@@ -285,7 +290,9 @@ class Arena:
         return self.check(*ref_arrays(refs))
 
     def has(self, refs: Sequence[BlockRef], hashes: Sequence[bytes]) -> bool:
-        """Returns whether the blocks still have the generations in `refs` and the first of these prefix hashes."""
+        """Returns whether each block of `refs` still has its generation and, in the header, the prefix hash at the same
+        position in `hashes`. `hashes` may be longer than `refs`; if it is shorter, the result is False.
+        """
         ids, gens = ref_arrays(refs)
         if len(hashes) < len(refs) or not self.check(ids, gens):
             return False
@@ -315,7 +322,9 @@ class Arena:
         return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]
 
     def remove(self) -> None:
-        """Removes the files; mapped views remain usable until they are dropped."""
+        """Removes the arena file and the files of its writer slots. Existing mappings remain usable until they are
+        dropped.
+        """
         (self.directory / FILE_NAME).unlink(missing_ok=True)
         self._slots.remove()
 

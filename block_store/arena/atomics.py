@@ -51,9 +51,9 @@ def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDAr
 
 
 def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
-    """Raises each of `base[ids]` to `gens` by compare-and-swap from a lower value.
+    """Raises `base[ids[i]]` to `gens[i]`, for each i in order, by compare-and-swap from a lower value.
 
-    Returns the index of the first generation that was not lower (those before it have been raised), or None.
+    Stops at the first generation that was not lower and returns its index. Returns None if all were raised.
     """
     return _run("looseleaf_raise_generations", base, ids, gens)
 

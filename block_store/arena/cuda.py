@@ -50,7 +50,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 
 
 class CudaError(BlockStoreError):
-    """A driver call failed; `name` is the driver's name for the error, e.g. CUDA_ERROR_OUT_OF_MEMORY."""
+    """Raised when a driver call fails. `name` is the driver's name for the error, e.g. CUDA_ERROR_OUT_OF_MEMORY."""
 
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call} failed: {name}")
@@ -59,19 +59,21 @@ class CudaError(BlockStoreError):
 
 
 class CudaUnavailable(BlockStoreError):
-    """There is no driver, or no such device."""
+    """Raised if this process has no usable driver or does not see the requested device."""
 
 
 class MemoryInfo(NamedTuple):
-    """Sizes of a device's memory in bytes, for all processes together."""
+    """The free and the total memory of a device, in bytes. Memory that any process uses is not free."""
 
     free: int
     total: int
 
 
 class Cuda:
-    """The driver. Methods raise CudaError, and CudaUnavailable (no library, a library that is too old, or
-    no device).
+    """A client of the CUDA driver library. The constructor raises CudaUnavailable if the library is missing or too old,
+    or if it finds no GPU.
+
+    Methods raise CudaError if a driver call fails.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -98,13 +100,17 @@ class Cuda:
         return count.value
 
     def device(self, ordinal: int) -> CudaDevice:
-        """Returns the device with this number among those visible to the process, with torch's numbering."""
+        """Returns the device with this number among those visible to the process, with torch's numbering. Raises
+        CudaUnavailable if there is no such device.
+        """
         if not 0 <= ordinal < self.num_devices:
             raise CudaUnavailable(f"there is no GPU {ordinal}: this process sees {self.num_devices}")
         return CudaDevice(self, ordinal)
 
     def device_of(self, uuid: bytes) -> CudaDevice:
-        """Returns the device with this UUID; processes may number devices differently (CUDA_VISIBLE_DEVICES)."""
+        """Returns the device with this UUID, because processes may number devices differently (CUDA_VISIBLE_DEVICES).
+        Raises CudaUnavailable if this process does not see the device.
+        """
         for ordinal in range(self.num_devices):
             if self.uuid(ordinal) == uuid:
                 return CudaDevice(self, ordinal)
@@ -124,9 +130,9 @@ class Cuda:
 
 
 class CudaDevice:
-    """One device, through its primary context, which torch also uses and which is retained until the process ends.
+    """A GPU, used through its primary context. torch uses the same context, which is retained until the process ends.
 
-    Usable from any thread. Methods raise CudaError.
+    Any thread may call the methods. They raise CudaError.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -144,7 +150,7 @@ class CudaDevice:
         return MemoryInfo(free.value, total.value)
 
     def alloc(self, num_bytes: int) -> int:
-        """Allocates `num_bytes` of zeros; returns their address."""
+        """Allocates `num_bytes` of zeros, and returns their address."""
         pointer = _POINTER()
         with self._current() as call:
             call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
@@ -153,15 +159,15 @@ class CudaDevice:
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Frees memory. Do not free exported memory while a process has it open, because its use there would be
-        undefined.
+        """Frees memory that `alloc` returned. Do not free exported memory while another process has it open: its use
+        there would be undefined.
         """
         with self._current() as call:
             call("cuMemFree_v2", pointer)
 
     def export(self, pointer: int) -> bytes:
-        """Returns the 64-byte handle with which another process opens allocated memory. It is invalid after this
-        process ends.
+        """Returns the 64-byte handle with which another process can open memory that `alloc` returned. The handle
+        becomes invalid when this process ends.
         """
         handle = _IpcHandle()
         with self._current() as call:
@@ -169,7 +175,7 @@ class CudaDevice:
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Opens memory that another process has exported; returns its address in this process."""
+        """Opens memory that another process has exported, and returns its address in this process."""
         pointer = _POINTER()
         with self._current() as call:
             call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
@@ -192,8 +198,8 @@ class CudaDevice:
 
     @contextmanager
     def _current(self) -> Iterator[Any]:
-        """Makes the context current in this thread while the body of the `with` statement runs, and then restores the
-        previous one.
+        """Makes the device's context current in this thread while the body of the `with` statement runs, and then
+        restores the previous context.
         """
         self._cuda.call("cuCtxPushCurrent_v2", self._context)
         try:

@@ -13,11 +13,15 @@ from block_store.arena.cuda import CudaDevice
 from block_store.arena.header import round_up
 
 GRANULE_BYTES = 2 << 20
-"""Granule of allocations. Smaller ones may share a driver allocation, and an IPC handle would open all of it."""
+"""Allocations are rounded up to a multiple of this size. Smaller ones could share a driver allocation with other
+memory, all of which an IPC handle would open.
+"""
 
 
 class DeviceBlocks:
-    """A uint8 array [num_blocks, block_bytes] on a device, with contiguous rows. All methods can raise CudaError."""
+    """A uint8 array [num_blocks, block_bytes] on a device, with contiguous rows. Methods that call the driver raise
+    CudaError.
+    """
 
     def __init__(self, device: CudaDevice, pointer: int, num_blocks: int, block_bytes: int, *, is_owner: bool) -> None:
         self.device = device
@@ -28,7 +32,9 @@ class DeviceBlocks:
 
     @classmethod
     def allocate(cls, device: CudaDevice, num_blocks: int, block_bytes: int) -> DeviceBlocks:
-        """Allocates blocks of zeros, which last until this process ends. Raises CudaError (out of memory)."""
+        """Allocates blocks of zeros, which exist until `close` is called or this process ends. Raises CudaError if
+        there is not enough memory.
+        """
         pointer = device.alloc(device_bytes(num_blocks, block_bytes))
         return cls(device, pointer, num_blocks, block_bytes, is_owner=True)
 
@@ -41,11 +47,11 @@ class DeviceBlocks:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The interface's version 3, through which `torch.as_tensor(blocks, device="cuda")` uses this memory without a
-        copy.
+        """Version 3 of the CUDA array interface, through which `torch.as_tensor(blocks, device="cuda")` uses this
+        memory without a copy.
 
-        It names no stream, so callers must order their own work. The tensor keeps this object alive, but not the
-        mapping.
+        The interface names no stream, so callers must order their own work. The tensor keeps this object alive, but not
+        the mapping.
         """
         return {"shape": self.shape, "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None}
 
@@ -76,5 +82,5 @@ class DeviceBlocks:
 
 
 def device_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Returns the size of the allocation."""
+    """Returns the size of an allocation for these blocks, in bytes."""
     return round_up(num_blocks * block_bytes, GRANULE_BYTES)

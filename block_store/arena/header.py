@@ -29,7 +29,9 @@ REBUILD_COUNT_AT = struct.calcsize("<8sIIQQQ16s32s")
 
 
 class HeaderState(IntEnum):
-    """State of a block in the header, known without Redis. The ledger distinguishes more states."""
+    """The state of a block as recorded in the header, which can be read without Redis. The ledger distinguishes more
+    states.
+    """
 
     EMPTY = 0
     WRITING = 1
@@ -37,12 +39,12 @@ class HeaderState(IntEnum):
 
 
 class Memory(IntEnum):
-    """The kind of memory that contains an arena's blocks, and the processes that it outlives. Numbered as in
-    `BlockStoreService`.
+    """The kind of memory that contains an arena's blocks. It determines which processes the blocks outlive. The numbers
+    are those of the proto's `ArenaMemory`.
     """
 
     HOST = 1
-    """The file: the blocks outlive every process."""
+    """The arena file: the blocks outlive every process."""
     STORE_DEVICE = 2
     """Device memory of the block store: the blocks outlive workers (docs/design.md, promise 4) but not the store."""
     WORKER_DEVICE = 3
@@ -51,20 +53,22 @@ class Memory(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of an arena's blocks."""
+    """A record of the memory in which an arena's blocks are, and of its owner."""
 
     memory: Memory = Memory.HOST
     device_uuid: bytes = b""
     """UUID of the GPU, 16 bytes; empty on the host."""
     owner_slot: int = 0
-    """Writer slot whose lock proves that the owner of the device memory is alive; 0: not allocated yet."""
+    """Writer slot whose lock proves that the owner of the device memory is alive. 0 if the memory is not allocated yet,
+    or if it is not device memory.
+    """
     ipc_handle: bytes = b""
     """IPC handle of the memory, 64 bytes, for STORE_DEVICE."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedHeader:
-    """The fixed page, decoded."""
+    """The decoded fixed page of an arena's header."""
 
     num_blocks: int
     block_bytes: int
@@ -77,7 +81,8 @@ class FixedHeader:
     layout: KvLayout
     placement: Placement = Placement()
     is_lost: bool = False
-    """Whether the blocks' memory is gone or the store has removed the arena. If so, nothing in it may be used any more.
+    """Whether the blocks' memory is gone or the store has removed the arena. In both cases, nothing in the arena may be
+    used.
     """
     largest_floor: int = 0
     """The largest floor that a worker requested before the arena was created (`sizing.granted_floor`)."""

@@ -1,8 +1,8 @@
 """Decides which process owns the device memory of an arena's blocks on a GPU.
 
-With CUDA IPC the owner is the block store, and workers open its memory. Without IPC it is the only compute process, and
-all KV is lost when that process ends (promise 4 of docs/design.md does not hold). The owner holds a writer slot, so
-that every process can see whether it is alive.
+With CUDA IPC the owner is the block store, and workers open its memory. Without CUDA IPC the owner is the only compute
+process, and all KV is lost when that process ends (promise 4 of docs/design.md does not hold). The owner holds a writer
+slot, so that every process can see whether it is alive.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ MemoryOwner = Literal["auto", "store", "worker"]
 
 
 class NoDeviceMemory(ArenaError):
-    """Device memory is not available or cannot be opened. The message gives the reason and a remedy."""
+    """Raised if device memory is not available or cannot be opened. The message gives the reason, and a remedy if there
+    is one.
+    """
 
 
 def create_on_device(
     directory: Path, layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> Arena:
-    """Creates an arena whose blocks are in device memory. The store calls this. It allocates the arena's blocks (all
-    zeros) itself, or leaves the allocation to the first worker.
+    """Creates an arena whose blocks are in device memory. The store, which calls this, either allocates the blocks (all
+    zeros) or leaves their allocation to the first worker.
 
     If `owner` is "auto", the worker owns the memory only if this process cannot export memory; this is logged. Raises
     NoDeviceMemory, ArenaExists or NotEnoughSharedMemory.
@@ -53,10 +55,11 @@ def create_on_device(
 
 
 def open_blocks(arena: Arena, cuda: Cuda) -> None:
-    """Opens the store's memory or, if the store leaves the allocation to the worker, allocates it. Workers call this.
+    """Opens the blocks in the store's memory, or allocates them if the store has left that to the worker. Workers call
+    this.
 
     The mapping exists until the process ends. Raises NoDeviceMemory, ArenaBusy if another process owns the memory,
-    ArenaLost, or CudaUnavailable if there is no such device here.
+    ArenaLost, or CudaUnavailable if this process does not see the device.
     """
     placement = arena.placement
     device = cuda.device_of(placement.device_uuid)
@@ -70,15 +73,15 @@ def open_blocks(arena: Arena, cuda: Cuda) -> None:
 
 
 def has_live_memory(arena: Arena) -> bool:
-    """Returns whether the blocks exist. On the host they always exist. On a device they exist unless the owner has
-    died.
+    """Returns False if the blocks were in device memory whose owner has died, and True otherwise. Device memory that no
+    worker has allocated yet also counts as live.
     """
     placement = arena.placement
     return placement.memory is Memory.HOST or has_no_owner_yet(placement) or arena.is_writer_alive(placement.owner_slot)
 
 
 def has_no_owner_yet(placement: Placement) -> bool:
-    """Returns whether the first worker has yet to allocate the memory."""
+    """Returns whether the first worker is to allocate the memory and has not done so yet."""
     return placement.memory is Memory.WORKER_DEVICE and placement.owner_slot == 0
 
 

@@ -1,4 +1,4 @@
-"""Shared memory for an arena, allocated while workers load their model, because 4 GiB in small pages take seconds of
+"""Allocates the shared memory of an arena while workers load their model, because 4 GiB in small pages take seconds of
 CPU time.
 
 The file gets a name only when it becomes an arena, so a killed store leaves nothing behind. Does not depend on headers.
@@ -17,7 +17,9 @@ _PIECE_BYTES = 4 << 20
 
 
 class Prefault:
-    """A thread that allocates memory until it has `most_bytes`, no more is available, or `stop` is called."""
+    """A background allocation of memory. Its thread runs until it has `most_bytes`, no more memory is available, or
+    `stop` is called.
+    """
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
         """Starts the thread, which allocates an unnamed file. Raises OSError if the file system of `directory` does not

@@ -1,5 +1,5 @@
-"""Writer slots: numbered lock files in the arena's directory. A process keeps one locked (flock) while it may write, as
-proof of life.
+"""Writer slots: numbered lock files in the arena's directory. A process keeps one of them locked (flock) while it may
+write, as proof of life.
 
 A number is never used twice in the life of an arena. Otherwise, a block that a dead process was writing would stay in
 quarantine as long as the next process with that number was alive. Does not depend on blocks.
@@ -22,7 +22,9 @@ _COUNTER = "next"
 
 @dataclass(slots=True)
 class WriterSlot:
-    """A held slot. `close`, or the end of the process, declares that the process no longer stores into the arena."""
+    """A writer slot that this process holds. `close`, or the end of the process, declares that the process no longer
+    stores into the arena.
+    """
 
     number: int
     _fd: int | None
@@ -38,7 +40,7 @@ class WriterSlot:
 
 
 class WriterSlots:
-    """The slots of one arena, in one directory."""
+    """The directory of the writer slots of one arena."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -84,7 +86,7 @@ class WriterSlots:
         return [number for number in self.numbers() if self.is_alive(number)]
 
     def remove(self) -> None:
-        """Removes all lock files, at the end of the arena's life."""
+        """Removes all lock files and their directory, when the arena is removed."""
         for path in (*self._directory.glob("*.lock"), self._directory / _COUNTER):
             path.unlink(missing_ok=True)
         if self._directory.is_dir():

@@ -1,14 +1,15 @@
-"""A file of KV blocks on disk, which is found again after a restart.
+"""A store of KV blocks in two files on disk, which a restarted block store finds again.
 
-`blocks` holds the bytes of the blocks in slots of equal size. `index` holds one record for each slot: the prefix hash
-of its block, the digest of its bytes, and a number that grows with each store. The prefix hash alone identifies a
+`blocks` contains the bytes of the blocks in slots of equal size. `index` contains one record for each slot: the prefix
+hash of its block, the digest of its bytes, and a number that grows with each store. The prefix hash alone identifies a
 block, because it depends on the model, the numerics and the tenant (`prefix_hash.hash_domain`).
 
     index   | hash, digest, 7 | hash, digest, 8 | empty | ...
     blocks  | bytes           | bytes           |       | ...
 
-Nothing is flushed to the disk explicitly, so a crash of the machine may leave a record with bytes of another block, or
-with half of its bytes. When such a block is read, its digest does not match, and the block counts as missing.
+Nothing is flushed to the disk explicitly, so after a crash of the machine a record may refer to bytes of another block,
+or to bytes that were only partly written. When such a block is read, its digest does not match, and the block counts as
+missing.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ def _read_record(record: bytes) -> tuple[bytes, int, int] | None:
 
 
 class BlockFile:
-    """The blocks on disk that have one KV layout. When it is full, the block that was used least recently is replaced.
+    """A file of blocks that all have the same KV layout. When it is full, the block that was used least recently is
+    replaced.
+
     One thread may store while others read.
     """
 
     def __init__(self, directory: Path, block_bytes: int, max_bytes: int) -> None:
         """Opens or creates the files in a directory, which must be used for blocks of this layout only.
 
-        Raises DiskTierError if the directory cannot be written, is in use, or `max_bytes` is less than one block.
+        Raises DiskTierError if the directory cannot be written or is in use, or if `max_bytes` is less than one block.
         """
         self.block_bytes = block_bytes
         self.num_slots = max_bytes // (block_bytes + _RECORD.size)
@@ -103,8 +106,9 @@ class BlockFile:
         return True
 
     def read_into(self, prefix_hash: bytes, row: U8) -> bool:
-        """Copies a block into `row`, uint8 [block_bytes]. Returns False, and forgets the block, if its bytes are not
-        those that were stored; `row` then has any content. Also returns False if there is no such block.
+        """Copies a block into `row`, uint8 [block_bytes], and returns True. Returns False if there is no such block, or
+        if its bytes are not those that were stored. In the second case the block is forgotten, and the content of `row`
+        is undefined.
         """
         with self._lock:
             if (found := self._slots.get(prefix_hash)) is None:

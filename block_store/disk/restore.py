@@ -1,10 +1,10 @@
-"""Brings blocks back from disk into an arena, where workers find them under their prefix hashes.
+"""Copies blocks back from disk into an arena, where workers find them under their prefix hashes.
 
-Meanwhile, references to the blocks of the prefix that are in the arena are held, so that these blocks are not evicted
-to make room for the others. At the end nothing is held: all blocks of the prefix are cached. A worker that needs them
-acquires them as it would any other.
+While blocks are read, references to the blocks of the prefix that are in the arena are held, so that these are not
+evicted to make room for the others. At the end all references are released, and the blocks are cached. A worker that
+needs the blocks acquires them like any other cached blocks.
 
-Every method calls the ledger or the disk, and runs in one thread.
+`restore` calls the ledger and the disk. Its caller runs it in one thread.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger("disk")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The full blocks of a prompt."""
+    """The prefix hashes of a prompt's full blocks, and the quota that the blocks count against."""
 
     hashes: Sequence[bytes]
-    """The hashes of the chain, which are those of KV group 0."""
+    """The hashes of the chain, which are the prefix hashes of KV group 0."""
     quota: CacheQuota | None = None
-    """The quota of the prompt's tenant."""
+    """The quota of the prompt's tenant; None if the tenant has none."""
     num_public: int = 0
     """Number of leading blocks that count against no quota."""
 
@@ -50,9 +50,9 @@ def is_on_disk(file: BlockFile, prefix: Prefix) -> bool:
 
 
 def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
-    """Restores the blocks that are missing for the longest prefix whose blocks are all cached or on disk. Returns the
-    number of blocks that came from disk: none if there is no room for all of them, or if the arena already has the
-    prefix.
+    """Restores the blocks that are missing for the longest prefix whose blocks are all cached or on disk, up to the
+    first block that cannot be read from disk. Returns the number of blocks that came from disk. It is 0 if there is no
+    room for all of them, or if the arena already has the prefix.
     """
     wanted = _wanted(held, file, prefix)
     if not wanted or (taken := take(held, {one: one for one in wanted})) is None:
@@ -70,8 +70,8 @@ def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
 
 
 def _wanted(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> dict[bytes, CacheQuota | None]:
-    """Returns the hashes and quotas of the blocks that the longest usable prefix needs, of all KV groups. Returns none
-    if the blocks on disk do not make the prefix longer.
+    """Returns the hashes and quotas of the blocks, of all KV groups, that the longest usable prefix needs. The result
+    is empty if the blocks on disk do not make the prefix longer.
     """
     rules = held.arena.layout.rules()
     named = {group: prefix.of_group(group) for group in range(len(rules.groups))}

@@ -21,15 +21,15 @@ logger = logging.getLogger("disk")
 INTERVAL_S = 0.1
 """Time between two scans of the header."""
 PAUSE_S = 10.0
-"""Time for which nothing is stored after the disk has refused a block."""
+"""Time for which nothing is stored after the disk has failed to store a block."""
 
 LOWEST_PRIORITY = 19
 """Nice value of the thread, so that copies do not take the cores from a step."""
 
 
 class WriteBehind:
-    """Stores the blocks of one arena, from `start` to `stop`. `stop` first stores the blocks that are sealed at that
-    moment.
+    """A thread that stores the blocks of one arena, from `start` to `stop`. `stop` first stores the blocks that are
+    sealed at that moment.
     """
 
     def __init__(self, arena: Arena, file: BlockFile) -> None:
@@ -66,7 +66,9 @@ class WriteBehind:
             return None
 
     def scan(self) -> int:
-        """Stores all sealed full blocks that are not on disk yet. Returns how many were stored. Raises OSError."""
+        """Stores the sealed full blocks that are not on disk yet, except blocks that are reallocated meanwhile. Returns
+        how many were stored. Raises OSError.
+        """
         states, generations = self._arena.states, self._arena.generations
         num_before = self.num_stored
         for block in np.flatnonzero((states == HeaderState.SEALED) & (generations != self._seen)):
@@ -76,7 +78,9 @@ class WriteBehind:
         return self.num_stored - num_before
 
     def _is_done(self, block: int, generation: int) -> bool:
-        """Stores a block, if that is needed. Returns False if it has been reallocated."""
+        """Stores a block, unless it is a partial one or already on disk. Returns False if the block has been
+        reallocated.
+        """
         arena = self._arena
         prefix_hash, digest = arena.hashes[block].tobytes(), int(arena.digests[block])
 

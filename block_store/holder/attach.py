@@ -2,8 +2,8 @@
 
 Does not depend on models: the caller supplies the layout and sizes (`Needs`).
 
-A worker whose arena is lost, because the store has ended and with it the device memory, also exits. Reading that memory
-through the driver is undefined, and only a new process is certain to have no mapping of it.
+When a store ends, the device memory of its arena is lost, and the worker exits. Reading that memory through the driver
+is undefined, and only a new process is certain to have no mapping of it.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ PREDECESSOR_S = 10.0
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
 """Time to wait for the store's answer. It is long, because the store answers only when every worker that it expects has
-asked, and large models take minutes to load.
+sent its request, and large models take minutes to load.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A worker's requirements on the arena."""
+    """A worker's identity, and its requirements for the arena."""
 
     worker_id: str
     role: str
@@ -84,18 +84,18 @@ class Needs:
 
 
 class Attached:
-    """A worker's arena, its incarnation as a holder, and its entry in the registry."""
+    """A worker's attachment to a store: its arena, its incarnation as a holder, and its entry in the registry."""
 
     def __init__(
         self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0, *, has_disk_tier: bool = False
     ) -> None:
-        """Registers the worker. Its floor is `granted_floor` from the store, and never less than the
-        worker's minimum.
+        """Registers the worker, with the larger of the store's `granted_floor` and the worker's own minimum. If that
+        floor does not fit into the arena, registers with the minimum.
         """
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
-        """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows,
-        because there must be room for the floors of other workers that rejoin after a rebuild.
+        """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows
+        after the registration, because there must be room for the floors of other workers that rejoin after a rebuild.
         """
         self.has_disk_tier = has_disk_tier
         """Whether the store keeps blocks on disk and can restore them."""
@@ -174,7 +174,7 @@ class Attached:
     def renew(self) -> None:
         """Gives up all blocks and registers a new incarnation, for a worker that is fenced.
 
-        Raises ArenaLost if the arena is lost.
+        Raises ArenaLost if the arena is lost, or a LedgerError if the registration fails for RENEW_TIMEOUT_S.
         """
         self.held.close()
         if self.arena.is_lost:
@@ -251,7 +251,7 @@ def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> lis
 
 
 def _request_of(needs: Needs) -> pb.AttachRequest:
-    """Returns the request to attach. Raises StartupError if there is no such device."""
+    """Returns the request to attach. Raises StartupError if the worker's GPU does not exist."""
     return pb.AttachRequest(
         worker_id=needs.worker_id, role=needs.role, layout=convert.layout_to_pb(needs.layout),
         weights_bytes=needs.weights_bytes, peak_activation_bytes=needs.peak_activation_bytes,
@@ -280,7 +280,7 @@ def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> li
 
 
 def _device_uuid(needs: Needs) -> bytes:
-    """Returns the GPU's UUID, or an empty string for the CPU. Raises StartupError if there is no such GPU."""
+    """Returns the GPU's UUID, or empty bytes for the CPU. Raises StartupError if there is no such GPU."""
     if needs.cuda_ordinal is None:
         return b""
     try:

@@ -1,11 +1,13 @@
-"""The blocks that a worker holds, with a count of the sequences that share each (long: one door for a step's changes).
+"""The blocks that a worker holds, with a count of the sequences that share each (long: the only path for a step's
+changes).
 
 The ledger records a reference (holder, block, generation) once. The count of sequences is kept here. The ledger is
 called only when the first sequence takes a block and when the last one releases it. A reserve of RESERVED blocks makes
 it rare that a decode step needs a call.
 
 Used by one thread at a time, while the holder's beat thread calls `rejoin`. Does not depend on sequences or tensors.
-Once the holder is fenced, every method raises Fenced: abort the sequences, close the writer slot, register again.
+Once the holder is fenced, methods that change or look up blocks raise Fenced: abort the sequences, close the writer
+slot, register again.
 
 While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the reserve. When the reserve
 is empty, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached prefix is found, and seals
@@ -38,7 +40,7 @@ Tables = Sequence[Sequence[Sequence[BlockRef]]]
 
 
 class HeldBlocks:
-    """The blocks of one worker in one arena.
+    """A worker's record of the blocks that it holds in one arena.
 
     It has more than a dozen methods because a step accesses blocks only through this class, so that no step can bypass
     the count of their users.
@@ -79,8 +81,8 @@ class HeldBlocks:
 
     @property
     def num_free_hint(self) -> int:
-        """The number of blocks that `alloc` can probably return: the reserve, plus the ledger's blocks as of the last
-        beat, adjusted for the blocks that have been taken and released here since then.
+        """The number of blocks that `alloc` can probably return: the reserve, plus the ledger's available blocks as of
+        the last beat, adjusted for the blocks that have been taken and released here since then.
         """
         available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
@@ -100,7 +102,7 @@ class HeldBlocks:
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve as far as blocks are available; the beat thread calls this after every answered beat."""
+        """Fills the reserve as far as blocks are available, as the beat thread also does after every answered beat."""
         self._calls.check_fence()
         self._reserve.level()
 
@@ -119,7 +121,8 @@ class HeldBlocks:
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """Returns the longest indexed prefix, per group, and counts one more sequence for each of its blocks.
 
-        If the ledger stops answering, returns the blocks found so far.
+        If the ledger stops answering, returns the blocks found so far. Returns none if one of them has been
+        reallocated.
         """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
@@ -189,7 +192,7 @@ class HeldBlocks:
         self._counts.update(refs)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Gives up the block table of one sequence (head first)."""
+        """Gives up the block table of one sequence. `refs` lists the head of the chain first."""
         self.release_many([refs])
 
     @locked
@@ -203,7 +206,8 @@ class HeldBlocks:
         """Returns a ticket for these block tables, whose sequences give up their blocks. Every block must be sealed.
 
         This worker still holds the blocks that its other sequences share. Raises Stale, NotHolder or LedgerUnavailable.
-        In these cases nothing has changed: try again with the same tables and the same `attempt`, or call `forget`.
+        In these cases nothing has changed here: try again with the same tables and the same `attempt`, or call
+        `forget`.
         """
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
@@ -235,7 +239,8 @@ class HeldBlocks:
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
         """Releases a ticket's blocks now instead of when its lease ends, if the ledger answers.
 
-        Blocks that this worker's sequences use are kept. `attempt` is the attempt of a claim that has been begun.
+        Blocks that this worker's sequences use are kept. `attempt` is that of an unfinished claim of the ticket, or
+        None if no claim has begun.
         """
         self._calls.check_fence()
         self.holder.give_up(ticket.id)
@@ -244,12 +249,12 @@ class HeldBlocks:
 
     @locked
     def forget(self, attempt: Attempt) -> None:
-        """Drops a hand-over or a claim that has been begun and will not be repeated, and releases the blocks that it
-        has obtained.
+        """Drops an unfinished hand-over or claim that will not be repeated, and releases the blocks that it has
+        obtained.
         """
         if attempt in self._wanted:
             self._wanted.discard(attempt)
-            self._calls.is_unsure = True  # it may have happened, but without an answer
+            self._calls.is_unsure = True  # the call may have taken effect without an answer
         self.holder.forget(attempt)
         self._calls.release([ref for ref in attempt.refs if ref not in self._counts])
 

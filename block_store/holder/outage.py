@@ -25,7 +25,7 @@ P = ParamSpec("P")
 
 
 class Locked(Protocol):
-    """A class that has methods decorated with `locked`."""
+    """A protocol of classes that have methods decorated with `locked`."""
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
@@ -47,7 +47,9 @@ def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P]
 
 
 class OutageCalls:
-    """Calls to the ledger that may be answered late or never. One thread and the holder's beat thread make them."""
+    """A caller of the ledger that copes with late and missing answers. One thread uses it, and the holder's beat
+    thread.
+    """
 
     def __init__(self, holder: LedgerClient, arena: Arena) -> None:
         self.holder = holder
@@ -63,8 +65,8 @@ class OutageCalls:
         """Items sealed in the header but not yet in the ledger."""
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Runs one operation of the ledger. If it is not answered, sets `is_unsure`, because the worker's record and
-        the ledger may then differ.
+        """Runs one operation of the ledger. If the operation is not answered, sets `is_unsure`, because the worker's
+        record and the ledger may then differ.
         """
         self.check_fence()
         try:
@@ -101,8 +103,8 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """Asks for a rebuild, because the header is ahead of the ledger, which must be an older one. The caller must
-        not write.
+        """Asks for a rebuild, because the header is ahead of the ledger, which means that the ledger is an older one.
+        The caller must not write into the blocks concerned.
 
         Raises Fenced.
         """

@@ -19,8 +19,8 @@ from common.types import BlockRef
 
 
 class Rejoining:
-    """Reconciles the blocks that this worker holds with those that the ledger records for it, and asserts them in a
-    rebuilt ledger.
+    """A reconciler of the blocks that this worker holds with those that the ledger records for it. It also asserts the
+    blocks in a rebuilt ledger.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Rejoining:
         return self._calls.lock
 
     def rejoin(self) -> bool:
-        """Asserts the worker's blocks in the ledger that the header names, if that is a new one.
+        """Asserts the worker's blocks in the ledger that the header names, if that ledger is new to the worker.
 
-        Returns False if there is no new ledger yet, or if there will be none (in which case it fences the holder).
-        After a LedgerError, try again. Runs in the beat thread, perhaps during a step: the blocks that the step writes
-        are asserted too.
+        Returns False if there is no new ledger yet. If there will be none, because the arena is lost, fences the holder
+        and also returns False. After a LedgerError, try again. Runs in the beat thread, perhaps during a step: the
+        blocks that the step writes are asserted too.
         """
         holder, fixed = self._calls.holder, self._settled_page()
         if fixed.is_lost:
@@ -64,7 +64,9 @@ class Rejoining:
         return True
 
     def settle_up(self) -> None:
-        """Repeats the calls that the ledger missed, levels the reserve, and reports to `fsck` if requested."""
+        """Repeats the calls that the ledger missed, levels the reserve, and reports to `fsck` if requested. Does
+        nothing if the holder is fenced.
+        """
         holder = self._calls.holder
         if holder.fenced.is_set():
             return
@@ -119,7 +121,8 @@ class Rejoining:
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
         """Yields the references that the ledger records as held here, in parts.
 
-        By the time the lock is free, the references of an answered call are known here.
+        The lock is held from a call until its answer is recorded here. A caller that then takes the lock therefore
+        knows the references of every answered call.
         """
         holder = self._calls.holder
         part, place = holder.holdings_after(0)
@@ -136,7 +139,9 @@ class Rejoining:
         )
 
     def _report(self, census: str) -> None:
-        """Reports the differences to `fsck`. Each is first checked again while no call is under way."""
+        """Reports the differences to `fsck`. Each difference is first checked again while no other call is in
+        progress.
+        """
         holder, believed = self._calls.holder, set(self._everything())
         surplus: list[BlockRef] = []
         for part in self._ledger_side():

@@ -14,8 +14,8 @@ from common.types import BlockRef
 
 
 class Reserve:
-    """RESERVED blocks that no sequence uses yet, in the order in which they will be taken. The beat thread levels the
-    reserve.
+    """A queue of RESERVED blocks that no sequence uses yet, in the order in which they will be taken. The beat thread
+    levels it.
     """
 
     def __init__(self, calls: OutageCalls, writer_slot: WriterSlot, least: int) -> None:
@@ -78,7 +78,7 @@ class Reserve:
         self._calls.release(refs)
 
     def keep_only(self, is_kept: Callable[[BlockRef], bool]) -> None:
-        """Forgets all other blocks, which the ledger does not record as held here."""
+        """Forgets the blocks for which `is_kept` returns False. The ledger does not record them as held here."""
         self._refs = {ref: None for ref in self._refs if is_kept(ref)}
 
     def clear(self) -> None:
@@ -119,7 +119,8 @@ class Reserve:
                 raise ArenaLost(f"arena {arena.arena_id} is lost") from error
             calls.contradicted(str(error))
             raise LedgerUnavailable(str(error)) from error
-        # A rebuild that began since then may not have seen us in the header (`rebuild`), so the blocks are not ours.
+        # A rebuild that began since then may not have found this worker in the header (`rebuild`). The blocks are then
+        # not its own.
         if arena.rebuild_count != calls.rebuild_count:
             raise LedgerUnavailable("the ledger is being rebuilt")
         self._refs.update(dict.fromkeys(refs))

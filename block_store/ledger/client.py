@@ -34,12 +34,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class LedgerClient:
-    """A worker's incarnation in the ledger, with one method for every operation. Thread-safe.
+    """A client of the ledger for one incarnation of a worker, with one method for every operation. Thread-safe.
 
-    Once it is fenced, every call except `release` and `close` raises Fenced; register a new incarnation with a new
-    writer slot. Every call can raise LedgerUnavailable (no answer in time, or the breaker is open) and StaleDataset
-    (the ledger has been or will be rebuilt: the beat thread calls `lease.on_stale` until it reports that the holder has
-    rejoined).
+    Once the holder is fenced, calls to the ledger raise Fenced, except `release`, `give_up`, `forget` and `close`;
+    register a new incarnation with a new writer slot. Calls can also raise LedgerUnavailable (no answer in time, or the
+    breaker is open) and StaleDataset (the ledger has been or will be rebuilt: the beat thread calls `lease.on_stale`
+    until it reports that the holder has rejoined).
     """
 
     def __init__(self, lane: OrderedLane, lease: Lease, writer_slot: int, floor: int) -> None:
@@ -97,7 +97,8 @@ class LedgerClient:
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """Returns RESERVED blocks. Raise their header generations before the first store.
 
-        Allocates nothing if it raises Fenced or Exhausted.
+        Allocates nothing if it raises Fenced or Exhausted. After LedgerUnavailable, `holdings` may contain blocks that
+        were allocated but not returned.
         """
         refs: list[BlockRef] = []
         try:
@@ -119,7 +120,9 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.seal(call, items), key)
 
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Takes references to the longest prefix indexed for every group, returned per group; at most CHUNK hashes."""
+        """Takes references to the longest prefix that is indexed for every group, and returns them per group. Accepts
+        at most CHUNK hashes.
+        """
         return self.lane.call(lambda call: self.ledger.acquire(call, hashes_by_group))
 
     def present(self, hashes: Sequence[bytes]) -> list[bool]:
@@ -160,15 +163,15 @@ class LedgerClient:
         return attempt.refs
 
     def unfetched(self, attempt: Attempt) -> list[BlockRef]:
-        """Returns the references that an unanswered call of this claim obtained, if a later call has recovered that
-        call's answer and the claim has not been repeated.
+        """Returns the references that an unanswered call of this claim has obtained, if a later call has recovered the
+        answer. Returns an empty list if it has not, or if the claim has been repeated since.
         """
         settled = self.lane.settled((attempt, attempt.num_answered))
         return cast(tuple[list[BlockRef], bool], settled)[0] if settled else []
 
     def forget(self, attempt: Attempt) -> None:
-        """Declares that this hand-over or claim will not be repeated. Ends a ticket that a hand-over began, even if
-        this becomes known only later. The caller releases the references that a claim has obtained.
+        """Declares that this hand-over or claim will not be repeated. Ends the ticket that a hand-over has begun, even
+        if the ticket becomes known only later. The caller releases the references that a claim has obtained.
         """
         attempt.is_over = True
         late = self.lane.forget((attempt, attempt.num_answered))
@@ -181,9 +184,10 @@ class LedgerClient:
         self.lane.give_up(ticket)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Gives up `refs`, whose writes must be complete. Chains are given head first and released tail first.
+        """Gives up `refs`, whose writes must be complete. `refs` lists the head of a chain first; the tail is released
+        first.
 
-        The ledger never refuses this, and a fenced holder gets no error.
+        The ledger never refuses a release, and a fenced holder gets no error.
         """
         try:
             for part in reversed(list(chunks(refs, RELEASE_CHUNK))):
@@ -192,7 +196,9 @@ class LedgerClient:
             return
 
     def holdings_after(self, place: int) -> tuple[list[BlockRef], int]:
-        """Repeats an unanswered call, and returns the result of `LedgerScripts.holdings_after`. Raises Fenced."""
+        """Returns the result of `LedgerScripts.holdings_after`. If a call is still unanswered, repeats that call first.
+        Raises Fenced.
+        """
         return self.lane.call(lambda call: self.ledger.holdings_after(call.epoch, place), changes=False)
 
     def holdings(self) -> list[BlockRef]:
@@ -219,8 +225,9 @@ class LedgerClient:
         self.breaker.open(f"it must be rebuilt: {reason}")
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
-        """Registers in a rebuilt ledger and asserts `refs` there: all blocks that are held, may be written to, or are
-        in reserve here. After `join`, calls are sent there. Takes no lock, so only one thread may call it.
+        """Registers in a rebuilt ledger and asserts `refs` there. `refs` are all blocks that this worker uses, may
+        write to or keeps in reserve. After `join`, calls go to the new ledger. Takes no lock, so only one thread may
+        call this.
 
         Raises the errors of `register`, and Fenced. After LedgerUnavailable, the next call continues where this one
         ended.

@@ -30,7 +30,9 @@ def pack_refs(refs: Iterable[BlockRef]) -> bytes:
 
 
 def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
-    """Returns the references. Raises ValueError or struct.error if these are not `num_refs` references."""
+    """Returns the references. Raises ValueError or struct.error if `packed` does not contain exactly `num_refs`
+    references; None accepts any number.
+    """
     refs = [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
     if num_refs is not None and len(refs) != num_refs:
         raise ValueError(f"{len(refs)} references instead of {num_refs}")

@@ -39,7 +39,7 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of blocks by state."""
+    """The number of blocks in each state, and the total."""
 
     free: int
     reserved: int
@@ -51,8 +51,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
-    """A live holder. `own` maps each of its references to the reference's place in their order; without the map of
-    blocks, it is empty.
+    """A record of a live holder. `own` maps each of the holder's references to its place in their order; it is empty if
+    the map of blocks was not read.
     """
 
     epoch: Epoch
@@ -69,7 +69,7 @@ class HolderView:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A block's record, and its holders as the block side lists them."""
+    """A record of a block, with the holders that the ledger lists for the block."""
 
     state: BlockState
     generation: int
@@ -83,7 +83,7 @@ class BlockView:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A snapshot of the ledger."""
+    """A snapshot of the ledger. The fields after `holders` are empty or None unless the map of blocks was read."""
 
     counts: Counts
     holders: tuple[HolderView, ...]
@@ -183,7 +183,7 @@ class BlockMap:
             yield from RECORD.iter_unpack(packed)  # type: ignore[arg-type]
 
     def entries(self, name: str) -> Iterator[tuple[bytes, bytes]]:
-        """Returns the entries of a hash, in no order."""
+        """Returns the entries of a hash, in no particular order."""
         return iter(dict(self._client.hscan_iter(self._tag + name, count=_PIECE)).items())
 
     def listed(self, name: str) -> Iterator[bytes]:
@@ -194,8 +194,8 @@ class BlockMap:
             first += _PIECE
 
     def each_ordered(self, names: Sequence[str]) -> Iterator[Iterator[tuple[bytes, float]]]:
-        """Yields the result of `ordered` for each of many sorted sets. Most of them are small, since there may be many
-        tickets.
+        """Yields the result of `ordered` for each of many sorted sets. One round trip reads the first entries of all
+        sets, because there may be many tickets, and most have few blocks.
         """
         pipe = self._client.pipeline(transaction=False)
         for name in names:

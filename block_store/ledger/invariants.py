@@ -20,19 +20,21 @@ SETTLE_S = 0.3
 
 
 def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
-    """Returns every invariant that is currently broken. If an earlier moment `before` is given, also checks the changes
-    since then.
+    """Returns a finding for every violation of an invariant. If an earlier moment `before` is given, also checks the
+    changes since then.
     """
     return findings(ledger, inspect(ledger, with_blocks=True), before)
 
 
 def check_running(ledger: LedgerScripts) -> list[str]:
-    """Checks a ledger that is in use."""
+    """Returns the findings for a ledger that is in use. Differences that disappear while the ledger is read again are
+    omitted.
+    """
     return lasting(lambda: check(ledger))
 
 
 def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
-    """Looks up to LOOKS times, and returns the differences that were found every time. Stops when none remain.
+    """Calls `look` up to LOOKS times, and returns the differences that were found every time. Stops when none remain.
 
     If a ledger changes while it is read in parts, the reading shows differences that do not exist.
     """
@@ -46,7 +48,9 @@ def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
 
 
 def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None = None) -> list[str]:
-    """Returns the broken invariants in a reading of the ledger, which the caller has just made."""
+    """Returns a finding for every violation in `now`, which the caller has just read from the ledger. If `before` is
+    given, also checks the changes since then.
+    """
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]
     return found if before is None else [*found, *changes(before, now)]
 

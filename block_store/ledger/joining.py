@@ -1,4 +1,4 @@
-"""How a holder joins a rebuilt ledger: it registers once, and asserts each of its blocks once, in parts.
+"""Joins a holder to a rebuilt ledger: registers the holder once, and asserts each of its blocks once, in parts.
 
 No call takes long, even if the holder has very many blocks, and an interrupted attempt is continued. Does not depend on
 how the references are used.
@@ -18,7 +18,9 @@ from common.types import BlockRef, Epoch
 
 @dataclass(slots=True)
 class Joining:
-    """A holder's progress. All methods can raise LedgerUnavailable (call again), StaleDataset and Fenced."""
+    """The progress of a holder that joins a rebuilt ledger. All methods can raise LedgerUnavailable (call again),
+    StaleDataset and Fenced.
+    """
 
     ledger: LedgerScripts
     token: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -41,7 +43,7 @@ class Joining:
     def assert_all(self, refs: Sequence[BlockRef], lease_s: float) -> dict[BlockRef, Standing]:
         """Returns the standing of each of `refs`, and of the blocks that earlier attempts asserted.
 
-        After that, no block waits for the holder's writer slot.
+        After the call, no block waits for the holder's writer slot.
         """
         if self._unanswered:
             self._assert(self._unanswered, lease_s)

@@ -30,10 +30,9 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One hand-over or one claim, with all its calls and their repetitions. The answers to these calls belong to it
-    alone.
+    """A record of one hand-over or one claim: the answers to its calls, which no other hand-over or claim can see.
 
-    A caller that repeats it after LedgerUnavailable passes the same object. A caller that does not repeat it calls
+    To repeat the hand-over or claim after LedgerUnavailable, pass the same object. If it will not be repeated, call
     `LedgerClient.forget`.
     """
 
@@ -46,7 +45,7 @@ class Attempt:
 
 
 class OrderedLane:
-    """The calls of one incarnation. Thread-safe."""
+    """The ordered lane of one incarnation. Thread-safe."""
 
     def __init__(self, ledger: LedgerScripts, name: str, epoch: Epoch, budget_s: float) -> None:
         self.ledger = ledger
@@ -130,8 +129,8 @@ class OrderedLane:
     def _settle(self, key: Key | None, pending: Callable[[CallId], object]) -> None:
         """Repeats the unanswered call.
 
-        The answer is kept for a caller that makes the same call again. A refusal is ignored. Any other result of the
-        call appears in `holdings`, except for a ticket, which is ended.
+        The answer is kept for a caller that makes the same call again. A refusal is ignored. If no caller will repeat
+        the call, a ticket in the answer is ended, and blocks in the answer appear only in `holdings`.
         """
         try:
             answer = self._until_answered(pending)

@@ -29,7 +29,7 @@ class Lease:
     def __init__(self, lane: OrderedLane, lease_s: float) -> None:
         self.lease_s = lease_s
         self.on_stale: Callable[[], bool] = lambda: False
-        """Callback that joins the rebuilt ledger; returns False if there is none yet."""
+        """Callback that joins the rebuilt ledger. It returns False if the holder has not joined one."""
         self.on_answer: Callable[[], object] = lambda: None
         """Callback that the beat thread runs after every answered beat."""
         self.num_available = 0

@@ -49,7 +49,8 @@ def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
 def prompt_chain(
     domain: bytes, salt: bytes, token_ids: Sequence[int], public_tokens: int, block_size: int
 ) -> tuple[bytes, Rekey | None]:
-    """Returns the start of a prompt's chain, and where the chain is bound to `salt`.
+    """Returns the start of a prompt's chain, and the rekey that binds the chain to `salt` after public blocks, or None
+    if there are none.
 
     Full blocks within the prompt's first `public_tokens` have the same hashes for all tenants. The hashes of all later
     blocks depend on those blocks and on the salt.

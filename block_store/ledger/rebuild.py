@@ -39,7 +39,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The ledger's records of all blocks, as derived from the header, and the writers to wait for."""
+    """The ledger's records of all blocks, derived from the header, and the writer slots to wait for."""
 
     records: npt.NDArray[np.void]
     awaited: tuple[int, ...]
@@ -76,7 +76,7 @@ def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
     """
     tag = f"{{looseleaf:{arena.arena_id}}}:"
     run_id, dataset = server_run_id(client), secrets.token_hex(8)
-    # The old ledger is voided first, so that it grants nothing more. After that, the header says so.
+    # The old ledger is voided first, so that it grants nothing more. Only then does the header name the new one.
     client.delete(tag + "meta")
     highest = int(arena.generations.max()) >> 32
     count = max(arena.rebuild_count, highest) + 1

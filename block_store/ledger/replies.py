@@ -19,7 +19,7 @@ from common.types import BlockRef, Epoch
 
 
 class Standing(Enum):
-    """The outcome for an asserted reference."""
+    """The outcome of asserting a reference in a rebuilt ledger."""
 
     SEALED = "S"
     UNSEALED = "R"

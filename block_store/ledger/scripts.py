@@ -51,15 +51,17 @@ _OPERATIONS = (
 
 
 class CallId(NamedTuple):
-    """The holder that makes a call, and the call's number in its lane; a repeated number gets the stored reply."""
+    """The identity of a call: the holder's epoch, and the call's number in the holder's lane. A repeated number gets
+    the stored reply.
+    """
 
     epoch: Epoch
     number: int
 
 
 class LedgerScripts:
-    """The ledger of one arena, as one process sees it. All operations can raise StaleDataset, LedgerUnavailable and
-    LedgerDamaged.
+    """A client of the ledger of one arena, without a holder's state. All operations can raise StaleDataset,
+    LedgerUnavailable and LedgerDamaged.
     """
 
     def __init__(self, client: redis.Redis, arena_id: str, dataset: str) -> None:
@@ -72,11 +74,13 @@ class LedgerScripts:
 
     @classmethod
     def attach(cls, client: redis.Redis, arena: Arena) -> LedgerScripts:
-        """Returns the ledger that the arena's header names. `rebuild.open_ledger` builds it."""
+        """Returns a client of the ledger that the arena's header names. Does not check that this ledger exists
+        (`rebuild.open_ledger`).
+        """
         return cls(client, arena.arena_id, arena.fixed.dataset)
 
     def under(self, dataset: str) -> LedgerScripts:
-        """Returns the ledger of the same arena under a different dataset generation."""
+        """Returns a client of the same arena's ledger under a different dataset generation."""
         other = copy.copy(self)
         other.dataset = dataset
         return other

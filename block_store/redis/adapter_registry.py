@@ -1,9 +1,9 @@
 """The list of LoRA adapters that operators have asked for, in Redis. Gateways write the list; workers load the adapters
 on it.
 
-The list has a *life*, a random id that the first writer sets. No life means that Redis has lost the list, which is not
-the same as an empty one: workers keep what they have, and a gateway writes its adapters again. Calls block; make them
-in a thread.
+The first writer gives the list a *life*, a random id. If Redis has no life, it has lost the list, which differs from an
+empty list: workers keep the adapters that they have loaded, and a gateway writes its adapters again. Calls block; make
+them in a thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REF = TypeAdapter(AdapterRef)
 
 @dataclass(frozen=True, slots=True)
 class AdapterList:
-    """The list at one moment."""
+    """A snapshot of the list of adapters."""
 
     life: str
     refs: tuple[AdapterRef, ...]
@@ -36,7 +36,7 @@ class AdapterList:
 
 
 class AdapterRegistry:
-    """The list under one namespace of one Redis. All methods can raise LedgerUnavailable."""
+    """A client of the list of adapters under one namespace of one Redis. All methods can raise LedgerUnavailable."""
 
     def __init__(self, client: redis.Redis, fallbacks: Fallbacks, namespace: str = "looseleaf") -> None:
         """`fallbacks` counts unreadable entries."""
@@ -45,7 +45,7 @@ class AdapterRegistry:
         self._key = f"{namespace}:adapters"
 
     def list(self) -> AdapterList | None:
-        """Returns the list by name, or None if Redis has none."""
+        """Returns the list, sorted by name, or None if Redis has none."""
         found: dict[bytes, bytes] = self._run(lambda: self._client.hgetall(self._key))
         life = found.pop(_LIFE.encode(), None)
         refs, damaged = list[AdapterRef](), list[str]()
@@ -57,7 +57,7 @@ class AdapterRegistry:
         return None if life is None else AdapterList(life.decode(errors="replace"), tuple(refs), tuple(damaged))
 
     def publish(self, refs: Iterable[AdapterRef]) -> None:
-        """Adds adapters. One that the list has under the same name is replaced."""
+        """Adds adapters to the list. An adapter replaces the listed one with the same name, if there is one."""
         items = [text for ref in refs for text in (ref.name, json.dumps(asdict(ref)))]
 
         def write() -> None:
@@ -68,7 +68,7 @@ class AdapterRegistry:
         self._run(write)
 
     def withdraw(self, name: str) -> None:
-        """Removes an adapter."""
+        """Removes an adapter from the list."""
         self._run(lambda: self._client.hdel(self._key, name))
 
     def _read(self, name: str, text: bytes) -> AdapterRef | None:

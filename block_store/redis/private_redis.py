@@ -1,5 +1,5 @@
-"""A private `redis-server` on a Unix socket. Whenever it ends, it is restarted, empty. Does not import the redis
-client.
+"""A private `redis-server` on a Unix socket. If the server ends, it is restarted without data. Does not import the
+redis client.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _PASSWORD_NAME = "redis.password"
 _RESTART_PAUSE_S = 0.2
 _PR_SET_PDEATHSIG = 1
 CONFINED = "~looseleaf:* ~{looseleaf:* &* +@all -@admin -@dangerous +info"
-"""Rights of services: their own keys, and no command beyond these (CONFIG, MODULE, FLUSHALL, SHUTDOWN, KEYS)."""
+"""Rights of services: only the keys of Looseleaf, and no administrative or dangerous command except INFO (no CONFIG,
+MODULE, FLUSHALL, SHUTDOWN or KEYS).
+"""
 _ALL = "~* &* +@all"
 
 
 class PrivateServer:
-    """A `redis-server` with a password. It starts empty, and is restarted, empty, whenever it ends before `close` is
-    called.
+    """A `redis-server` with a password. It starts empty. If it ends before `close` or `kill` is called, it is
+    restarted, empty, unless `may_restart` returns False.
 
     One thread of this object forks the server and waits for it. On Linux, the kernel ends the server when that thread
     ends, so that the server never outlives this process.
@@ -51,9 +53,9 @@ class PrivateServer:
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
-        """Returns when the server answers; its socket is in `directory`. If `confined` is set, clients with the
-        password may use only the commands that services need; tests, for example, also empty servers. `may_restart` is
-        called each time the server ends, and `tell` is called with a log line. Raises RedisUnusable.
+        """Returns when the server answers; its socket is in `directory`. If `confined` is True, clients with the
+        password may use only the commands that services need. (Tests set it to False, for example to empty a server.)
+        `may_restart` is called each time the server ends, and `tell` is called with a log line. Raises RedisUnusable.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
@@ -74,7 +76,7 @@ class PrivateServer:
             raise self.failure
 
     def kill(self) -> None:
-        """Ends the server at once and permanently."""
+        """Ends the server at once, without a restart."""
         self._closing.set()
         if self.process is not None:
             self.process.kill()

@@ -25,7 +25,7 @@ _MIN_VERSION = (6, 2)
 
 
 class RedisHandle:
-    """A Redis server that has passed the checks, with its private process if there is one."""
+    """A handle to a Redis server that has passed the checks, and to its process if the server is private."""
 
     def __init__(self, url: str, run_id: str, version: str, private: PrivateServer | None) -> None:
         self.url = url
@@ -86,10 +86,10 @@ def connect(url: str | None, directory: str | os.PathLike[str], *, confined: boo
 def open_client(
     url: str, run_id: str | Callable[[], str] | None = None, call_timeout_s: float = CALL_TIMEOUT_S
 ) -> redis.Redis:
-    """Returns a thread-safe client (a pool). With `run_id`, a connection is used only if the server has that run ID;
-    if `run_id` is a function, it is called for each connection.
+    """Returns a thread-safe client (a pool). With `run_id`, a connection is used only if the server has that run ID; if
+    `run_id` is a function, it is called for each connection.
 
-    The first call opens the connections, which raises redis.ConnectionError if they fail or reach a different server.
+    The first call opens a connection. It raises redis.ConnectionError if that fails or reaches a different server.
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
     # The retries of redis-py are off: a repeated call must carry the same number, which LedgerClient ensures.

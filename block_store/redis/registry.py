@@ -64,18 +64,18 @@ class StoreRecord:
 
     arena_id: str
     address: str
-    """host:port of its gRPC server."""
+    """host:port of the store's gRPC server."""
     dataset: str
     run_id: str
     directory: str
     num_blocks: int
     block_size: int
     pulls: bool = False
-    """Whether it copies blocks from other hosts."""
+    """Whether the store copies blocks from other hosts."""
 
 
 class WorkerRegistry:
-    """The records under one namespace of one Redis. All methods can raise LedgerUnavailable."""
+    """A client of the records under one namespace of one Redis. All methods can raise LedgerUnavailable."""
 
     def __init__(self, client: redis.Redis, namespace: str = "looseleaf") -> None:
         self._client = client
@@ -96,7 +96,7 @@ class WorkerRegistry:
         self._remove(self._workers, worker_id)
 
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:
-        """Returns, by id, the workers that have published within the last `fresh_s`."""
+        """Returns the workers that have published within the last `fresh_s`, sorted by worker id."""
         self.incarnation, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
         return sorted(self._read(_WORKER, found), key=lambda record: record.worker_id)
 
@@ -107,13 +107,13 @@ class WorkerRegistry:
         self._remove(self._stores, arena_id)
 
     def get_store(self, arena_id: str | None = None, fresh_s: float = FRESH_S) -> StoreRecord | None:
-        """Returns the store of `arena_id` or, without an `arena_id`, the first store in the order of arena ids. Returns
-        None if no such store is fresh.
+        """Returns the store of `arena_id` or, if it is None, the store with the lowest arena id. Returns None if no
+        such store is fresh.
         """
         return next((record for record in self.list_stores(fresh_s) if arena_id in (None, record.arena_id)), None)
 
     def list_stores(self, fresh_s: float = FRESH_S) -> Sequence[StoreRecord]:
-        """Returns, by arena id, the stores that have published within the last `fresh_s`."""
+        """Returns the stores that have published within the last `fresh_s`, sorted by arena id."""
         _, *found = self._run(self._list, self._stores, round(fresh_s * 1000))
         return sorted(self._read(_STORE, found), key=lambda record: record.arena_id)
 

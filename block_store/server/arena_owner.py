@@ -1,5 +1,5 @@
-"""The life of the store's arena: it finds the arena, or sizes and creates it; opens its ledger; reaps silent holders;
-and removes the arena at the end.
+"""Manages the store's arena: finds it, or sizes and creates it; opens its ledger; reaps silent holders; and removes it
+at the end.
 
 Methods block; the service calls them in threads. Does not use gRPC.
 """
@@ -39,8 +39,8 @@ class ArenaOwner:
     """
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
-        """Loads the CUDA driver if the arena is on a GPU. Raises CudaUnavailable if `--device cuda` is given without a
-        GPU.
+        """Loads the CUDA driver if the setting `device` is "cuda". Raises CudaUnavailable if there is no GPU in this
+        case.
         """
         self._settings = settings
         self._redis = redis
@@ -57,7 +57,7 @@ class ArenaOwner:
             if settings.kv_disk is None
             else DiskTier(settings.kv_disk_dir.expanduser(), settings.kv_disk, redis.url)
         )
-        """Where blocks are copied to disk; None if they are not."""
+        """The disk tier; None if blocks are not copied to disk."""
         # Measured before the workers load their weights, so that the available memory includes room for these.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
         self._ahead: Prefault | None = None
@@ -99,10 +99,10 @@ class ArenaOwner:
         self._begin(arena)
 
     def _take_ahead(self) -> None:
-        """Begins to allocate the memory of a host arena.
+        """Begins to allocate the memory of a host arena, if the setting `device` is "cpu".
 
-        Does nothing if the user gave a budget: it may be nearly all memory, and workers need some memory while they
-        load.
+        Does nothing if the user gave a budget or a number of blocks: these may take nearly all memory, and workers need
+        some memory while they load.
         """
         settings = self._settings
         if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:
@@ -136,8 +136,8 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps. Removes the arena, even if a different store created it, unless the settings keep it and
-        this is possible.
+        """Ends the sweeps. Removes the arena, even if an earlier store created it, unless `keep_arena` is set. Device
+        memory of the store cannot be kept.
         """
         if self.disk is not None:
             self.disk.end()
@@ -163,7 +163,7 @@ class ArenaOwner:
         self.arena, self.ledger = arena, ledger
 
     def _lose(self, arena: Arena) -> None:
-        """Ends an arena: no process that has it mapped may use it any more, and its ledger refuses every call."""
+        """Ends an arena: processes that have mapped it may no longer use it, and its ledger refuses every call."""
         _LOG.info("arena %s has ended: its blocks, ledger and files are removed", arena.arena_id)
         arena.declare_lost()
         try:
@@ -202,7 +202,7 @@ class ArenaOwner:
 
 
 class DirectoryLock:
-    """The lock that a directory's only store holds.
+    """A lock on the store's directory, so that only one store can use it.
 
     The constructor raises StartupError if another store is running there, or if the directory cannot be created.
     """

@@ -110,7 +110,9 @@ class DiskTier:
         return num_blocks
 
     def _join_soon(self) -> Future[None]:
-        """Registers the holder of restored blocks in a thread, because that takes as long as Redis does not answer."""
+        """Registers the holder of restored blocks in a thread, because a registration waits while Redis does not
+        answer.
+        """
         if self._joining is None or self._joining.done():
             self._joining = self._joiner.submit(self._join)
         return self._joining

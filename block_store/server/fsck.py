@@ -33,7 +33,7 @@ _READABLE = (BlockState.SEALED, BlockState.CACHED)
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The result of fsck."""
+    """The result of a comparison."""
 
     differences: tuple[str, ...]
     silent: tuple[str, ...]
@@ -137,7 +137,7 @@ def _ask_workers(ledger: LedgerScripts, wait_s: float) -> tuple[list[str], tuple
     found: list[str] = []
     for epoch, (missing, surplus) in reports.items():
         name = workers.get(epoch, f"epoch {epoch}")
-        found += [f"{name} believes to hold block {ref.block}, generation {ref.generation}" for ref in missing]
+        found += [f"{name} believes that it holds block {ref.block}, generation {ref.generation}" for ref in missing]
         found += [f"{name} does not know that it holds block {r.block}, generation {r.generation}" for r in surplus]
     return found, silent
 
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="block_store.server.fsck", description="compare Redis, arena header and workers"
     )
-    parser.add_argument("directory", type=Path, help="of the arena")
+    parser.add_argument("directory", type=Path, help="directory of the arena")
     parser.add_argument("redis_url")
     parser.add_argument("--digests", action="store_true", help="compare the bytes of sealed blocks too")
     parser.add_argument("--repair", action="store_true", help="rebuild the ledger if there are differences")

@@ -1,4 +1,4 @@
-"""What the block store's `Inspect` answers, as messages."""
+"""Builds the block store's response to `Inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from protos.v1 import block_store_pb2 as pb
 
 
 def inspect_response(arena: Arena, moment: Inspection, disk: DiskTier | None) -> pb.InspectResponse:
-    """Returns what `Inspect` answers. `disk` is None if the store keeps no blocks on disk."""
+    """Returns the response to `Inspect`. `disk` is None if the store keeps no blocks on disk."""
     counts = moment.counts
     return pb.InspectResponse(
         arena_id=arena.arena_id, num_blocks=arena.num_blocks, free=counts.free, reserved=counts.reserved,

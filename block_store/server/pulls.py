@@ -28,7 +28,7 @@ from common.types import CacheQuota
 
 
 class Pulls:
-    """Pulls of one store."""
+    """The pulls into one store's arena, which share one puller."""
 
     def __init__(self, owner: ArenaOwner, trust: Trust) -> None:
         self._owner = owner

@@ -42,7 +42,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class BlockStoreServicer:
-    """The service of one arena. The first `expect_workers` attachments decide its size; later ones join it."""
+    """The gRPC service of one arena. The first `expect_workers` attachments decide the arena's size; later workers join
+    it.
+    """
 
     def __init__(
         self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float, pulls: Pulls | None = None
@@ -61,7 +63,7 @@ class BlockStoreServicer:
         self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
-        """Waits until the arena exists.
+        """Attaches a worker: waits until the arena exists, and returns its location and the worker's floor.
 
         Fails with FAILED_PRECONDITION if the layout or the device differs or if there is no room, and with UNAVAILABLE
         if too few workers attach in time or if the ledger does not answer.
@@ -244,7 +246,7 @@ class BlockStoreServicer:
 
 @contextmanager
 def _as_statuses() -> Iterator[None]:
-    """Translates errors about a ticket's blocks."""
+    """Translates errors about a ticket's blocks into errors with a gRPC status."""
     try:
         yield
     except NotHolder as error:

@@ -25,12 +25,14 @@ HEADER_BYTES_PER_BLOCK = 53
 
 
 class CannotSize(ValueError):
-    """The workers do not fit into the memory. The text states the numbers."""
+    """Raised if the workers do not fit into the memory, whose numbers the text states, or if the memory cannot be
+    determined.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNeeds:
-    """One worker's memory outside the arena, and its requirements for the arena."""
+    """A record of one worker's memory outside the arena, and of its requirements for the arena."""
 
     weights_bytes: int
     peak_activation_bytes: int
@@ -125,19 +127,19 @@ def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int, larg
     that a worker requested before the arena was created: workers with different `--max-num-batched-tokens` request
     different floors.
 
-    Of N blocks, W workers, D of which are decode workers, ask for at most a blocks each; x = (N - W a) / (2 W). All
-    floors together are at most W a + D x <= N - (N - W a) / 2, so half of the remaining blocks are available to every
-    worker. When no other worker holds a block, a prefill worker can take N - (W - 1) a - D x = a + (2 W - D) x >= a +
-    x. A group that fits into a decode worker's floor can therefore also be prefilled, at the latest when nothing else
-    is running. If a killed worker's floor still counts together with its successor's, both fit if a <= N / (W + 2) and
-    at least one worker is not a decode worker.
+    Suppose that the arena has N blocks, and that W workers, D of which are decode workers, request at most a blocks
+    each. Then x = (N - W a) / (2 W). All floors together are at most W a + D x <= N - (N - W a) / 2, so half of the
+    remaining blocks are available to every worker. When no other worker holds a block, a prefill worker can take N - (W
+    - 1) a - D x = a + (2 W - D) x >= a + x. A group that fits into a decode worker's floor can therefore also be
+    prefilled, at the latest when nothing else is running. If a killed worker's floor still counts together with its
+    successor's, both fit if a <= N / (W + 2) and at least one worker is not a decode worker.
     """
     left = num_blocks - num_workers * max(asked, largest)
     return asked + max(0, left) // (2 * num_workers) if role == "decode" else asked
 
 
 def _room(limits: DeviceLimits) -> str:
-    """Returns the remaining numbers, and advice."""
+    """Returns the end of an error message: the limits that it has not named yet, and advice."""
     if limits.on_device:
         others, free = gib(limits.others_bytes), gib(limits.room_bytes)
         return f"others {others}, free on the device {free}; raise --gpu-memory-utilization, free the GPU,"
@@ -159,7 +161,7 @@ def device_limits(
 def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -> DeviceLimits:
     """Returns the limits of this node: the given budget, and 90 % of the free shared memory for the blocks.
 
-    Without a given budget, it is half of the available memory, with at most 4 GiB for the blocks.
+    If `budget_bytes` is None, the budget is half of the available memory, with at most 4 GiB for the blocks.
     """
     stat = os.statvfs(directory)
     shared = int(stat.f_bavail * stat.f_frsize * SHARED_MEMORY_SHARE)
@@ -169,7 +171,9 @@ def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns MemAvailable, or what remains of the control group's limit (version 1 or 2, if any) if that is less."""
+    """Returns MemAvailable in bytes, or what remains of the control group's limit (version 1 or 2, if any) if that is
+    less.
+    """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:
         raise CannotSize(f"{proc / 'meminfo'} has no MemAvailable; give --memory-budget")
@@ -189,5 +193,5 @@ def _left(pairs: Iterable[tuple[Path, Path]]) -> list[int]:
 
 
 def gib(size: int) -> str:
-    """Returns a size in a readable form."""
+    """Returns a size in a readable form, in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"

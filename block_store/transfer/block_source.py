@@ -20,12 +20,12 @@ from common.ticket import TicketId
 from common.types import BlockRef
 
 FRAME_BYTES = 4 << 20
-"""Number of bytes of blocks in a message. Larger blocks take a message each."""
+"""Maximum number of bytes of blocks in a message. A block that is larger takes a message of its own."""
 _NO_HASH = bytes(HASH_BYTES)
 
 
 class BlockSource:
-    """The blocks of one arena that tickets hold."""
+    """A reader of the blocks of one arena that tickets hold."""
 
     def __init__(self, arena: Arena, ledger: LedgerScripts) -> None:
         self.arena = arena

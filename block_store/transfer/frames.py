@@ -60,8 +60,8 @@ def decode(message: bytes) -> Frame:
 
 
 def add_to_server(servicer: Any, server: Any) -> None:
-    """Registers the service, whose `ReadBlocks` yields serialized messages. gRPC uses the first generic handler of a
-    method and the last registered one.
+    """Registers the service so that its `ReadBlocks` yields serialized messages. gRPC uses the first generic handler of
+    a method and the last registered one, so this handler is registered as both.
     """
     read: Any = grpc.unary_stream_rpc_method_handler(
         servicer.ReadBlocks, request_deserializer=pb.ReadBlocksRequest.FromString, response_serializer=None

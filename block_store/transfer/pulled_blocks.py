@@ -1,6 +1,6 @@
-"""The blocks of one pull in the ledger: found or allocated, sealed, handed over, or released.
+"""Finds or allocates, seals, hands over and releases the blocks of one pull in the ledger.
 
-Every function calls the ledger and runs in the puller's one thread.
+Every function that calls the ledger runs in the puller's one thread.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Pulled:
     """Number of blocks that were already here."""
     num_bytes: int
     num_tokens: int
-    """Number of token positions that were copied, for all KV groups or for some."""
+    """Number of token positions that were copied, for at least one KV group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[Name]):
-    """Blocks of this arena for blocks of a source. Each is counted once in `HeldBlocks`."""
+    """The blocks of this arena that were taken for the blocks of a source. Each is counted once in `HeldBlocks`."""
 
     found: dict[Name, BlockRef]
     """For each of the source's blocks that is cached here, the local block."""

@@ -1,6 +1,6 @@
 """The receiving side of a transfer: copies the blocks of another host's ticket into this arena.
 
-The puller is a holder of its own, with a lease and a writer slot, as a prefill worker is. A pull looks up which of the
+The puller is a separate holder, with a lease and a writer slot, as a prefill worker is. A pull looks up which of the
 ticket's blocks are already cached here, allocates blocks for the others, copies them, seals them under the same prefix
 hashes, and hands everything over to a local ticket, which a decode worker claims. Until the source's ticket has been
 read, its lease is extended.
@@ -9,7 +9,7 @@ read, its lease is extended.
                                                                (keep the source's ticket)
 
 If anything fails, the blocks are released, but only once the transport is quiescent (`transport`); until then they stay
-allocated to the puller, so that nobody else is given them.
+allocated to the puller, so that no other holder gets them.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ MAX_PULLS = 16
 
 @dataclass(slots=True)
 class _SourceLease:
-    """The lease of the source's ticket."""
+    """The state of the lease of the source's ticket."""
 
     lost: LooseleafError | None = None
-    """Why it cannot be extended."""
+    """The reason why the lease cannot be extended; None while it is extended."""
 
 
 class Puller:
-    """Pulls blocks into one arena. `run` must run beside it. Calls of the ledger are made in one thread."""
+    """A puller of blocks into one arena. `run` must run as a separate task. One thread makes all calls to the
+    ledger.
+    """
 
     def __init__(self, attached: Attached, sources: SourceClient, transport: Transport) -> None:
         self._attached = attached
@@ -102,7 +104,9 @@ class Puller:
             self._num_pulls -= 1
 
     async def run(self) -> None:
-        """Releases withheld blocks once nothing writes to them, and registers again after a fence. Until cancelled."""
+        """Releases withheld blocks once nothing writes to them, and registers again after a fence. Runs until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(UPKEEP_S)
             try:
@@ -152,8 +156,8 @@ class Puller:
         )
 
     async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: _SourceLease) -> Taken[BlockRef]:
-        """Waits until there are blocks for the whole ticket, as long as the source keeps it. Holds none while it
-        waits.
+        """Waits until there is room for the blocks of the whole ticket, and takes them. Holds no blocks while it waits.
+        Raises the error that ended the source's lease.
         """
         pause_s = ROOM_POLL_S
         async with self._room:

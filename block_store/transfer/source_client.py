@@ -34,8 +34,8 @@ _LOST = {
 
 
 class SourceClient:
-    """The block stores of other hosts, by address. Every call can raise Aborted (the ticket or a block is gone) and
-    Unavailable (no answer).
+    """A client of the block stores of other hosts, by address. Every call to a store can raise Aborted (the ticket or a
+    block is gone) and Unavailable (no answer).
     """
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:

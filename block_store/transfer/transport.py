@@ -1,7 +1,7 @@
-"""How the bytes of blocks get from one host's arena into another's. gRPC is the only transport so far.
+"""Transports copy the bytes of blocks from one host's arena into another's. gRPC is the only transport so far.
 
 A one-sided transport (RDMA) may still write into its destination after a transfer was cancelled or has failed. The
-receiving side therefore asks `is_quiescent` before it gives the destination's blocks to anybody else.
+receiving side therefore asks `is_quiescent` before it gives the destination's blocks to another holder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.types import BlockRef
 
 @dataclass(slots=True)
 class Copy:
-    """One transfer: blocks of a source, and the blocks that receive their bytes."""
+    """A transfer of a source's blocks into blocks of this arena."""
 
     source: str
     """host:port of the source's block store."""
@@ -67,13 +67,15 @@ class Transport(Protocol):
         ...
 
     def is_quiescent(self, copy: Copy) -> bool:
-        """Returns whether nothing will be written to the destination any more. `fetch` has ended, however it ended."""
+        """Returns whether nothing will be written to the destination any more. Call this only after `fetch` has ended,
+        successfully or not.
+        """
         ...
 
 
 class GrpcTransport:
-    """Copies blocks through `BlockStoreService.ReadBlocks`. All stores are made by this process, so they have ended as
-    soon as its thread has.
+    """A transport that uses `BlockStoreService.ReadBlocks`. This process makes all stores, so nothing can be written
+    once its thread has finished.
     """
 
     def __init__(self, sources: SourceClient) -> None:

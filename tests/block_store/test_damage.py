@@ -100,7 +100,7 @@ def test_a_block_that_somebody_writes_does_not_come_out_of_quarantine(store: Tes
     [mine] = store.ledger.alloc(writer.lane(), 1)
     store.client.zadd(key(store, "quarantine"), {str(mine.block): 7})
     store.client.lpop(key(store, "free"))  # so that the counts add up
-    with pytest.raises(LedgerDamaged, match="listed as what it is not"):
+    with pytest.raises(LedgerDamaged, match="listed in a state that it is not in"):
         store.ledger.reap([7], gap_s=600)
 
 
@@ -109,7 +109,7 @@ def test_a_block_that_somebody_writes_is_not_evicted_for_a_quota(store: TestStor
     refs = store.fill(caller, chain("a", 1), quota)
     [mine] = store.ledger.alloc(caller.lane(), 1)
     store.client.zadd(key(store, "cached:1"), {str(mine.block): 0})
-    with pytest.raises(LedgerDamaged, match="listed as what it is not"):
+    with pytest.raises(LedgerDamaged, match="listed in a state that it is not in"):
         store.ledger.release(caller.lane(), refs)
 
 

@@ -50,7 +50,7 @@ DAMAGE: dict[str, Callable[[TestStore, HeldBlocks, BlockRef], object]] = {
     "the header says WRITING": lambda s, h, ref: s.arena.states.__setitem__(ref.block, 1),
     "the header has hash": lambda s, h, ref: s.arena.hashes.__setitem__(ref.block, 7),
     "its bytes are not what was sealed": lambda s, h, ref: s.arena.data.__setitem__((ref.block, 3), 77),
-    "worker believes to hold": lambda s, h, ref: s.ledger.release(_next_lane(h), [ref]),
+    "worker believes that it holds": lambda s, h, ref: s.ledger.release(_next_lane(h), [ref]),
     "worker does not know that it holds": lambda s, h, ref: h._counts.pop(ref),
 }  # fmt: skip
 

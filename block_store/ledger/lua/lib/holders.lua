@@ -7,7 +7,7 @@ local function new_epoch()
   return epoch
 end
 
--- Ends a holder, fence first; `bury` releases the blocks that it holds.
+-- Ends a holder. It is fenced first; `bury` releases the blocks that it holds.
 local function end_holder(epoch, reaped)
   call('ZREM', LEASES, epoch)
   local token = call('HGET', holder_key(epoch), 'token')

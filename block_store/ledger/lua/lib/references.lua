@@ -1,4 +1,5 @@
--- References: the block side and the holder side of who holds what.
+-- References, which are recorded twice: the block side lists the holders of a block, the holder side the blocks of a
+-- holder.
 
 -- Adds `blocks` to the holder side of `epoch`, in this order, with the ticks after `order`.
 local function add_own(epoch, blocks, order)

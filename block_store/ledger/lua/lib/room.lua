@@ -1,4 +1,4 @@
--- The number of blocks that a holder may take: floors, blocks that await their holder or writer.
+-- Computes how many blocks a holder may take, given the floors and the blocks that wait for a holder or a writer.
 
 -- Returns how many blocks the unused floors of other holders reserve (docs/design.md, Ledger: floors).
 local function floors_of_others(epoch)

@@ -145,11 +145,11 @@ local function state_of(record) return string.byte(record, 1) end
 local function generation_of(record) return string.sub(record, 9, 16) end
 local function owner_of(record) return (struct.unpack('<I2', record, 3)) end
 
--- Checks blocks that a list says are in `state`. If one is not, a different program has written here; without this
+-- Checks that blocks from a list are in `state`. If one is not, a different program has written here; without this
 -- check, the same block could be given to two writers.
 local function expect(records, state)
   for _, record in ipairs(records) do
-    if state_of(record) ~= state then error('a block is listed as what it is not') end
+    if state_of(record) ~= state then error('a block is listed in a state that it is not in') end
   end
 end
 
