@@ -16,8 +16,9 @@ Model = Opt | Decoder | TransformersModel
 
 
 def spec_by_layer(base: AttentionSpec, model: Model, config: ModelConfig) -> dict[int, AttentionSpec]:
-    """Returns the spec of each attention layer. It is empty if `base` is valid for all of them and they are in one
-    group."""
+    """Returns the spec of each attention layer. For a native model, the result is empty if `base` is valid for all
+    layers, which then form one group.
+    """
     if isinstance(model, TransformersModel):
         return {
             index: replace(

@@ -24,7 +24,9 @@ from common.types import FinishReason, SamplingParams, StoppingParams, TokenLogp
 
 
 class Candidates(NamedTuple):
-    """The most likely next tokens of one beam, most likely first; ties by lower id."""
+    """The most likely next tokens of one beam, the most likely first. Of two equally likely tokens, the one with the
+    lower id comes first.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -62,7 +64,7 @@ class _Continuation(NamedTuple):
 
 
 class BeamSearch:
-    """One beam search, fed with each running beam's candidates.
+    """The state of one beam search. `advance` takes the candidates of each running beam.
 
     Args:
         sampling: width, length penalty, early stopping, number of returned beams, log-probabilities.
@@ -113,7 +115,7 @@ class BeamSearch:
         return [continuation.parent for continuation in going]
 
     def best(self) -> list[Hypothesis]:
-        """Returns the requested number of best ended beams, best first. Call it when `done`."""
+        """Returns the requested number of ended beams, the best first. Call this when `done` is True."""
         return self._ended[: self._sampling.num_sequences]
 
     def _most_likely(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
@@ -142,7 +144,7 @@ class BeamSearch:
         return float(np.float32(cumulative_logprob) / np.float32(num_tokens**self._sampling.length_penalty))
 
     def _goes_on(self, going: Sequence[_Continuation]) -> bool:
-        """Returns whether these beams may still change the result under the requested early-stopping rule."""
+        """Returns whether `going` may still change the result under the requested early-stopping rule."""
         if not going or len(self._ended) < self._sampling.width:
             return bool(going)
         early_stopping, length_penalty = self._sampling.early_stopping, self._sampling.length_penalty
@@ -163,8 +165,8 @@ class BeamSearch:
 
 
 def _token_logprob(token_id: int, candidates: Candidates, count: int) -> TokenLogprob:
-    """Returns a beam's newest token and the `count` most likely ones. Equal log-probabilities share a rank, as in
-    sampling.
+    """Returns the log-probabilities of a beam's newest token and of the `count` most likely tokens. Equal
+    log-probabilities share a rank, as in sampling.
     """
     ids, values = candidates
     logprob = values[ids.index(token_id)]

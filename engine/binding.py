@@ -30,7 +30,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 
 class DeviceArray(Protocol):
-    """GPU memory with the array interface of numba and CuPy: uint8 [num_blocks, >= block_bytes]."""
+    """A protocol of GPU memory, uint8 [num_blocks, >= block_bytes], with the array interface of numba and CuPy."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
@@ -41,7 +41,7 @@ Arena = npt.NDArray[np.uint8] | torch.Tensor | DeviceArray
 
 @dataclass(slots=True)
 class Binding:
-    """An arena, its views, and the passes prepared over it: graphs on a GPU, one C call on a CPU."""
+    """A bound arena, with its views and the passes prepared over it: graphs on a GPU, one C call on a CPU."""
 
     arena: torch.Tensor  # uint8 [num_blocks, >= block_bytes]
     caches: dict[int, LayerCache]
@@ -79,7 +79,7 @@ def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGr
     """Returns strided per-layer views [num_blocks, kv_heads, block_size, row_width] of the block-major arena
     (`kernels.kv_cache`).
 
-    The layers of a group lie one after the other in its blocks. A view covers blocks of other groups too.
+    The layers of a group lie one after the other in its blocks. A view also covers the blocks of other groups.
     """
     found: dict[int, LayerCache] = {}
     for spec, group in zip(layout.groups, groups, strict=True):

@@ -24,8 +24,8 @@ _STAMPS = itertools.count(1)
 
 
 class BlockTable(Sequence[BlockRef]):
-    """A sequence's blocks in token order, kept as two growing arrays, so that a step copies rows instead of building
-    them.
+    """A list of a sequence's blocks in token order, kept as two growing arrays, so that a step copies rows instead of
+    building them.
     """
 
     __slots__ = ("_blocks", "_generations", "first", "stamp")
@@ -37,7 +37,7 @@ class BlockTable(Sequence[BlockRef]):
         self.first = 0
         """Number of leading entries that have been dropped."""
         self.stamp = next(_STAMPS)
-        """A unique number. It changes with the blocks, and no other table ever has the same one."""
+        """A unique number. It changes with the blocks, and no other table ever has the same number."""
         for ref in refs:
             self.append(ref)
         if first:

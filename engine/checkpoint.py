@@ -25,7 +25,7 @@ SAMPLE_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One safetensors file. `tensors` maps a name to (dtype, shape, begin, end), with offsets in bytes from
+    """A safetensors or GGUF file. `tensors` maps a name to (dtype, shape, begin, end), with offsets in bytes from
     `data_start`.
     """
 
@@ -68,9 +68,9 @@ def convert(directory: Path) -> str:
 
 
 def fingerprint(directory: str | Path, dtype: str, load_format: str, seed: int = 0) -> str:
-    """Returns the hex SHA-256 of all data that determines the weights: config.json, and the header and sampled content
-    of every weight file (for dummy weights the seed). It depends on content only, so copies of a model on two hosts are
-    equal.
+    """Returns a hex SHA-256 that identifies the weights: of config.json, the dtype, and the name, header and sampled
+    content of every weight file (for dummy weights, of the seed instead of files). It does not depend on the directory,
+    so copies of a model on two hosts have equal fingerprints.
     """
     path = Path(directory)
     config = read_json(path / "config.json")

@@ -44,7 +44,9 @@ ARCHITECTURES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The experts of a mixture: MLPs of which a router chooses a few for each token, by their softmax."""
+    """The configuration of a mixture of experts: MLPs of which a router chooses a few for each token, by their
+    softmax.
+    """
 
     count: int
     per_token: int
@@ -100,7 +102,7 @@ class ModelConfig:
     softcap: float | None = None
     """If given, attention scores become softcap * tanh(score / softcap)."""
     logits_softcap: float | None = None
-    """The same for logits."""
+    """If given, logits become softcap * tanh(logit / softcap)."""
     fused_projections: bool = False
     """Whether the checkpoint stores the projections of q, k and v as one, and those of gate and up (Phi-3)."""
     experts: ExpertsConfig | None = None
@@ -108,7 +110,7 @@ class ModelConfig:
     embed_dim: int = 0
     """Width of the word embedding (OPT may project it to `hidden_size`)."""
     norm_before: bool = True
-    """LayerNorm before (True) or after each sublayer (OPT-350m)."""
+    """Whether LayerNorm comes before each sublayer (True) or after it (OPT-350m)."""
     final_norm: bool = True
     checkpoint_dtype: DType = "float32"
     weight_format: WeightFormat | None = None

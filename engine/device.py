@@ -1,7 +1,7 @@
 """The device of a runner's model: the cores of a machine, or one GPU with a separate stream. Does not depend on models.
 
-All differences between the two are here, so the runner has no branches: the preparation of a thread, the transfer of a
-step's arrays, the end of its work, and its memory.
+The two classes differ in how they prepare a thread, transfer a step's arrays, wait for the end of the step and measure
+memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Array = npt.NDArray[Any]
 
 
 class CpuDevice:
-    """The cores of this machine: `num_threads` of them, or all that the process may use if it is 0."""
+    """A device that computes on the cores of this machine, with `num_threads` threads. 0 means all cores that the
+    process may use.
+    """
 
     compute_capability: tuple[int, int] | None = None
     name = "cpu"
@@ -61,8 +63,9 @@ class CpuDevice:
         return work
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Returns the rise of the process' resident peak (VmHWM, reset through /proc/self/clear_refs) above its
-        resident memory before. If the kernel does not allow the reset, the result is an upper bound.
+        """Runs `work`, and returns by how many bytes the process' peak resident memory (VmHWM, reset through
+        /proc/self/clear_refs) exceeds its resident memory before `work`. If the kernel does not allow the reset, the
+        result is an upper bound.
         """
         self.release()
         before = _reset_peak_resident()
@@ -70,12 +73,12 @@ class CpuDevice:
         return max(0, _status_bytes("VmHWM") - before)
 
     def release(self) -> None:
-        """Returns memory to the system that is free but kept for later use."""
+        """Returns memory that the C library keeps but nothing uses to the system."""
         with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
     def used_bytes(self) -> int:
-        """Returns the device memory that this and other processes use. It is 0, because it is not measured on a CPU."""
+        """Returns 0: the memory in use is not measured on a CPU."""
         return 0
 
 
@@ -167,8 +170,8 @@ class CudaDevice:
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Returns the growth of the memory that torch's allocator has taken from the device, and that others can no
-        longer use.
+        """Runs `work`, and returns by how many bytes the memory grows that torch's allocator has taken from the device,
+        and that other processes can no longer use.
         """
         self.release()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -178,11 +181,11 @@ class CudaDevice:
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
     def release(self) -> None:
-        """Returns memory to the device that torch's allocator keeps but nothing uses."""
+        """Returns memory that torch's allocator keeps but nothing uses to the device."""
         torch.cuda.empty_cache()
 
     def used_bytes(self) -> int:
-        """Returns the device memory that this and other processes use."""
+        """Returns the number of bytes of device memory that this and other processes use."""
         self.release()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free

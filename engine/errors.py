@@ -1,4 +1,4 @@
-"""Errors of a model directory. Every message is one sentence that names the file, tensor or setting."""
+"""Errors of a model directory. A message is one sentence. It names the file, tensor, setting or feature concerned."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from common.errors import StartupError
 
 
 class ModelError(StartupError):
-    """A model that cannot be loaded."""
+    """Raised if a model cannot be loaded."""
 
 
 class UnsupportedModel(ModelError):
-    """A readable checkpoint with an architecture or a feature that this version does not support."""
+    """Raised if a checkpoint can be read, but has an architecture or a feature that this version does not support."""
 
 
 def refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:

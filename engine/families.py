@@ -20,7 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """The defaults of a family's absent keys."""
+    """A family's defaults for absent keys."""
 
     length: int = 32_768
     kv_heads: int | None = None
@@ -113,8 +113,8 @@ def _gemma2(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _gemma3(raw: dict[str, Any]) -> ModelConfig:
-    """Reads Gemma 3. Its layers with a window have separate rotary settings. A scaling does not extend its
-    `max_position_embeddings`, which is the length after it.
+    """Reads Gemma 3. Its layers with a window have separate rotary settings. A scaling does not extend
+    `max_position_embeddings`, which already is the length after scaling.
     """
     config = _gemma(raw, "gemma3_text", pattern=int(raw.get("sliding_window_pattern", 6)))
     by_kind = raw.get("rope_parameters") or {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.quantization import Bits, QuantizedWeight
 
 F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 12, 14, 30
-"""Numbers of types in a file."""
+"""Numbers of the types in a GGUF file."""
 
 
 def _half(blocks: Tensor) -> Tensor:
@@ -37,27 +37,27 @@ def _nibbles(bytes_: Tensor) -> Tensor:
 
 
 def q8_0(rows: Tensor) -> QuantizedWeight:
-    """Decodes 32 values: scale fp16, values int8."""
+    """Decodes blocks of 32 values: an fp16 scale, then the int8 values."""
     blocks = rows.view(rows.shape[0], -1, 34)
     return _weight(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks[..., :2]), None, 8, 32)
 
 
 def q4_0(rows: Tensor) -> QuantizedWeight:
-    """Decodes 32 values: scale fp16, values + 8 in 16 bytes."""
+    """Decodes blocks of 32 values: an fp16 scale, then the values + 8 in 16 bytes."""
     blocks = rows.view(rows.shape[0], -1, 18)
     return _weight(_nibbles(blocks[..., 2:]).to(torch.int8) - 8, _half(blocks[..., :2]), None, 4, 32)
 
 
 def q4_1(rows: Tensor) -> QuantizedWeight:
-    """Decodes 32 values: scale fp16, offset fp16, values in 16 bytes."""
+    """Decodes blocks of 32 values: an fp16 scale, an fp16 offset, then the values in 16 bytes."""
     blocks = rows.view(rows.shape[0], -1, 20)
     scales, offsets = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     return _weight(_nibbles(blocks[..., 4:]).to(torch.int8) - 8, scales, offsets + 8 * scales, 4, 32)
 
 
 def q4_k(rows: Tensor) -> QuantizedWeight:
-    """Decodes 256 values in 8 groups: scale and offset fp16, 6 bits of both for each group in 12 bytes,
-    values in 128.
+    """Decodes blocks of 256 values in 8 groups: an fp16 scale, an fp16 offset, 12 bytes with 6-bit factors of both for
+    each group, then the values in 128 bytes.
     """
     blocks = rows.view(rows.shape[0], -1, 144)
     packed = blocks[..., 4:16].to(torch.int32)
@@ -70,8 +70,8 @@ def q4_k(rows: Tensor) -> QuantizedWeight:
 
 
 def q6_k(rows: Tensor) -> QuantizedWeight:
-    """Decodes 256 values in 16 groups: 4 low bits in 128 bytes, 2 high bits in 64, int8 scales of groups,
-    scale fp16.
+    """Decodes blocks of 256 values in 16 groups: the low 4 bits in 128 bytes, the high 2 bits in 64 bytes, an int8
+    factor of the scale for each group, then the fp16 scale.
     """
     blocks = rows.view(rows.shape[0], -1, 210)
     low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).view(*blocks.shape[:2], 2, 4, 32)
@@ -85,4 +85,4 @@ def q6_k(rows: Tensor) -> QuantizedWeight:
 DECODERS: dict[int, Callable[[Tensor], QuantizedWeight]] = {
     Q8_0: q8_0, Q4_0: q4_0, Q4_1: q4_1, Q4_K: q4_k, Q6_K: q6_k,
 }  # fmt: skip
-"""By the number of a type; matrices of other types become floats."""
+"""Decoders by the number of a type. Matrices of other types become floats."""

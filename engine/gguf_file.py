@@ -23,7 +23,7 @@ INSTALL = "pip install 'looseleaf[gguf]'"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The families whose tensors are read from GGUF files."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor that states what Llama 3.1 and later write as `rope_scaling`."""
+"""The tensor with the factors that Llama 3.1 and later state as `rope_scaling` in config.json."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 

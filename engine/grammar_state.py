@@ -23,7 +23,7 @@ Mask = npt.NDArray[np.uint8]
 
 
 class GrammarState:
-    """Follows one sample through its grammar. Only one thread at a time may use it."""
+    """The state of one sample in its grammar. Only one thread at a time may use it."""
 
     __slots__ = ("_address", "_ends", "_error", "_followed", "_mask", "_mask_at", "_matcher", "_stopping", "_unwanted")
 
@@ -45,7 +45,7 @@ class GrammarState:
         self._mask_at = -1
 
     def fork(self) -> GrammarState:
-        """Returns the state of another sample with the same tokens so far."""
+        """Returns a state for another sample that has the same tokens so far."""
         other = object.__new__(GrammarState)
         other._init(self._matcher.deep_copy(), self._stopping, len(self._mask))
         other._unwanted, other._followed, other._error = self._unwanted, self._followed, self._error
@@ -69,7 +69,8 @@ class GrammarState:
         return not self._error and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def mask(self, output_ids: Seq[int]) -> Mask:
-        """Returns the mask of tokens that may follow `output_ids`, at least one. It stays valid until the next call.
+        """Returns the mask of the tokens that may follow `output_ids`. It allows at least one token, and stays valid
+        until the next call.
 
         Before min_tokens, stop tokens may follow only if no other token can. Raises GrammarError if the grammar is too
         complex here.

@@ -35,7 +35,7 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One batch size, and the captured step for it."""
+    """A batch size, and the captured step for it."""
 
     size: int
     batch: AttentionBatch

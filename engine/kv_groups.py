@@ -18,21 +18,21 @@ from common.types import DType, KvKind, KvLayout, KvSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What one layer stores for a sequence: keys and values, a recurrent state, both or nothing."""
+    """A description of what one layer stores for a sequence: keys and values, a recurrent state, both or nothing."""
 
     attends: bool = True
     window: int | None = None
-    """Sliding window of its attention in tokens; None for full attention."""
+    """Sliding window of the layer's attention in tokens; None for full attention."""
     state_bytes: int = 0
-    """Size of its recurrent state; 0 if it has none."""
+    """Size of the layer's recurrent state; 0 if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share block tables."""
+    """A group of layers that share block tables."""
 
     window: int | None
-    """Their sliding window in tokens; None for full attention and for states."""
+    """Sliding window of the layers in tokens; None for full attention and for states."""
     layers: tuple[int, ...]
     """Indices of the layers, in the order of their places in a block."""
     has_states: bool = False
@@ -89,7 +89,7 @@ def _parts(layers: Sequence[int], places: int) -> list[tuple[int, ...]]:
 
 
 def _places(counts: Sequence[int]) -> int:
-    """Returns the size of the groups. This is the number of layers of the rarest kind. If the numbers differ by less
+    """Returns the number of layers in a group: the number of layers of the rarest kind. If the numbers differ by less
     than a quarter, it is that of the most frequent kind, because a few unused places cost less than a further table.
     """
     least, most = min(counts), max(counts)

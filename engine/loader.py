@@ -44,7 +44,7 @@ DUMMY_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The destination of weights, and how they will be used."""
+    """The destination of weights: dtype, device, and the form in which kernels use them."""
 
     dtype: torch.dtype
     """Data type of the computation."""
@@ -56,7 +56,9 @@ class Target:
 
 
 class TensorSource(Protocol):
-    """A source of tensors, on the device. `take` may return a view that lives only as long as the source."""
+    """A protocol of sources of tensors. `take` returns a tensor on the device, perhaps a view that lives only as long
+    as the source; `raw` returns it as it is stored.
+    """
 
     def has(self, name: str) -> bool: ...
 
@@ -68,7 +70,7 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint's files, memory-mapped, or read straight to a GPU."""
+    """A source that reads the tensors of safetensors files, memory-mapped, or straight to a GPU."""
 
     def __init__(self, files: Sequence[WeightFile], device: torch.device) -> None:
         self._place = {name: file for file in files for name in file.tensors}
@@ -108,7 +110,7 @@ class SafetensorsSource:
 
 
 class DummySource:
-    """Random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
+    """A source of random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
 
     def __init__(self, seed: int, target: Target) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -137,7 +139,7 @@ class DummySource:
 
 
 class Weights:
-    """The source of a model's parameters: in the compute dtype, on the device, fused and packed."""
+    """A loader of a model's parameters: in the compute dtype, on the device, fused and packed."""
 
     def __init__(
         self,
@@ -169,7 +171,9 @@ class Weights:
     def linear(
         self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False, is_router: bool = False
     ) -> PackedLinear:
-        """Returns the projections `names` (each [out, size_in]) as one, outputs in order; optionally with their biases.
+        """Returns the projections `names` (each [out, size_in]) as one layer, outputs in order, optionally with their
+        biases.
+
         A router of experts is not rounded: it is small, and a small error in it chooses other experts.
         """
         parts = [Matrix(name, out, size_in) for name, out in zip(names, outs, strict=True)]
@@ -183,8 +187,8 @@ class Weights:
         return packed
 
     def pack(self, weight: torch.Tensor) -> PackedLinear:
-        """Returns a linear layer of a parameter that is also used elsewhere. It is counted again if packing copies
-        it.
+        """Returns a linear layer of a parameter that is also used elsewhere. Its bytes are counted again only if
+        packing copies them.
         """
         counted = self.num_bytes
         packed = self._packed(self._rounded(weight))
@@ -200,7 +204,9 @@ class Weights:
         return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self._target.dtype)
 
     def _weight(self, parts: Sequence[Matrix], *, rounded: bool) -> torch.Tensor | list[QuantizedWeight]:
-        """Returns matrices one below the other, in private memory."""
+        """Returns the matrices of one layer in private memory: as a list if all are quantized, else as one matrix with
+        all outputs.
+        """
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
         if len(quantized) == len(found):

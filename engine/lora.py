@@ -29,7 +29,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weigh
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A packed product that adapters can correct, and the projections of which it consists, outputs in order."""
+    """A packed product that adapters can correct, and the projections that it consists of, outputs in order."""
 
     linear: PackedLinear
     parts: tuple[Matrix, ...]
@@ -37,11 +37,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A projection of the model."""
+    """The place of one of the model's projections: a site, and a range of its outputs."""
 
     site: int
     at: int
-    """Its first output within the site."""
+    """The projection's first output within the site."""
     matrix: Matrix
 
 
@@ -61,7 +61,7 @@ class LoraStep:
     __slots__ = ("of_rows", "of_tokens")
 
     def __init__(self, batch: StepInput) -> None:
-        """Call it only if the batch has `adapters`."""
+        """Call this only if the batch has `adapters`."""
         used = list(dict.fromkeys(adapter for adapter in batch.adapters if adapter is not None))
         index = {adapter: number for number, adapter in enumerate(used)}
         of_sequence = np.array([-1 if a is None else index[a] for a in batch.adapters], np.int32)
@@ -73,15 +73,15 @@ class LoraStep:
         self.of_rows = self.of_tokens if same else LoraRows(weights, of_row)
 
     def correct(self, linear: PackedLinear, x: torch.Tensor, out: torch.Tensor, of_rows: bool) -> None:
-        """Adds the adapters' corrections to `out`, the product of x. The rows of x are tokens or, with `of_rows`, the
-        requested rows.
+        """Adds the adapters' corrections to `out`, the product of x. The rows of x are the step's tokens or, with
+        `of_rows`, the requested rows. Does nothing if `linear` is not a site.
         """
         if linear.site is not None:
             lora(x, out, self.of_rows if of_rows else self.of_tokens, linear.site)
 
 
 class Settings(Protocol):
-    """The part of a runner's settings that concerns adapters."""
+    """A protocol of the part of a runner's settings that concerns adapters."""
 
     @property
     def max_lora_rank(self) -> int: ...
@@ -122,7 +122,7 @@ class LoraModel:
         return LoraStep(batch) if batch.adapters else None
 
     def load(self, ref: AdapterRef) -> LoraAdapter:
-        """Loads an adapter. Raises AdapterError, which names the file and the tensor."""
+        """Loads an adapter. Raises AdapterError, which names the file or directory."""
         config, path = read_config(ref.path), Path(ref.path) / WEIGHTS_FILE
         products: dict[int, list[LoraPart]] = defaultdict(list)
         try:

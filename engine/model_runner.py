@@ -68,7 +68,7 @@ class RunnerSettings:
     attention_backend: AttentionBackend = "auto"
     attention_library: str | None = None
     deterministic: bool = False
-    """Always true on a CPU."""
+    """Whether a row's result must not depend on its batch. On a CPU it never does."""
     enforce_eager: bool = False
     kv_cache_dtype: KvCacheDType = "auto"
     """Type of keys and values in blocks (`kernels.kv_cache`): int8 and fp8 take half the bytes of bfloat16."""
@@ -83,12 +83,12 @@ class RunnerSettings:
 
 
 class ModelRunner:
-    """One model, ready to step over the blocks of the arena it is bound to."""
+    """A model that is ready to step over the blocks of the arena that it is bound to."""
 
     def __init__(self, settings: RunnerSettings, model: Model | None = None, *, urgent: bool = False) -> None:
         """Loads the weights, unless a `model` of the same settings exists already (see `sharing`).
 
-        Raises ModelError, one sentence that names the file, tensor or setting.
+        Raises ModelError, whose message is one sentence that names the file, tensor or setting.
         """
         self.settings = settings
         self.config = ModelConfig.from_directory(settings.model, settings.model_impl)
@@ -215,7 +215,7 @@ class ModelRunner:
 
     @property
     def max_blocks(self) -> int:
-        """The number of columns of a block table for a sequence of maximum length."""
+        """The number of columns in the block table of a sequence of maximum length."""
         return blocks_of(self.max_model_len, self.layout.block_size)
 
     @contextlib.contextmanager
@@ -271,7 +271,9 @@ class ModelRunner:
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:
-        """Returns a pass over these caches in one call, or None if a part of it is not our own kernel on a CPU."""
+        """Returns a decoder that makes a pass over these caches in one call, or None if a part of the pass is not our
+        own kernel on a CPU.
+        """
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
             return None

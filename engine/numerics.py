@@ -17,7 +17,7 @@ from kernels.providers.base import AttentionProvider
 
 
 class Asked(Protocol):
-    """The settings that directly affect bits."""
+    """A protocol of the settings that directly affect bits."""
 
     @property
     def deterministic(self) -> bool: ...

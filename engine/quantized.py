@@ -1,6 +1,6 @@
 """Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, converted to weights for kernels.
 
-Formats of 4 and 8 bits become `QuantizedWeight`s, with their values unchanged. FP8 weights become floats of the
+Integer formats of 4 and 8 bits become `QuantizedWeight`s, with their values unchanged. FP8 weights become floats of the
 compute dtype. Only weights are quantized here: activations are not, even if the checkpoint specifies it.
 
 Layouts match those of AutoGPTQ, AutoAWQ, llm-compressor and transformers. A word contains values of `bits` bits, lowest
@@ -27,7 +27,7 @@ IGNORED_SUFFIXES = (".g_idx", ".weight_g_idx", ".weight_shape", ".input_scale", 
 
 
 class RawTensors(Protocol):
-    """A checkpoint's tensors as they are stored."""
+    """A protocol of sources of a checkpoint's tensors as they are stored."""
 
     def has(self, name: str) -> bool: ...
 
@@ -36,7 +36,7 @@ class RawTensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The matrix that a layer expects: the prefix of its tensors' names, its outputs and inputs."""
+    """A description of the matrix that a layer expects: the prefix of its tensors' names, its outputs and inputs."""
 
     name: str
     n_out: int
@@ -44,11 +44,11 @@ class Matrix:
 
 
 class WeightFormat(Protocol):
-    """The storage format of a checkpoint's matrices."""
+    """A protocol of the storage formats of a checkpoint's matrices."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | Tensor | None:
-        """Returns the weight [out, in], floats if it is stored in FP8, or None if it is not quantized. Raises
-        ModelError.
+        """Returns the weight [out, in]: a quantized one, floats if it is stored in FP8, or None if it is not quantized.
+        Raises ModelError.
         """
 
 
@@ -92,7 +92,7 @@ def _group(size: int, n_in: int, name: str) -> int:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Returns the unsigned values of int32 words, int32 [..., words * 32 / bits]."""
+    """Returns the unsigned values in int32 words [..., words] as int32 [..., words * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
@@ -120,7 +120,9 @@ def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups, out]."""
+    """The format of GPTQ: qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups,
+    out].
+    """
 
     bits: Bits
     group_size: int
@@ -157,7 +159,9 @@ def _gptq(config: dict[str, Any]) -> Gptq:
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; outputs in AWQ_ORDER."""
+    """The format of AWQ: qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; the outputs
+    in a word are in AWQ_ORDER.
+    """
 
     group_size: int
 
@@ -190,8 +194,8 @@ def _awq(config: dict[str, Any]) -> Awq:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """weight_packed int32 [out, in * bits / 32], weight_scale [out, groups] and, if not symmetric, weight_zero_point
-    int32 [out * bits / 32, groups]; or int8 or FP8 `weight`.
+    """The formats of compressed-tensors: weight_packed int32 [out, in * bits / 32], weight_scale [out, groups] and, if
+    not symmetric, weight_zero_point int32 [out * bits / 32, groups]; or a `weight` in int8 or FP8 with weight_scale.
     """
 
     bits: Bits
@@ -246,7 +250,9 @@ def _compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """weight float8_e4m3fn [out, in] with weight_scale_inv [blocks of out, blocks of in], or one weight_scale."""
+    """The format of FP8: weight float8_e4m3fn [out, in] with weight_scale_inv [blocks of out, blocks of in], or one
+    weight_scale.
+    """
 
     block: tuple[int, int] | None
 
@@ -282,7 +288,7 @@ def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """Blocks of a GGUF file, uint8 [out, bytes], and the number of their type."""
+    """The format of GGUF: blocks uint8 [out, bytes], and the number of their type."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | None:
         name = f"{matrix.name}.weight"

@@ -20,7 +20,9 @@ LLAMA_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "ll
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions. The fields beyond `theta` belong to the scaling named by `kind` (as in transformers)."""
+    """The configuration of rotary positions. The fields beyond `theta` belong to the scaling named by `kind` (as in
+    transformers).
+    """
 
     theta: float = 10_000.0
     kind: RopeKind = "default"
@@ -36,11 +38,9 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
-    """Divisors of the frequencies, of each pair, for a server whose longest sequence is not longer than
-    `original_max_len`.
-    """
+    """Divisors of each pair's frequency, for a server whose longest sequence is not longer than `original_max_len`."""
     long_factors: tuple[float, ...] = ()
-    """The same for a server with longer sequences."""
+    """Divisors of each pair's frequency, for a server with longer sequences."""
     partial: float = 1.0
     """The part of a head's dimensions that is rotated."""
 

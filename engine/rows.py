@@ -19,7 +19,7 @@ _START_ROWS, _START_COLUMNS = 8, 16
 
 
 class DecodeRows:
-    """Lays out steps of one token per sequence."""
+    """The arrays of decode steps, with one token per sequence. They are kept from step to step."""
 
     def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
@@ -29,7 +29,7 @@ class DecodeRows:
     def lay_out(self, sequences: Seq[Sequence]) -> Step:
         """Returns the step that computes each sequence's next position, with logits of every row.
 
-        Raises ValueError if a sequence has no block for it. The arrays are valid until the next call.
+        Raises ValueError if a sequence has no block for that position. The arrays are valid until the next call.
         """
         num, size = len(sequences), self._block_size
         if num > len(self._rows):

@@ -142,11 +142,11 @@ def prompt_logprobs(logits: torch.Tensor, target_ids: Seq[int], k: int) -> list[
 
 @torch.inference_mode()
 def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]) -> list[Candidates]:
-    """Returns the most likely next tokens of beams: for each row of fp32 logits [B, vocab] its count, or the whole
-    vocabulary.
+    """Returns the `counts[i]` most likely next tokens for each row i of fp32 logits [B, vocab], or the whole vocabulary
+    if it is smaller.
 
-    Log-probabilities are those after bias, min_tokens and penalties, because beams are ranked by them. Temperature and
-    the filters do not apply.
+    Log-probabilities are those after bias, bans, min_tokens, penalties and grammars, because beams are ranked by them.
+    Temperature and the filters do not apply.
     """
     if not len(rows):
         return []
@@ -225,7 +225,7 @@ def banned_next(bad_token_ids: Seq[Seq[int]], output_ids: Seq[int]) -> list[int]
 
 
 def _narrow(row: torch.Tensor, allowed: Seq[int]) -> None:
-    """Bans all tokens of a row [vocab] but these, in place."""
+    """Bans all tokens of a row [vocab] except `allowed`, in place."""
     at = torch.tensor(allowed, device=row.device)
     kept = row[at]
     row.fill_(-torch.inf)

@@ -53,7 +53,9 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     """Prefix hashes of the leading full blocks that have been hashed so far."""
     rekey: tuple[int, bytes] | None = None
-    """The first block that is not public, and the parent that its hash uses. None: that of the block before it."""
+    """The first block that is not public, and the parent of its hash. None: the parent of every hash is the hash of the
+    block before.
+    """
     quota: CacheQuota | None = None
     """The tenant's limit of cached blocks; None: no limit."""
     num_computed: int = 0
@@ -66,7 +68,7 @@ class Sequence:
     """Number of positions found under their prefix hash at admission."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     grammar: GrammarState | None = None
-    """Where the sample stands in its grammar; None for free text."""
+    """The sample's state in its grammar; None for free text."""
     pooling: Pooling | None = None
     """How the hidden states of the prompt become one vector; None: tokens are drawn."""
     adapter: LoraAdapter | None = None
@@ -102,7 +104,9 @@ class Sequence:
         return dropped
 
     def forget_blocks(self) -> None:
-        """Empties the tables, because the blocks are no longer ours or are counted elsewhere."""
+        """Empties the tables, because the sequence no longer holds the blocks, or their references are counted
+        elsewhere.
+        """
         self.set_tables(BlockTable() for _ in self.tables)
         self.copy_from = ()
 
@@ -151,7 +155,7 @@ class Sequence:
         return self.num_computed // block_size
 
     def extend_hashes(self, num_blocks: int, block_size: int, next_hash: Callable[[bytes, Seq[int]], bytes]) -> None:
-        """Extends `hashes` to `num_blocks` blocks. It must already have the start of the chain."""
+        """Extends `hashes` to `num_blocks` blocks. `hashes` must already contain the start of the chain."""
         while len(self.hashes) <= num_blocks:
             block = len(self.hashes) - 1
             ids = self.tokens_between(block * block_size, (block + 1) * block_size)
@@ -167,12 +171,14 @@ class Sequence:
         return None if self.rekey is not None and block < self.rekey[0] else self.quota
 
     def sources(self) -> PromptSources:
-        """The sources of the prompt's KV. Output positions that were prefilled again are not counted."""
+        """Returns how many of the prompt's positions were cached and computed. Output positions that were prefilled
+        again are not counted.
+        """
         cached = min(self.num_cached, len(self.prompt_ids))
         return PromptSources(cached=cached, computed=len(self.prompt_ids) - cached)
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Returns whether, and why, the newest token ended the sequence."""
+        """Returns why the newest token ended the sequence, or None if it did not."""
         num_outputs = len(self.output_ids)
         if num_outputs == 0:
             return None
@@ -186,7 +192,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `num_tokens` positions of a sequence, to be computed in a step."""
+    """The next positions of a sequence, `num_tokens` of them, to be computed in a step."""
 
     sequence: Sequence
     num_tokens: int

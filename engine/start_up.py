@@ -50,7 +50,8 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
     `capture(max_num_seqs)` will need.
 
     All block tables name one scratch block, so KV does not count. Contexts are shortened so that a pass reads at most 2
-    Mi keys. On a CPU, a pass ends after two layers, to keep startup short. It is measured once.
+    Mi keys. On a CPU, a pass ends after two layers, to keep startup short. A second call with the same arguments
+    returns the first result.
     """
     asked = (max_num_batched_tokens, max_num_seqs, graphs)
     if (known := runner.peaks.get(asked)) is not None:
@@ -117,8 +118,8 @@ def new_graphs(runner: ModelRunner, max_num_seqs: int) -> DecodeGraphs:
 
 
 def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches: Mapping[int, LayerCache]) -> bool:
-    """Captures one bucket. Returns False, after logging and counting, if that fails; no other bucket should be tried
-    then.
+    """Captures one bucket, and returns True. If that fails, logs and counts the failure and returns False; the caller
+    should then try no other bucket.
 
     Raises the device's error if it is no longer usable.
     """
@@ -163,7 +164,7 @@ def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _shallow(runner: ModelRunner) -> Iterator[None]:
-    """On a CPU, runs only the first layers of the model while the context is entered."""
+    """Reduces the runner's model to its first layers inside a `with` block, if it runs on a CPU."""
     model = runner.model
     if runner.device.compute_capability is None:
         runner.model = model.shallow(PROFILE_LAYERS_CPU)

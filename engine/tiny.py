@@ -1,6 +1,7 @@
 """Tiny random checkpoints in Hugging Face's format, for tests and for `looseleaf serve` without a model.
 
-They are made in a second, without transformers. Their text is gibberish, but all code paths are those of a real model.
+A checkpoint is made in about a second, without transformers. Its text is gibberish, but it takes the code paths of a
+real model.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def hf_config(family: Family) -> dict[str, Any]:
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Returns names and shapes of a checkpoint's tensors, as transformers saves them."""
+    """Yields the names and shapes of a checkpoint's tensors, as transformers saves them."""
     yield from _opt_shapes(config) if config.family == "opt" else _llama_shapes(config)
 
 

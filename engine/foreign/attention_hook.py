@@ -52,18 +52,18 @@ class StateFacts:
     """The size of a layer's recurrent state."""
 
     convolution: int = 0
-    """Numbers that the convolution keeps."""
+    """Number of values that the convolution keeps."""
     recurrence: int = 0
-    """Numbers that the recurrence keeps; 0 if the layer has only a convolution."""
+    """Number of values that the recurrence keeps; 0 if the layer has only a convolution."""
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the state in a block, in whole cache lines."""
+        """The size of the state in a block, in bytes, rounded up to whole cache lines."""
         return -(-4 * (self.convolution + self.recurrence) // 64) * 64
 
 
 class Call(Protocol):
-    """The implementation of a layer's attention and recurrence: a `Pass` or a `Recorder`."""
+    """A protocol of implementations of a layer's attention and recurrence: `Pass` and `Recorder`."""
 
     layer: int
     """Index of the recurrent layer that is running."""
@@ -84,7 +84,9 @@ class Call(Protocol):
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **asked: Any
 ) -> tuple[Tensor, None]:
-    """Maps query [1, H, T, D], key [1, KVH, T, D] and value [1, KVH, T, DV] to [1, T, H, DV]. transformers calls it."""
+    """Maps query [1, H, T, D], key [1, KVH, T, D] and value [1, KVH, T, DV] to [1, T, H, DV]. transformers calls
+    this.
+    """
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} computes its own attention mask")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -121,7 +123,7 @@ def register() -> None:
 
 
 class Recorder:
-    """Records the requirements of every layer, and returns zeros."""
+    """A `Call` that records the requirements of every layer, and returns zeros."""
 
     def __init__(self) -> None:
         self.layer = -1
@@ -152,7 +154,7 @@ class Recorder:
         return q.new_zeros((*q.shape[:2], v.shape[2]))
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """Answers a convolution (see `Call.convolve`)."""
+        """Records a convolution (see `Call.convolve`). Raises UnsupportedModel if the layer has several."""
         facts = self._state_of(layer)
         if facts.convolution:
             raise UnsupportedModel(f"layer {layer} has several convolutions")
@@ -160,7 +162,7 @@ class Recorder:
         return x.new_zeros(x.shape)
 
     def recur(self, layer: int, inputs: Recurrence) -> Tensor:
-        """Answers a recurrence (see `Call.recur`)."""
+        """Records a recurrence (see `Call.recur`). Raises UnsupportedModel if the layer has several."""
         facts = self._state_of(layer)
         if facts.recurrence:
             raise UnsupportedModel(f"layer {layer} has several recurrences")
@@ -173,7 +175,9 @@ class Recorder:
 
 @dataclass(slots=True)
 class Pass:
-    """One step: K and V are written to blocks, and attention reads them from there. States are updated in blocks."""
+    """A `Call` for one step. It writes K and V to blocks, attends to the K and V in blocks, and updates the states in
+    blocks.
+    """
 
     step: StepMetadata
     caches: Mapping[int, LayerCache]
@@ -182,7 +186,7 @@ class Pass:
     layer: int = -1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """Answers one layer (see `Call.attend`)."""
+        """Computes the attention of one layer (see `Call.attend`)."""
         step, cache = self.step, self.caches[layer]
         wide, value_dim = head_dim_of(cache.keys), v.shape[2]
         q, k, v = _padded(q, wide), _padded(k, wide), _padded(v, wide)
@@ -192,12 +196,12 @@ class Pass:
         return run(q, cache.keys, cache.values, group.batch)[..., :value_dim]
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """Answers a convolution (see `Call.convolve`)."""
+        """Computes a convolution (see `Call.convolve`)."""
         states, batch = self._states_of(layer)
         return convolution(x, weight, bias, silu, states[:, : self.facts[layer].convolution], batch)
 
     def recur(self, layer: int, inputs: Recurrence) -> Tensor:
-        """Answers a recurrence (see `Call.recur`)."""
+        """Computes a recurrence (see `Call.recur`)."""
         states, batch = self._states_of(layer)
         first, facts = self.facts[layer].convolution, self.facts[layer]
         return recurrence(inputs, states[:, first : first + facts.recurrence], batch)

@@ -56,7 +56,9 @@ def text_of(config: Any) -> Any:
 
 
 def head_sizes(config: Any) -> tuple[int, int, int]:
-    """Returns (query heads, KV heads, the larger of a key's and a value's width) as they are cached."""
+    """Returns (query heads, KV heads, the larger of a key's and a value's width) as they are cached, or (1, 1, 8) if no
+    layer attends.
+    """
     text = text_of(config)
     if not any(layer.attends for layer in layer_memories(config)):
         return 1, 1, 8
@@ -117,7 +119,7 @@ def _states(config: Any) -> dict[int, StateFacts]:
 
 
 def rope_kinds(config: Any) -> set[str]:
-    """Returns the kinds of rotary positions that the layers use. Empty: they use none."""
+    """Returns the kinds of rotary positions that the layers use. The set is empty if they use none."""
     rope = getattr(text_of(config), "rope_parameters", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
     return {str(parameters["rope_type"]) for parameters in each if parameters.get("rope_type")}

@@ -35,10 +35,10 @@ RECORDED_TOKENS = 2
 
 
 class TransformersModel:
-    """Maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
+    """A model of transformers that maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
 
     sites: ClassVar[Sequence[Site]] = ()
-    """Adapters cannot correct its products."""
+    """Adapters cannot correct the products of this model."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
@@ -91,7 +91,7 @@ class TransformersModel:
     def hidden(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the last hidden states [R, h] of `rows`, as transformers' model without its head does."""
+        """Returns the last hidden states [R, h] of `rows`, as transformers' model without its head returns them."""
         with attention_hook.answered_by(Pass(step, caches, self.states)), Steady():
             answer = self._model.base_model(
                 input_ids=token_ids[None], position_ids=step.positions[None], use_cache=False
@@ -139,8 +139,8 @@ class TransformersModel:
         attending = {index for index, layer in enumerate(config.memories) if layer.attends}
         if missing := sorted(attending ^ set(recorder.layers)):
             raise UnsupportedModel(
-                f"{type(self._model).__name__} does not let us attend for {len(missing)} of its "
-                f"{config.num_layers} layers (layer {missing[0]})"
+                f"{type(self._model).__name__} does not pass the attention of {len(missing)} of its "
+                f"{config.num_layers} layers to us (the first is layer {missing[0]})"
             )
         sizes = {index: layer.state_bytes for index, layer in enumerate(config.memories) if layer.state_bytes}
         if sizes != (found := {index: facts.num_bytes for index, facts in recorder.states.items()}):

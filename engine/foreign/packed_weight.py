@@ -188,8 +188,9 @@ def _plain(value: Any) -> Any:
 
 
 def pack(model: nn.Module, deterministic: bool, bits: Bits | None = None) -> list[_Matrices]:
-    """Replaces the matrices of every module except embeddings. Returns them; call `settle` once every use has
-    occurred."""
+    """Replaces the matrices, and stacks of matrices, of every module except embeddings with packed weights. Returns
+    their values; call `settle` on each once every kind of use has occurred.
+    """
     found = []
     for prefix, module, name, parameter in _matrices_of(model):
         weight = PackedWeight.of(parameter.detach(), f"{prefix}.{name}", deterministic, bits)

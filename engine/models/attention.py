@@ -42,7 +42,9 @@ class StepMetadata:
         return self._corrected(linear, x, of_rows=False)
 
     def linear_of_rows(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        """Returns the same for x [R, in], which contains only the requested rows."""
+        """Returns the product of x [R, in], which contains only the requested rows, with the corrections of
+        adapters.
+        """
         return self._corrected(linear, x, of_rows=True)
 
     def _corrected(self, linear: PackedLinear, x: torch.Tensor, *, of_rows: bool) -> torch.Tensor:

@@ -80,7 +80,7 @@ def load_norm(c: ModelConfig, weights: Weights, name: str, size: int | None = No
 
 
 class Decoder:
-    """Maps token ids [T] to logits of the requested rows [R, vocab], with K and V in blocks."""
+    """A model that maps token ids [T] to logits of the requested rows [R, vocab], with K and V in blocks."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config

@@ -1,4 +1,5 @@
-"""A decoder's whole pass over one arena in one C call, if all of its parts are our own. Same entry points, same bits.
+"""A decoder's whole pass over one arena in one C call, if all of its parts are our own. The call runs the same kernels
+as `Decoder.forward`, with the same bits.
 
 `Decoder.forward` is the readable version; this module contains only the addresses. A pass without it makes some thirty
 calls per layer. Python and torch between these calls cost more than a small model's arithmetic, and between any two of
@@ -27,7 +28,7 @@ from kernels.linear import PackedLinear
 
 
 def objection(decoder: Decoder) -> str | None:
-    """Returns why a decoder cannot be run in one call, or None if it can."""
+    """Returns the reason why a decoder cannot be run in one call, or None if it can."""
     if entry(current()) is None:
         return "no C++ kernels are in use"
     dtype = decoder.embed.dtype
@@ -43,7 +44,7 @@ def _linears(decoder: Decoder) -> list[PackedLinear]:
 
 
 class FusedDecoder:
-    """One decoder over the blocks of one arena, for one thread at a time."""
+    """A decoder that runs over the blocks of one arena in one C call. Only one thread at a time may use it."""
 
     def __init__(
         self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache], groups: Sequence[LayerGroup]
@@ -74,7 +75,9 @@ class FusedDecoder:
         return inside and current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
 
     def run(self, batch: StepInput, lora: LoraStep | None = None) -> torch.Tensor:
-        """Returns logits fp32 [R, vocab], valid until the next run. Raises ValueError if a value is out of range."""
+        """Returns logits fp32 [R, vocab], valid until the next run. `takes` must have allowed the batch. Raises
+        ValueError if a value is out of range.
+        """
         num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
         self._make_room(num_tokens, num_rows)
         self._point_to(batch)
@@ -145,7 +148,7 @@ def _layer(layer: DecoderLayer, cache: LayerCache, group: int, experts: ctypes.A
 
 
 def _experts(layer: DecoderLayer) -> ctypes.Array[Linear]:
-    """Returns the projections of a layer's experts; none if it has one MLP."""
+    """Returns the projections of a layer's experts. The array is empty if the layer has one MLP."""
     experts = layer.mlp.experts if isinstance(layer.mlp, Mixture) else ()
     linears = [_linear(linear) for expert in experts for linear in expert.linears]
     return (Linear * len(linears))(*linears)

@@ -49,8 +49,9 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The weighted sum of each token's experts. An expert computes all tokens that chose it at once; its results are
-    added in the order of the experts' numbers, so that a token's bits do not depend on the others.
+    """A mixture of experts, which computes the weighted sum of each token's experts. An expert computes all tokens that
+    chose it at once; its results are added in the order of the experts' numbers, so that a token's bits do not depend
+    on the others.
     """
 
     router: PackedLinear  # h -> experts

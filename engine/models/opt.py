@@ -21,7 +21,7 @@ POSITION_OFFSET = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Weight and bias [h]. torch computes each row separately, in fp32 also for bf16."""
+    """A LayerNorm with weight and bias [h]. torch computes each row separately, in fp32 also for bf16."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -63,7 +63,7 @@ class OptLayer:
 
 
 class Opt:
-    """Maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
+    """A model that maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config
