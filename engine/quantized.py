@@ -1,7 +1,7 @@
 """Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, converted to weights for kernels.
 
-Integer formats of 4 and 8 bits become `QuantizedWeight`s, with their values unchanged. FP8 weights become floats of the
-compute dtype. Only weights are quantized here: activations are not, even if the checkpoint specifies it.
+Integer formats become `QuantizedWeight`s, with their values unchanged. FP8 weights become floats of the compute dtype.
+Only weights are quantized here: activations are not, even if the checkpoint specifies it.
 
 Layouts match those of AutoGPTQ, AutoAWQ, llm-compressor and transformers. A word contains values of `bits` bits, lowest
 first.
@@ -194,8 +194,8 @@ def _awq(config: dict[str, Any]) -> Awq:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """The formats of compressed-tensors: weight_packed int32 [out, in * bits / 32], weight_scale [out, groups] and, if
-    not symmetric, weight_zero_point int32 [out * bits / 32, groups]; or a `weight` in int8 or FP8 with weight_scale.
+    """The formats of compressed-tensors: weight_packed int32 [out, in * bits / 32], weight_scale [out, groups] and
+    perhaps weight_zero_point int32 [out * bits / 32, groups]; or a `weight` in int8 or FP8 with weight_scale.
     """
 
     bits: Bits
@@ -250,9 +250,7 @@ def _compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The format of FP8: weight float8_e4m3fn [out, in] with weight_scale_inv [blocks of out, blocks of in], or one
-    weight_scale.
-    """
+    """Weight float8_e4m3fn [out, in], with weight_scale_inv [blocks of out, blocks of in] or one weight_scale."""
 
     block: tuple[int, int] | None
 

@@ -1,8 +1,9 @@
 """The kernels: functions over tensors, one file per kernel. Does not depend on block ownership, sequences or requests.
 
-Every file defines `<k>_reference` (plain torch, written for readability) and the public `<k>`. The public function uses
-the Triton path of `kernels.gpu` for tensors on a GPU, and the C++ path of `kernels.cpu` for other tensors if it
-supports them. Importing this package loads neither a library nor triton; the first call loads what it needs.
+The file of a kernel `<k>` defines `<k>_reference` (plain torch, written for readability) and the public `<k>`. The
+public function uses the Triton path of `kernels.gpu` for tensors on a GPU, and the C++ path of `kernels.cpu` for other
+tensors if it supports them. Importing this package loads neither a library nor triton; the first call loads what it
+needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The environment variables that kernels read. No other file in this package reads environment variables.
 
 KERNELS_LINEAR       the provider of linear layers (amx, onednn, simd, torch); unset: the one measured to be fastest
-KERNELS_CHOICES      a directory in which the processes of a deployment agree on the measured choice TRITON_INTERPRET=1
-triton's own variable: GPU kernels are interpreted on the CPU, as a rehearsal
+KERNELS_CHOICES      a directory in which the processes of a deployment agree on the measured choice
+TRITON_INTERPRET=1   triton's own variable: GPU kernels are interpreted on the CPU, as a rehearsal
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 Row formats, by the cache's dtype:
 
-* bfloat16, float16, float32: head_dim numbers. * float8_e4m3fn: head_dim numbers, rounded to nearest even, saturating
-at +-448. There is no scale, as in vLLM by default.
+* bfloat16, float16, float32: head_dim numbers.
+* float8_e4m3fn: head_dim numbers, rounded to nearest even, saturating at +-448. There is no scale, as in vLLM by
+  default.
 * int8: head_dim integers in [-127, 127], then their scale, an fp32 number: the row's largest magnitude / 127.
 
-A row depends on its own token alone, so its bytes are the same in any chunk, and a block can be copied as it is.
+A row depends only on its own token, so its bytes are the same in any chunk, and a block can be copied as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 SCALE_BYTES = {torch.int8: 4}
 E4M3_MAX = 448.0
 LEAST_MAGNITUDE = 2.0**-100
-"""An int8 row without a larger number is stored as zeros, because 127 divided by its largest one would overflow."""
+"""An int8 row whose largest magnitude is smaller than this is stored as zeros, because 127 divided by it might
+overflow.
+"""
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -49,7 +52,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_rows(rows: Tensor) -> Tensor:
-    """Converts rows [..., row_width] of a cache to the numbers that they stand for, fp32 [..., head_dim]."""
+    """Converts rows [..., row_width] of a cache to the numbers that they represent, fp32 [..., head_dim]."""
     if rows.dtype != torch.int8:
         return rows.float()
     integers, scales = rows.split((head_dim_of(rows), SCALE_BYTES[torch.int8]), dim=-1)

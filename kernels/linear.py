@@ -2,11 +2,10 @@
 
 On a CPU, no row depends on the others; tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits, our own
 SIMD product ("int4", "int8") is the only provider. The providers for other weights are:
-- "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
-- "simd": ours, in SIMD vectors.
-- "onednn": oneDNN. In measurements, it gives a row the same bits in every batch of two or more. A single row (fp32,
-some
-  bf16 shapes) has different bits, so it is padded to two.
+* "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
+* "simd": ours, in SIMD vectors.
+* "onednn": oneDNN. In measurements, it gives a row the same bits in every batch of two or more. A single row (fp32,
+  some bf16 shapes) has different bits, so it is padded to two.
 Our product is used unless oneDNN's is faster by a margin (`SLOWER`). Both are timed once per process. An argument or
 the environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
 a provider. Does not depend on the model.
@@ -289,7 +288,7 @@ def _on_cpu(weight: Tensor, bias: Tensor | None, provider: Provider | None) -> t
 
 
 def _agrees(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
-    """Compares some outputs for four rows with F.linear in fp32 (bf16 can be slow), within the dtype's rounding."""
+    """Returns whether some outputs for four rows agree with F.linear in fp32 (bf16 can be slow), within rounding."""
     probe = torch.linspace(-1, 1, 4 * weight.shape[1]).view(4, -1).sin().to(weight.dtype)
     some = torch.arange(weight.shape[0] - 1, -1, -max(1, weight.shape[0] // PROBED))
     want = linear_reference(probe.float(), weight[some].float(), None if bias is None else bias[some].float())

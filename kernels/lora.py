@@ -43,7 +43,9 @@ class LoraPart:
 
 
 class LoraWeights:
-    """The corrections that one adapter makes at every site of a model; no parts where it makes none."""
+    """The corrections that one adapter makes to a model, by site. A site that the adapter does not correct has no
+    parts.
+    """
 
     __slots__ = ("num_bytes", "products", "table")
 
@@ -108,8 +110,8 @@ def lora(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
 
 
 def lora_by_adapter(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
-    """Does the same as `lora` with two products of torch for every adapter. The bits may depend on how many rows an
-    adapter has.
+    """Computes the same as `lora`, with two products of torch for every adapter. The bits may depend on how many rows
+    an adapter has.
     """
     for weights, index in rows.by_adapter(x.device):
         for part in weights.products[site]:

@@ -93,7 +93,7 @@ class Recurrence:
 
     @property
     def state_size(self) -> int:
-        """Returns how many numbers a state has."""
+        """Number of values in the state of one sequence."""
         return self.values.shape[1] * self.values.shape[2] * self.keys.shape[2]
 
 
@@ -117,7 +117,9 @@ def recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
 
 
 def _is_fast(x: Tensor, name: str) -> bool:
-    """Returns whether the C++ kernels take `x`. If not, that is counted, unless the reference was requested."""
+    """Returns whether the C++ kernels take `x`. If they do not, counts a fallback, unless the reference was
+    requested.
+    """
     library = current()
     if library.handle is not None and not on_triton(x) and x.dtype in (torch.bfloat16, torch.float32):
         return True

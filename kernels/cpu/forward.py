@@ -46,9 +46,9 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """Parameters and sizes. `cache_*` are the strides of a layer's keys and values, in elements. `inner` is the width
-    of the widest MLP or expert. With `wide_norms` the weights of norms are fp32. A softcap of 0 means that there is no
-    softcap.
+    """The parameters and sizes of a model. `cache_*` are the strides of a layer's keys and values, in elements. `inner`
+    is the width of the widest MLP or expert. With `wide_norms` the weights of norms are fp32. A softcap of 0 means that
+    there is no softcap.
     """
 
     _fields_ = [
@@ -88,9 +88,9 @@ Entry = Callable[[Model, Pass], None]
 
 
 def entry(library: CpuLibrary) -> Entry | None:
-    """Returns the call of a build, or None if the build has none.
+    """Returns the function of a build that runs a pass, or None if the build has none.
 
-    The call raises ValueError for a token, position, slot or block out of range.
+    The function raises ValueError for a token, position, slot or block out of range.
     """
     if library.handle is None or not hasattr(library.handle, "ll_forward"):
         return None
@@ -122,7 +122,7 @@ def _taken(*num_bytes: int) -> int:
 
 
 def address(array: npt.NDArray[np.generic]) -> int:
-    """Returns the address of the first element."""
+    """Returns the address of the array's first element."""
     at: int = array.__array_interface__["data"][0]
     return at
 

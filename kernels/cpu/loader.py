@@ -100,8 +100,8 @@ def current() -> CpuLibrary:
 
 @contextlib.contextmanager
 def using(isa: Isa) -> Iterator[CpuLibrary]:
-    """Runs a `with` block on a different build, for tests and benchmarks. Affects the whole process, so not for
-    concurrent threads.
+    """Runs a `with` block on a different build, for tests and benchmarks. This affects the whole process, so other
+    threads must not run kernels meanwhile.
     """
     before = current()
     try:

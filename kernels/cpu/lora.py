@@ -19,7 +19,7 @@ MOST_PARTS, MOST_RANK, TILE_ROWS = 3, 512, 4
 
 
 class PartOf(Protocol):
-    """The fields of `kernels.lora.LoraPart`."""
+    """A protocol with the fields of `kernels.lora.LoraPart`."""
 
     a: Tensor
     b: Tensor
@@ -28,7 +28,7 @@ class PartOf(Protocol):
 
 
 class Part(ctypes.Structure):
-    """One projection of a packed product."""
+    """The correction of one projection of a packed product."""
 
     _fields_ = [
         *((name, PTR) for name in ("a", "b")), *((name, I64) for name in ("rank", "at", "n_out")), ("scale", F64)
@@ -60,7 +60,9 @@ def table_of(products: Sequence[Sequence[PartOf]]) -> ctypes.Array[Product]:
 
 
 def tiles_of(adapter_of_row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Returns tiles int32 [tiles, 2 + TILE_ROWS]: adapter, number of rows, rows. -1 stands for no adapter."""
+    """Returns tiles int32 [tiles, 2 + TILE_ROWS]: adapter, number of rows, rows. A row with the adapter -1 has none and
+    is in no tile.
+    """
     tiles = []
     for adapter in np.unique(adapter_of_row[adapter_of_row >= 0]):
         rows = np.flatnonzero(adapter_of_row == adapter)

@@ -13,8 +13,8 @@ _LOG = logging.getLogger("looseleaf.kernels")
 
 
 Isa = Literal["avx512", "avx2", "portable", "reference", "triton"]
-"""The instruction set of a build. "reference" is plain torch. "triton" stands for the GPU kernels under triton's
-interpreter. That is a rehearsal, thousands of times slower, and is never chosen automatically.
+"""The instruction set of a build. "reference" is plain torch. "triton" is the GPU kernels under triton's interpreter, a
+rehearsal that is thousands of times slower and is never chosen automatically.
 """
 
 

@@ -21,10 +21,13 @@ from kernels.gpu.launch import power_of_2
 PIECE = 512
 """Keys per piece in deterministic mode. Bits depend on it."""
 MAX_SPLITS = 64
-"""Limit in fast mode: the merge holds as many partial rows in registers (64 x 128 fp32 over 4 warps: 64 per thread).
+"""Maximum number of splits in fast mode, because the merge holds as many partial rows in registers (64 x 128 fp32 over
+4 warps: 64 per thread).
 """
 MIN_SPLIT_KEYS = 128
-"""Limit in fast mode: merging a shorter split costs more time than the split saves (estimated)."""
+"""Minimum number of keys per split in fast mode: merging a shorter split costs more time than the split saves
+(estimated).
+"""
 MAX_HEAD_DIM = 256
 
 

@@ -99,7 +99,7 @@ def compile_for(
 def compile_cases(cases: Sequence[Case], timeout_s: float = 280.0) -> list[Resources]:
     """Compiles all cases in up to four new processes, which compile even if this one runs Triton's interpreter.
 
-    Raises RuntimeError with the compiler's output if a case does not compile; subprocess.TimeoutExpired.
+    Raises RuntimeError with the compiler's output if a case does not compile, and subprocess.TimeoutExpired.
     """
     workers = max(1, min(os.cpu_count() or 1, 4, len(cases) // 4))
     shares = [cases[i::workers] for i in range(workers)]

@@ -2,9 +2,8 @@
 
 Within a device, one launch copies any number of blocks in 16-byte words. Copies from an arena into a packed buffer and
 back (gather, scatter) work in the same way, but without ids for the buffer. Between device and host, the copy engines
-are used for blocks of 28 KiB and more (vLLM's crossover on an H100; not measured here);
-blocks of several layers are always larger. Smaller blocks are copied by the kernel, which reads or writes the pinned
-memory over the bus.
+are used for blocks of 28 KiB and more (vLLM's crossover on an H100; not measured here), for few blocks, and for memory
+that is not pinned. Other blocks are copied by the kernel, which reads or writes the pinned memory over the bus.
 """
 
 from __future__ import annotations

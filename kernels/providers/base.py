@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Unavailable(ValueError):
-    """The error for a provider that is not available here or does not support the model. Its text is one sentence."""
+    """Raised if a provider is not available here or does not support the model. Its text is one sentence."""
 
 
 def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:
@@ -38,8 +38,8 @@ def import_for(provider: str, module: str, otherwise: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A model's attention on one device: all properties that a provider may have to refuse or prepare for. Lengths are
-    in tokens.
+    """A description of a model's attention on one device: all properties that a provider may have to refuse or prepare
+    for. Lengths are in tokens.
     """
 
     device: torch.device
@@ -65,7 +65,7 @@ class AttentionSpec:
 
     @property
     def extras(self) -> str | None:
-        """Names the model's requirements beyond plain attention, or returns None if there are none."""
+        """The names of the model's requirements beyond plain attention, or None if it has none."""
         found = [name for name in ("softcap", "sinks") if getattr(self, name) is not None]
         return " and ".join(found) or None
 
@@ -105,7 +105,8 @@ class AttentionBatch:
 
 
 class AttentionProvider(Protocol):
-    """Attention over block tables. One object serves one runner (one stream); `prepare` may keep data for all layers.
+    """A protocol of implementations of attention over block tables. One object serves one runner (one stream);
+    `prepare` may keep data for all layers.
 
     `decode` and `prefill` have the contracts of `kernels.paged_attention` and `kernels.paged_prefill`: they map queries
     [T, num_heads, head_dim] to the same shape; caches are [num_blocks, num_kv_heads, block_size, row_width], strided.
@@ -151,7 +152,7 @@ def flash_window(window: int | None) -> tuple[int, int]:
 
 
 def flash_objection(spec: AttentionSpec) -> str | None:
-    """Returns why no flash-attn kernel can serve the model, or None."""
+    """Returns the reason why no flash-attn kernel can serve the model, or None if one can."""
     if spec.extras:
         return f"is not asked for {spec.extras} yet"
     if spec.dtype not in HALF_TYPES:

@@ -56,7 +56,7 @@ def _best(spec: AttentionSpec, library: str | None) -> tuple[AttentionProvider, 
 
 
 def available(spec: AttentionSpec, library: str | None = None) -> dict[ProviderName, str]:
-    """Returns every provider's version, or why it is not available, for `looseleaf doctor`."""
+    """Returns every provider's version, or the reason why it is not available, for `looseleaf doctor`."""
     found: dict[ProviderName, str] = {}
     for name in get_args(ProviderName):
         try:

@@ -48,7 +48,7 @@ class FlashInferAttention:
         if spec.compute_capability is None or spec.compute_capability < (8, 0):
             return "needs a GPU of compute capability 8.0 or later"
         if spec.deterministic:
-            return "deals keys out by the batch, so it cannot be deterministic"
+            return "distributes keys according to the batch, so it cannot be deterministic"
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:

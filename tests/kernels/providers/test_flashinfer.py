@@ -136,7 +136,7 @@ def test_ragged_lists_leave_padding_out() -> None:
 
 
 def test_it_cannot_be_deterministic(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unavailable, match="deals keys out by the batch"):
+    with pytest.raises(Unavailable, match="distributes keys according to the batch"):
         FlashInferAttention(replace(spec, deterministic=True))
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(Unavailable, match="needs the module flashinfer"):
