@@ -1,1 +1,3 @@
-"""The service that clients talk to: gRPC and OpenAI HTTP, tokenizing, limits, routing, streams, metrics. No torch."""
+"""The service that clients call, over gRPC and HTTP. It validates, tokenizes, limits and routes requests, and streams
+their answers. It does not import torch.
+"""

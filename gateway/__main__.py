@@ -1,4 +1,4 @@
-"""Starts a gateway: `python -m gateway --model DIR --redis-url URL`. Builds every object that it needs."""
+"""Builds a gateway's objects and runs the gateway: `python -m gateway --model DIR --redis-url URL`."""
 
 from __future__ import annotations
 
@@ -220,7 +220,10 @@ def open_vllm_ports(
     check_of: Callable[[Authenticator], Check],
     protection: Protection,
 ) -> VllmPorts | None:
-    """Returns the ports of vLLM's protocol, bound, or None if they are off. Raises StartupError."""
+    """Binds and returns the ports of vLLM's protocol, or returns None if `vllm_grpc` is off.
+
+    Raises StartupError if a port cannot be bound or a package is missing.
+    """
     if not settings.vllm_grpc:
         return None
     try:
@@ -231,7 +234,11 @@ def open_vllm_ports(
 
 
 def adapters_of(settings: GatewaySettings, workers: Workers, base_name: str) -> Adapters:
-    """Raises StartupError if adapters are named but not enabled."""
+    """Returns the adapters that the gateway can serve: none unless `enable_lora` is set.
+
+    Raises StartupError if settings need `enable_lora` and it is off, or if it is on and there are several Redis
+    servers.
+    """
     if not settings.enable_lora:
         if settings.lora_modules or settings.allow_runtime_lora_updating:
             raise StartupError("--lora-modules and --allow-runtime-lora-updating need --enable-lora")

@@ -3,7 +3,7 @@
 Every value is counted once; the second name is added when /metrics is read. Counting tokens is the hot path
 (`token_tally`). Definitions: time to first token is the time from the request's arrival here until the first token's
 text is sent; inter-token latency is the time between two messages to the client divided by the number of tokens in the
-second.
+second message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VLLM_NAMES = {
 
 
 class _Aliased(Collector):
-    """Every metric of a registry. Metrics that vLLM also has appear a second time under vLLM's name."""
+    """A collector of all metrics of a registry. Metrics that vLLM also has appear a second time under vLLM's name."""
 
     def __init__(self, inner: CollectorRegistry, names: Mapping[str, str]) -> None:
         self._inner = inner
@@ -70,7 +70,7 @@ def _renamed(metric: Metric, name: str) -> Metric:
 
 
 class Metrics:
-    """The gateway's Prometheus metrics. All methods are cheap and run in the event loop."""
+    """The gateway's Prometheus metrics. The methods run in the event loop, and those called per request are cheap."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -161,19 +161,19 @@ class Metrics:
         )
 
     def first_token(self, latency_s: float, summary: Summary) -> None:
-        """Notes that the first token is sent. `summary` contains the prompt's sources."""
+        """Notes that a request's first token is sent. `summary` contains the prompt's sources."""
         self._ttft.observe(latency_s)
         self.prompt_done(summary)
         self._tally.num_tokens += 1
 
     def prompt_done(self, summary: Summary) -> None:
-        """Counts the tokens of a prompt that has been prefilled, and those of them that were cached."""
+        """Counts the tokens of a prompt that has been prefilled, and how many of them were cached."""
         self._prompt.inc(summary.prompt_tokens)
         self._queries.inc(summary.prompt_tokens)
         self._hits.inc(summary.sources.cached)
 
     def tokens(self, count: int) -> None:
-        """Counts `count` tokens without a predecessor: those of another sample's first message, or of a beam search."""
+        """Counts tokens that have no inter-token latency, because they are in a sample's first message."""
         self._tally.num_tokens += count
 
     def dispatched(self, role: str, worker: str) -> None:
@@ -206,7 +206,7 @@ class Metrics:
         self._not_let_in.labels(self._model, reason).inc()
 
     def ended(self, outcome: str, latency_s: float, summary: Summary) -> None:
-        """Notes that an admitted request has ended: stop, length, abort or error."""
+        """Notes how an admitted request ended. `outcome` is stop, length, abort or error."""
         self._ended.labels(self._model, outcome).inc()
         self._e2e.observe(latency_s)
         self._attempts.observe(summary.attempts)
@@ -247,7 +247,7 @@ class Metrics:
             self._queued.labels(self._model, worker, role).set(waiting)
 
     def set_fallbacks(self, by_service: Mapping[str, Mapping[str, int]]) -> None:
-        """Sets counts by name, of the gateway and of all worker processes. Removes all other series."""
+        """Sets the fallback counts of all services, by service and fallback. Removes all other series."""
         self._fallbacks.clear()
         for service, counts in by_service.items():
             for name, count in counts.items():

@@ -18,7 +18,7 @@ _LABELS = ["model_name"]
 
 
 class TokenTally(Collector):
-    """Number of tokens produced, and a histogram of the seconds between them."""
+    """A collector of the number of tokens produced and a histogram of the seconds between them."""
 
     def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:
         """`bounds_s` are the upper bounds of the histogram's buckets, in ascending order."""
@@ -41,7 +41,7 @@ class TokenTally(Collector):
         tokens = CounterMetricFamily("looseleaf_generation_tokens", "Tokens produced", labels=_LABELS)
         tokens.add_metric(self._model, self.num_tokens)
         yield tokens
-        times = HistogramMetricFamily("looseleaf_inter_token_latency_seconds", "Between tokens", labels=_LABELS)
+        times = HistogramMetricFamily("looseleaf_inter_token_latency_seconds", "Time between tokens", labels=_LABELS)
         names = [*map(floatToGoString, self._bounds_s), "+Inf"]
         times.add_metric(self._model, list(zip(names, accumulate(self._buckets), strict=True)), self._sum_s)
         yield times

@@ -1,1 +1,1 @@
-"""Decides which request starts when: tenants' shares, the queue, the predicted wait."""
+"""Decides when a request starts, by its tenant's share, the queue and the predicted wait."""

@@ -1,8 +1,8 @@
-"""Decides which requests are admitted and which are refused at once with a retry time. No I/O.
+"""Admission control: admits a request, or refuses it at once. No I/O.
 
 There are two checks: one when a request's headers have arrived (`Admission.enter`: its tenant, the queue, its predicted
-wait), and one when it has been read (`Entry.take`: its samples, priority and tokens). The limit on the queue applies to
-each tenant. While the queue is full, a tenant may not exceed an even share of it; other tenants are not affected.
+wait), and one when its body has been read (`Entry.take`: its samples, priority and tokens). The limit on the queue
+counts the sequences of all tenants. While the queue is full, only tenants that exceed an even share of it are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gateway.admission.tenants import Bucket, Tenants
 from gateway.intake.resolved_request import ResolvedRequest
 
 RETRY_AFTER_S = 1.0
-"""The retry time if nothing better is known."""
+"""The retry time while no wait can be predicted."""
 
 
 class Reason(StrEnum):
@@ -36,7 +36,7 @@ class Reason(StrEnum):
 
 
 class Admission:
-    """Counts the sequences of all requests from their arrival to their end."""
+    """The admission control of one gateway. It counts the sequences of every request from its arrival to its end."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Admission:
         on_refusal: Callable[[Reason], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit` counts sequences. Requests that would wait longer than `max_wait_s` for a place are refused."""
+        """`limit` counts sequences. A request whose predicted wait for a place exceeds `max_wait_s` is refused."""
         self._limit = limit
         self._max_wait_s = max_wait_s
         self._gate = gate
@@ -55,18 +55,18 @@ class Admission:
         self._on_refusal = on_refusal
         self._clock = clock
         self._sequences: Counter[str] = Counter()
-        """Number of sequences of each tenant that has any."""
+        """Number of sequences per tenant. A tenant without sequences has no entry."""
         self._coming: Counter[str] = Counter()
         """Number of requests of each tenant that have not been read yet, and therefore have not reached the gate."""
         self.current = 0
-        """Sequences of all tenants."""
+        """Number of sequences of all tenants."""
         self.num_requests = 0
         self.draining = False
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Makes the same checks as `enter` without admitting a request, for callers that have not yet received a
-        message. Raises the same errors.
+        """Makes the checks of `enter`, and raises its errors, without admitting a request. For callers that have not
+        yet received a message.
         """
         if self.draining:
             raise self._refusal(
@@ -77,7 +77,7 @@ class Admission:
         self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)
 
     def enter(self, tenant: str = "") -> Entry:
-        """Admits a request from its headers. Use it in a `with` statement.
+        """Admits a request whose headers have arrived. Use the entry in a `with` statement.
 
         Raises ResourceExhausted (queue, wait, quota) or, while draining, Unavailable. Each error has a retry time.
         """
@@ -89,13 +89,11 @@ class Admission:
         return Entry(self, tenant)
 
     def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
-        """Returns the predicted wait of a request that arrives now, or None until a rate has been measured."""
+        """Returns the seconds that a request that arrives now is likely to wait, or None until a rate is known."""
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Notes that a request has ended or has been given back, and how many of its tokens were computed or found in
-        the cache.
-        """
+        """Charges tokens, computed or found in the cache, to the tenant's budget. A negative number is credited."""
         self._take(self._tenants.tokens(tenant), num_tokens)
 
     # --- for entries
@@ -129,8 +127,8 @@ class Admission:
     # --- inside
 
     def _check_room(self, tenant: str, count: int) -> None:
-        """Enforces a tenant's share while the queue is full: an even part of the queue among all tenants that have
-        sequences in it.
+        """Raises ResourceExhausted if `count` more sequences exceed both the limit and the tenant's share. The share is
+        an even part of the limit among the tenants that have sequences.
         """
         present = len(self._sequences) + (tenant not in self._sequences)
         share = min(self._limit, max(1, self._limit // present))
@@ -152,7 +150,7 @@ class Admission:
         raise self._refusal(Reason.QUEUE_WAIT, ResourceExhausted(text, retry_after_s=wait))
 
     def _check_bucket(self, bucket: Bucket | None, amount: int, reason: Reason) -> None:
-        """Checks whether the tenant may use `amount` now."""
+        """Raises ResourceExhausted if `amount` cannot be taken from the bucket now."""
         if bucket is not None and amount > 0 and (wait := bucket.wait_s(amount, self._clock())) > 0:
             text = f"the limit of your key is {bucket.per_minute} {reason.value.replace('_', ' ')}"
             raise self._refusal(reason, ResourceExhausted(text, retry_after_s=wait))
@@ -174,7 +172,7 @@ class Admission:
             del self._sequences[tenant]
 
     def _has_come(self, entry: Entry) -> None:
-        """Notes that the request has reached the gate, or that it never will."""
+        """Notes that the request has reached the gate, or that it will never reach it."""
         if entry.is_coming:
             entry.is_coming = False
             self._coming[entry.tenant] -= 1
@@ -187,7 +185,7 @@ class Admission:
 
 
 class Entry:
-    """A request that has been admitted, until `close`."""
+    """The record of an admitted request, which counts against the limits until `close`."""
 
     def __init__(self, admission: Admission, tenant: str) -> None:
         self._admission = admission
@@ -197,17 +195,17 @@ class Entry:
         self.is_coming = True
         """Whether the request has not been read yet."""
         self.reserved_tokens = 0
-        """Tokens taken from the tenant's budget until the requests' own counts are known."""
+        """Tokens taken from the tenant's budget in advance. `close` credits them."""
 
     def take(self, requests: Sequence[ResolvedRequest]) -> None:
-        """Takes places for all sequences of a request that has been read, or for none.
+        """Admits all sequences of a request that has been read, or none of them.
 
-        Errors: PermissionDenied (priority), ResourceExhausted with a retry time (queue, wait, quota).
+        Raises PermissionDenied (priority) or ResourceExhausted with a retry time (queue, wait, quota).
         """
         self._admission.take(self, requests)
 
     def close(self) -> None:
-        """Gives back all places and tokens. A second call does nothing."""
+        """Stops counting the request's sequences and credits its reserved tokens. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._admission.leave(self)

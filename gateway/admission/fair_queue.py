@@ -1,8 +1,8 @@
 """Deficit round robin between tenants (Shreedhar and Varghese, 1996). Within a tenant, first come, first served.
 
 Tenants take turns. Each turn adds a quantum to a tenant's credit, and the tenant keeps unused credit while it has
-waiting items. In any period, two waiting tenants therefore get the same number of tokens, up to a quantum and two
-requests, regardless of the size and number of their requests. Does not depend on asyncio, places or priorities.
+waiting items. While two tenants both wait, the numbers of tokens that they get therefore differ by at most a quantum
+and two requests, regardless of the size and number of their requests. Does not depend on asyncio, places or priorities.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Line(Generic[T]):
-    """One tenant's waiting items, and the credit that the tenant has left in this turn."""
+    """The queue of one tenant's waiting items, with the credit that the tenant has left."""
 
     deficit: int = 0
     items: deque[tuple[int, T]] = field(default_factory=deque)
@@ -26,9 +26,7 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A queue of items of several tenants. The first line in the order of turns has already received its quantum for
-    this turn.
-    """
+    """A queue that serves several tenants in turn. The tenant whose turn it is has already received its quantum."""
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
@@ -64,8 +62,7 @@ class FairQueue(Generic[T]):
         return None if line is None else line.items[0][1]
 
     def head(self) -> T:
-        """Returns the item whose turn it is. It stays the same until it is popped or discarded, even if items are
-        added.
+        """Returns the item whose turn it is. Adding other items does not change which item that is.
 
         Raises IndexError if the queue is empty.
         """
@@ -79,12 +76,16 @@ class FairQueue(Generic[T]):
         return line.items[0][1]
 
     def pop(self) -> T:
-        """Removes the head and subtracts its cost from its tenant's credit."""
+        """Removes and returns the head, and subtracts its cost from its tenant's credit. Raises IndexError if the queue
+        is empty.
+        """
         self.head()
         return self.take(next(iter(self._lines)))
 
     def take(self, tenant: str) -> T:
-        """Removes a tenant's first item before its turn and subtracts its cost from the tenant's credit."""
+        """Removes and returns a tenant's first item, even before its turn, and subtracts its cost from the tenant's
+        credit.
+        """
         line = self._lines[tenant]
         cost, item = line.items.popleft()
         line.deficit -= cost
@@ -109,7 +110,7 @@ class FairQueue(Generic[T]):
         return next(iter(self._lines.values()))
 
     def _skip_idle_rounds(self) -> None:
-        """Skips all rounds in which no tenant can afford its first item. That item may cost thousands of quanta."""
+        """Skips the rounds in which no tenant can afford its first item. An item may cost thousands of quanta."""
         turns = min(-(-(line.items[0][0] - line.deficit) // self._quantum) for line in self._lines.values())
         if turns > 1:
             for line in self._lines.values():

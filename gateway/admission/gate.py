@@ -1,7 +1,7 @@
-"""The gate to the workers: a request waits here until decode has room for it. No I/O.
+"""The gate to the workers, where a request waits until decode has room for it. No I/O.
 
-Requests pass in order of priority, and tenants share fairly. A prompt that was prefilled too early would hold blocks
-that running requests need. The gate also predicts how long a request that arrives now will wait.
+Requests pass in order of priority, and tenants share the places fairly. A prompt that is prefilled too early takes
+blocks that running requests need. The gate also predicts how long a request that arrives now will wait.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ workers have room.
 BUSY_SHARE = 0.7
 """The service counts as busy if at least this share of the places (`Workers.gate_capacity`) is taken."""
 RESERVED_RANK = -(1 << 32)
-"""Added to the priority of a request with a reserved place, so that it precedes every other priority."""
+"""Added to the priority of a request with a reserved place, so that it precedes every request without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A request's place at the workers. Its weight is the number of sequences that the request runs at once."""
+    """The record of a request's places at the workers: one place per sequence that the request runs at once."""
 
     priority: int
     tenant: str
@@ -40,16 +40,16 @@ class Place:
     cost: int
     """Cost in tokens."""
     arrival: int
-    """Position of its request in the order of arrival at the gate."""
+    """The request's position in the order of arrival at the gate."""
     reserved: bool = False
     predicted_s: float | None = 0.0
     """Predicted wait at the time the request arrived, or None if unknown."""
     began: Mark | None = None
-    """When the request got its place; None before that."""
+    """When the request got its places, or None if it still waits."""
 
     @property
     def rank(self) -> int:
-        """The request's priority at the workers."""
+        """The request's priority at the workers. Lower numbers go first."""
         return self.priority + (RESERVED_RANK if self.reserved else 0)
 
 
@@ -63,7 +63,7 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Returning:
-    """A group that was given back and has kept its place."""
+    """A sequence group that was given back and waits to be prefilled again. It has kept its place."""
 
     place: Place
     fits: Callable[[], bool]
@@ -71,12 +71,12 @@ class _Returning:
 
 
 class Gate:
-    """Lets requests through to workers while there are places. A place is one sequence.
+    """The queue in front of the workers. It lets requests through while there are places, one for each sequence.
 
     The lowest priority number goes first. Within a priority, deficit round robin decides between tenants, and the order
-    of arrival decides within a tenant. The request whose turn it is waits until it fits. No smaller request overtakes
-    it, unless that request has a better priority or a place reserved for a tenant that has less than its share
-    (`Shares`). Groups that were given back go first.
+    of arrival decides within a tenant. The request whose turn it is waits until it fits. A smaller request overtakes it
+    only with a better priority, or with a place reserved for a tenant that has less than its share (`Shares`). Groups
+    that were given back precede new requests of the same rank.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Gate:
         self._arrivals = 0
         self._num_places = 0
         self.inside = 0
-        """Sequences of the requests that have a place."""
+        """Number of sequences of the requests that have places."""
 
     @property
     def num_waiting(self) -> int:
@@ -107,7 +107,7 @@ class Gate:
 
     def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
         """Returns the longest time that a request that arrives now is likely to wait, or None until a rate has been
-        measured. `coming` counts admitted requests by tenant that have not reached the gate.
+        measured. `coming` has, for each tenant, the number of admitted requests that have not reached the gate.
         """
         predicted = self._predict(tenant, priority, coming)
         return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
@@ -118,7 +118,9 @@ class Gate:
             self._margin.learn(place.predicted_s, seconds)
 
     def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """Returns the predicted mean wait (`wait_s` returns the likely maximum). It is 0 if there is a place now."""
+        """Returns the predicted mean wait in seconds, or None until a rate has been measured. It is 0 if a place is
+        free. `wait_s` returns the likely maximum.
+        """
         self._note_time()
         rate, capacity = self._rate.per_second, self._capacity()
         if rate is None:
@@ -167,9 +169,9 @@ class Gate:
         """Waits until a group that was given back may be prefilled again. The group keeps its place, even if this call
         is cancelled.
 
-        `fits` (must not raise) is called only for the first group, by rank and arrival, and each call of `wake` lets at
-        most one group through. At the next `wake`, `fits` can account for the blocks that this group takes. While the
-        group waits, no new request of the same or a lower rank is let in.
+        `wake` calls `fits`, which must not raise, only for the first group by rank and arrival. It lets at most one
+        group through, so that the next call of `fits` can account for that group's blocks. While a group waits, no new
+        request of the same or a worse rank is let in.
         """
         group = _Returning(place, fits, asyncio.get_running_loop().create_future())
         bisect.insort(self._returning, group, key=lambda g: (g.place.rank, g.place.arrival))
@@ -185,7 +187,9 @@ class Gate:
                 self.wake()
 
     def wake(self) -> None:
-        """Lets in all requests that fit. Also called when workers have joined or reported."""
+        """Lets in the first group that was given back if it fits, and otherwise the requests whose turn it is. Call it
+        also when workers have joined or reported.
+        """
         self._let_in()
         self._note_time()
 
@@ -238,8 +242,8 @@ class Gate:
         return not self._returning or rank < self._returning[0].place.rank
 
     def _fits(self, weight: int) -> bool:
-        """Returns whether a waiter fits. A waiter that needs more than all places fits when it is alone; otherwise it
-        would never be let in.
+        """Returns whether a waiter fits. A waiter that needs more than all places fits when no other request has one;
+        otherwise it would never be let in.
         """
         capacity = self._capacity()
         return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
@@ -254,7 +258,7 @@ class Gate:
         return place
 
     def _drop(self, waiter: _Waiter) -> None:
-        """Removes a request that is no longer waiting. The next request may fit."""
+        """Removes a request that was cancelled, and wakes the gate because the next request may fit."""
         wanted = waiter.wanted
         queue = self._queues.get(wanted.priority)
         if queue is not None and queue.discard(wanted.tenant, waiter):
@@ -267,8 +271,8 @@ class Gate:
             del self._queues[priority]
 
     def _note_time(self) -> None:
-        """Updates the busy time. The service is busy while decode's batches are full, which happens before all places
-        are taken.
+        """Updates the busy time. The service counts as busy before all places are taken, because decode's batches are
+        full earlier.
         """
         busy = bool(self._queues) or self.inside >= BUSY_SHARE * self._capacity()
         self._rate.pass_time(self._clock(), busy=busy)

@@ -1,6 +1,6 @@
-"""The open answers. Ends an answer that takes too long, or all of them at once. No I/O.
+"""Ends answers that take too long to write, or all open answers at once. No I/O.
 
-When an answer is ended in this way, an error is raised inside its scope, and the answer's writer informs the client.
+To end an answer, an error is raised inside its scope. The answer's writer then informs the client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1.0
 
 
 class OpenAnswers:
-    """The open answers of one gateway."""
+    """The set of answers that one gateway is writing."""
 
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()
@@ -23,8 +23,8 @@ class OpenAnswers:
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
-        """A scope in which an answer is written, in one task. Raises DeadlineExceeded if writing takes too long because
-        the client does not read, and Unavailable if `end` is called.
+        """A scope in which one task writes an answer. Raises DeadlineExceeded after `timeout_s`, when the client has
+        not read its answer in time, and Unavailable when `end` is called.
         """
         scope = asyncio.timeout(0.0 if self._ended else timeout_s)
         try:
@@ -39,7 +39,7 @@ class OpenAnswers:
             self._scopes.discard(scope)
 
     def end(self) -> None:
-        """Ends all answers, including those that begin later."""
+        """Ends all open answers, and every answer that begins later."""
         self._ended = True
         now = asyncio.get_running_loop().time()
         for scope in self._scopes:

@@ -2,8 +2,8 @@
 clock.
 
 A request's work is the largest number of tokens that it may take, both in the queue and in the rate. If this estimate
-is too high, it is too high in the queue and in the rate alike. The rate counts time only while places are taken, so an
-idle service neither forgets its rate nor appears slow. Places do not become free evenly, and prompts wait for each
+is too high, it is too high in both. The rate counts time only while the service is busy, so an idle service neither
+forgets its rate nor appears slow. Places do not become free evenly, and prompts wait for each
 other at the workers. A margin, which is learned from the waits of earlier requests, is therefore added to the mean.
 """
 
@@ -17,24 +17,25 @@ MEMORY_S = 20.0
 """Time constant of the rate, in busy seconds."""
 MIN_BUSY_S = 1.0
 MIN_DONE = 16
-"""Amount of work that must have been seen before a rate is reported."""
+"""A rate is reported after `MIN_BUSY_S` busy seconds and `MIN_DONE` completed requests."""
 _MEAN_WEIGHT = 0.05
 _QUANTILE = 0.98
-"""Share of all requests that wait no longer than predicted."""
+"""Share of the requests that should wait no longer than predicted."""
 _STEP = 0.1
-"""Amount by which a request moves the margin: in seconds, and as a share of the margin itself."""
+"""Step size of the margin: in seconds, and as a share of the margin itself."""
 
 
 class Mark(NamedTuple):
-    """The moment at which a request got its place."""
+    """The time at which a request got its place."""
 
     at: float
+    """Seconds on the clock of `pass_time`."""
     busy_s: float
-    """Busy time up to that moment."""
+    """Busy seconds up to that time."""
 
 
 class ServiceRate:
-    """The work done per second while the service was busy. `now` is in seconds in every method and never decreases."""
+    """An estimate of the work, in tokens, that the service does per busy second."""
 
     def __init__(self) -> None:
         self._at = 0.0
@@ -47,24 +48,24 @@ class ServiceRate:
 
     @property
     def per_second(self) -> float | None:
-        """Returns the rate, or None until enough work has been seen."""
+        """Returns the rate in tokens per busy second, or None until enough work has been seen."""
         if self._busy_s < MIN_BUSY_S or self._num_done < MIN_DONE or not self._work:
             return None
         return self._work / self._busy_s
 
     @property
     def mean_cost(self) -> float:
-        """Returns the mean cost of a sequence, over the latest arrivals."""
+        """Returns the moving average of a sequence's cost in tokens."""
         return self._mean_cost
 
     def note_cost(self, cost: int, weight: int) -> None:
-        """Notes that a request with this number of sequences has arrived."""
+        """Notes that a request of `weight` sequences, which costs `cost` tokens, has arrived."""
         each = cost / weight
         self._mean_cost += (each - self._mean_cost) * (_MEAN_WEIGHT if self._mean_cost else 1.0)
 
     def pass_time(self, now: float, *, busy: bool) -> None:
-        """Advances the time. Must be called at every change. The `busy` of the previous call applies up to now, and the
-        `busy` of this call applies after that.
+        """Advances the time to `now`, in seconds. Must be called whenever `busy` changes. The `busy` of the previous
+        call applies up to `now`, and the `busy` of this call applies after that.
         """
         if self._busy and now > self._at:
             self._total_busy_s += now - self._at
@@ -74,12 +75,12 @@ class ServiceRate:
         self._at, self._busy = now, busy
 
     def mark(self) -> Mark:
-        """Returns a mark to keep until `done`, as of the last `pass_time`."""
+        """Returns the time of the last `pass_time`, to be passed to `done`."""
         return Mark(self._at, self._total_busy_s)
 
     def done(self, work: int, began: Mark) -> None:
-        """Notes that a request has given up its place, as of the last `pass_time`. Its work counts in proportion to the
-        busy share of its time: many requests end together, and after the first of them the service is no longer busy.
+        """Notes that a request gave up its place at the time of the last `pass_time`. Its work counts in proportion to
+        the busy share of its time: many requests may end together, and the first of them may end the busy time.
         """
         whole_s, busy_s = self._at - began.at, self._total_busy_s - began.busy_s
         if busy_s > 0:
@@ -96,14 +97,14 @@ class Margin:
         self.seconds = 0.0
 
     def learn(self, predicted_s: float, waited_s: float) -> None:
-        """Learns from a request that has waited. `predicted_s` is without a margin."""
+        """Adjusts the margin after a request has waited. `predicted_s` does not include the margin."""
         step = _STEP * (1.0 + self.seconds)
         above = waited_s > predicted_s + self.seconds
         self.seconds = max(0.0, self.seconds + step * (_QUANTILE if above else _QUANTILE - 1.0))
 
 
 def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:
-    """Returns how much of the waiting `work` (one entry per tenant) is done before a new request of `tenant` begins.
+    """Returns how much of the waiting `work` (in tokens, by tenant) is done before a new request of `tenant` begins.
 
     Tenants take turns of one `quantum` each. Of every other tenant's work, the request waits for at most as much as
     `tenant` itself has waiting, plus one turn.

@@ -1,10 +1,10 @@
 """The places of each tenant at the gate. Decides which tenants may start requests although all places are taken. Plain
 Python, no clock.
 
-A tenant that has less than an even share of the places may start requests beyond the limit. Their rank precedes that of
-requests without a reserved place, so workers preempt the newest group of the tenants that have more. At any time, this
-applies to only a few sequences of a tenant, or to one request, and never to more than half of all places. Requests
-without a reserved place therefore also make progress.
+A tenant that has less than an even share of the places may start requests beyond the limit, with a reserved place.
+Workers preempt requests without a reserved place first. A tenant can have only a few sequences, or one request, with
+reserved places at a time, and all tenants together at most half of all places. Requests without a reserved place
+therefore also make progress.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESERVED_SHARE = 16
-"""The share of all places that is reserved for each tenant, but at least one place."""
+"""A tenant's reserved sequences are at most `capacity // RESERVED_SHARE`, unless they belong to a single request."""
 
 
 @dataclass(slots=True)
 class _Holding:
-    """The sequences of one tenant."""
+    """The sequence counts of one tenant."""
 
     inside: int = 0
     reserved: int = 0
@@ -26,7 +26,7 @@ class _Holding:
 
 
 class Shares:
-    """Sequence counts for every active tenant. Decides which tenants may use a reserved place."""
+    """The sequence counts of all active tenants. They decide which tenants may use a reserved place."""
 
     def __init__(self) -> None:
         self._holdings: dict[str, _Holding] = {}
@@ -39,7 +39,8 @@ class Shares:
     def may_reserve(self, tenant: str, priority: int, weight: int, capacity: int) -> bool:
         """Returns whether the tenant may start `weight` more sequences even if all `capacity` places are taken.
 
-        It may not if there is no other tenant, or if the request's priority says that the request can wait.
+        It may not if there is no other tenant, if `priority` is above 0 (the request can wait), or if the tenant would
+        exceed its even share or a limit on reserved places.
         """
         holding = self._holdings.get(tenant) or _Holding()
         present = len(self._holdings) + (tenant not in self._holdings)
@@ -50,7 +51,7 @@ class Shares:
         return not holding.reserved or holding.reserved + weight <= capacity // RESERVED_SHARE
 
     def wait(self, tenant: str, weight: int) -> None:
-        """Notes that a request waits."""
+        """Notes that a request of `weight` sequences waits."""
         self._holding(tenant).waiting += weight
 
     def wait_no_more(self, tenant: str, weight: int) -> None:

@@ -1,7 +1,7 @@
 """The limits of tenants: requests and tokens per minute, priority, cached blocks. No I/O; the time is an argument.
 
-The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant for which the file
-states no limits has none, and clients have none if no key is required.
+The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant that the file does not
+list has no limits. If no key is required, no client has limits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NO_LIMITS = TenantLimits()
 
 
 class Bucket:
-    """A token bucket of one tenant: it holds at most one minute's worth and fills evenly. Its level may be negative."""
+    """A token bucket of one tenant. It holds at most one minute's worth and fills evenly. Its level may be negative."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -53,7 +53,7 @@ class _Account:
 
 
 class Tenants:
-    """The limits and the usage of every tenant."""
+    """A table of the limits and the usage of every tenant."""
 
     def __init__(self, limits: Mapping[str, TenantLimits], now: float) -> None:
         self._limits: Mapping[str, TenantLimits] = {}
@@ -74,11 +74,13 @@ class Tenants:
         return self._limits.get(tenant, _NO_LIMITS).best_priority
 
     def cache_percent(self, tenant: str) -> int | None:
-        """Returns the largest share of an arena's blocks that stays cached for the tenant, or None for no limit."""
+        """Returns the largest share, in percent, of an arena's blocks that stays cached for the tenant, or None for no
+        limit.
+        """
         return self._limits.get(tenant, _NO_LIMITS).cache_percent
 
     def is_operator(self, tenant: str) -> bool:
-        """Returns whether the tenant may change what is served. Without a key file, every client may."""
+        """Returns whether the tenant may change what is served. A tenant that the key file does not list may."""
         return tenant not in self._limits or self._limits[tenant].operator == 1
 
     def requests(self, tenant: str) -> Bucket | None:

@@ -14,7 +14,7 @@ from gateway.request.delta import Delta
 
 
 class AskingBody(Protocol):
-    """A parsed request body."""
+    """The interface of a parsed request body."""
 
     stream: bool | None
 
@@ -23,7 +23,7 @@ class AskingBody(Protocol):
 
 
 class StreamForm(Protocol):
-    """How a stream of events ends."""
+    """The interface that defines how a stream of events ends."""
 
     ending: bytes
     """Sent after the last event of a stream that did not fail."""
@@ -36,7 +36,7 @@ class StreamForm(Protocol):
 
 
 class WholeAnswer(Protocol):
-    """The answer to one body, as a whole."""
+    """The interface of the complete answer to one request body."""
 
     requests: list[ResolvedRequest]
     field_names: Mapping[str, str]
@@ -46,17 +46,17 @@ class WholeAnswer(Protocol):
         """Returns one request for each prompt. Raises InvalidArgument or Unimplemented."""
 
     def take(self, requests: list[ResolvedRequest]) -> None:
-        """Takes the resolved requests. Must be called first."""
+        """Takes the resolved requests. Must be called before `add`."""
 
     def add(self, number: int, deltas: Sequence[Delta]) -> None:
-        """Adds deltas of request `number` to the whole answer."""
+        """Adds deltas of request `number` to the complete answer."""
 
     def whole(self) -> bytes:
-        """Returns the whole answer as JSON, once all deltas have been added."""
+        """Returns the complete answer as JSON. All deltas must have been added."""
 
 
 class HttpAnswer(WholeAnswer, StreamForm, Protocol):
-    """The answer to one body, whole or as events."""
+    """The interface of the answer to one request body, complete or as events."""
 
     @property
     def asking(self) -> AskingBody: ...
@@ -74,6 +74,6 @@ def renamed(error: InvalidArgument, names: Mapping[str, str]) -> InvalidArgument
 
 
 def _renamed(field: str, names: Mapping[str, str]) -> str:
-    """Returns a path such as stop[0] with the first name replaced."""
+    """Returns a path such as stop[0] with its first name replaced if `names` contains it."""
     first = re.split(r"[.\[]", field, maxsplit=1)[0]
     return names.get(first, first) + field[len(first) :]

@@ -1,6 +1,7 @@
-"""An answer as a sequence of blocks: text, reasoning and tool calls. Responses and messages are built from it.
+"""Blocks of text, reasoning and tool calls, of which the answers of the Responses and Messages APIs are built.
 
-One block is open at a time. Whole answers and streams go through the same steps, so they have the same blocks.
+At most one block is open at a time. Complete answers and streams go through the same steps, so they have the same
+blocks.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Block:
     """The function's name, for a call."""
     call_id: str = ""
     secret: str = field(default_factory=lambda: secrets.token_hex(24))
-    """The part of the block's id that makes it unique."""
+    """The part that makes the block's id unique."""
     texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The text, or a call's arguments."""
+        """The block's text, or the arguments of a call."""
         return "".join(self.texts)
 
 
@@ -52,7 +53,7 @@ class Change:
 
 
 class Blocks:
-    """The blocks of one sample."""
+    """The list of one sample's blocks, built from its deltas."""
 
     def __init__(self, reader: OutputReader | None, ids: CallIds) -> None:
         """If `reader` is None, all text is content."""
@@ -66,7 +67,7 @@ class Blocks:
         return any(block.kind == "call" for block in self.all)
 
     def read(self, delta: Delta) -> list[Change]:
-        """Returns the changes that the sample's next delta makes. The last delta closes the last block."""
+        """Adds the sample's next delta and returns the changes. The last delta closes the last block."""
         changes: list[Change] = []
         for piece in self._pieces(delta):
             self._take(piece, changes)
@@ -106,14 +107,14 @@ class Blocks:
 
 
 class ToolBody(AskingBody, Protocol):
-    """A body that may offer tools."""
+    """The interface of a request body that may offer tools."""
 
     def chosen_tools(self) -> ToolChoice:
         """Returns the tools that may be called. Raises InvalidArgument."""
 
 
 class BlockAnswer:
-    """The part of an answer that responses and messages share: a plan, one request, one sample."""
+    """The base class for answers of the Responses and Messages APIs, which have one plan, request and sample."""
 
     ending = b""
     field_names: Mapping[str, str] = {}

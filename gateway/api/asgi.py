@@ -36,7 +36,9 @@ class BodyTooSlow(DeadlineExceeded):
 
 
 def error_response(error: LooseleafError, content: Mapping[str, Any] | None = None) -> Response:
-    """Returns the answer for an error. `content` is its body; the default is OpenAI's error object."""
+    """Returns the HTTP response for an error. `content` is the response's body; the default is OpenAI's error
+    object.
+    """
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
@@ -55,7 +57,7 @@ def expected(error: Exception) -> LooseleafError:
 
 
 def guarded(endpoint: Endpoint, on_error: OnError, content_of: ContentOf = error_body) -> Endpoint:
-    """Wraps an endpoint so that its exceptions become answers with the body that `content_of` returns."""
+    """Wraps an endpoint so that its exceptions become responses with the body that `content_of` returns."""
 
     @functools.wraps(endpoint)
     async def run(request: Request) -> Response:
@@ -70,7 +72,11 @@ def guarded(endpoint: Endpoint, on_error: OnError, content_of: ContentOf = error
 
 
 async def read_body(request: Request, limit: int, take: Callable[[int], None]) -> bytearray:
-    """Reads the body, within limits of size and time. `take` is called with each chunk's size and may refuse it."""
+    """Reads the body. `take` is called with each chunk's size and may raise an error to refuse the chunk.
+
+    Raises BodyTooLarge above `limit` bytes, BodyTooSlow after `BODY_TIMEOUT_S`, and Cancelled if the client
+    disconnects.
+    """
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:
         raise _too_large(limit)
@@ -155,7 +161,7 @@ class EventStream(Response):
         on_error: OnError,
         at_end: contextlib.ExitStack,
     ) -> None:
-        """`form` says how the stream ends. `at_end` is closed when there is nothing more to send."""
+        """`form` defines how the stream ends. `at_end` is closed when there is nothing more to send."""
         self._form = form
         self._work = work
         self._on_error = on_error

@@ -1,4 +1,4 @@
-"""Reads request bodies, each within its limit and all together within a budget. Large bodies are parsed in a thread.
+"""Reads request bodies, each within a limit and all together within a budget. Large bodies are parsed in a thread.
 
 Parsing holds the interpreter lock for at most a few milliseconds (`openai_parse` limits this), so one thread is enough:
 the event loop runs between two bodies, and bodies that wait for the thread count against the budget.
@@ -36,8 +36,8 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """A context that yields a function. The function takes bytes for one body from the budget, which gets them back
-        when the context ends, and raises ResourceExhausted if the budget is used up.
+        """A context that yields a function for one body. The function takes bytes from the budget, or raises
+        ResourceExhausted if too few are left. The end of the context returns the bytes to the budget.
         """
         taken = 0
 
@@ -59,7 +59,7 @@ class BodyBudget:
 
 class BodyReader:
     """A reader that turns request bodies into typed bodies. `limits` returns the current limits of the model. Unknown
-    fields are refused if `strict`, else ignored with a warning.
+    fields are refused if `strict` is set, and otherwise ignored with a warning.
     """
 
     def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget, *, strict: bool = False) -> None:
@@ -71,7 +71,7 @@ class BodyReader:
 
     async def read(self, request: Request, kind: type[M]) -> M:
         """Reads and parses one body. Raises InvalidArgument (413 for a body that is too large), Unimplemented,
-        ResourceExhausted or DeadlineExceeded.
+        ResourceExhausted, DeadlineExceeded, or Cancelled if the client disconnects.
         """
         limits, unknown = self._limits(), list[str]()
         on_unknown = None if self._strict else unknown.append

@@ -19,14 +19,18 @@ _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def unsupported_of(kind: type[Body]) -> Mapping[str, Any]:
-    """Returns the unsupported fields of a kind of body, each with the value that requests nothing."""
+    """Returns the unsupported fields of a kind of body, each with its neutral value, which is accepted."""
     return {name: value for name, value in kind.unsupported.items() if name not in kind.__struct_fields__}
 
 
 def fields_of(
     kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None] | None
 ) -> Mapping[str, msgspec.Raw]:
-    """Returns the raw values of the fields that the body contains, excluding ignored fields."""
+    """Returns the raw values of the fields that the body contains, excluding ignored fields.
+
+    Calls `on_unknown` with each unknown field's name. Raises InvalidArgument for invalid JSON, and for an unknown field
+    if `on_unknown` is None.
+    """
     try:
         try:
             found = _outline(kind).decode(raw)
@@ -45,8 +49,8 @@ def fields_of(
 
 
 def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None]) -> Any:
-    """Returns the outline of a body that has unknown fields. Their total size is limited, which also bounds the number
-    of names to report.
+    """Returns the outline of a body that has unknown fields. A limit on the total size of these fields also bounds the
+    number of names to report.
     """
     found = _outline(kind, strict=False).decode(raw)
     parts = [getattr(found, name) for name in found.__struct_fields__]
@@ -61,7 +65,7 @@ def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Calla
 
 @cache
 def _outline(kind: type[Body], *, strict: bool = True) -> msgspec.json.Decoder[Any]:
-    """Finds the fields of a kind of body. Stops at an unknown field if `strict`."""
+    """Returns a decoder that finds the fields of a kind of body. It fails at an unknown field if `strict`."""
     names = dict.fromkeys((*kind.__struct_fields__, *kind.ignored, *kind.unsupported))
     fields: list[Any] = [(name, msgspec.Raw, None) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=strict))

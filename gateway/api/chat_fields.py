@@ -16,7 +16,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class TemplateFields(Protocol):
-    """The chat template's inputs other than the messages, for chats and /tokenize."""
+    """The interface of a body (a chat or /tokenize) that has inputs of the chat template other than messages."""
 
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool | None
@@ -26,7 +26,7 @@ class TemplateFields(Protocol):
 
 
 class ToolFields(TemplateFields, Protocol):
-    """The fields of a chat that say which tools the model may or must call."""
+    """The interface of a chat body whose fields say which tools the model may or must call."""
 
     tool_choice: str | dict[str, Any] | None
     parallel_tool_calls: bool | None
@@ -37,7 +37,7 @@ NAMES = frozenset((*TemplateFields.__annotations__, *ToolFields.__annotations__)
 
 
 def chat_prompt(body: TemplateFields, messages: Sequence[MessageBody], effort: str | None = None) -> ChatPrompt:
-    """Returns the prompt of a body. Raises InvalidArgument if it is not valid."""
+    """Returns the prompt of a chat. Raises InvalidArgument if a field of the body or a message is invalid."""
     if body.chat_template is not None:
         what = "cannot be given: a template is a program, and only the model's own is run"
         raise InvalidArgument.of("chat_template", what)
@@ -56,8 +56,8 @@ def chat_prompt(body: TemplateFields, messages: Sequence[MessageBody], effort: s
 
 
 def effort_variable(name: str, effort: str | None) -> dict[str, str]:
-    """Returns the variable of the chat template for a reasoning effort. `name` identifies the field in error
-    messages.
+    """Returns the chat template's variable for a reasoning effort, or no variable if `effort` is None. `name`
+    identifies the field in error messages.
     """
     if effort is None:
         return {}
@@ -67,7 +67,9 @@ def effort_variable(name: str, effort: str | None) -> dict[str, str]:
 
 
 def tool_choice(body: ToolFields) -> ToolChoice:
-    """Checks the tools of a body. Returns them, and states which of them the model may call."""
+    """Checks the tools of a body and returns them, with the choice of those that the model may or must call. Raises
+    InvalidArgument.
+    """
     functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
     chosen = chosen_of(body.tool_choice, _name_in, '{"type": "function", "function": {"name": ...}}')
     many = body.parallel_tool_calls is not False

@@ -28,7 +28,7 @@ class ContentPart(msgspec.Struct):
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] | None = None
-    """The arguments as JSON, as in models' answers."""
+    """The arguments, as an object or, as in models' answers, as JSON text."""
 
 
 class ToolCall(msgspec.Struct):
@@ -61,7 +61,9 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_details: Any = None
 
     def plain(self, name: str) -> dict[str, Any]:
-        """Returns the message as chat templates expect it. `name` identifies it in error messages."""
+        """Returns the message as chat templates expect it. Raises InvalidArgument, in whose text `name` identifies the
+        message.
+        """
         plain: dict[str, Any] = {"role": self.role, "content": self._text(f"{name}.content")}
         for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
             if (value := getattr(self, key)) is not None:
@@ -97,15 +99,15 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def plain_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
-    """Returns messages for a chat template. Raises InvalidArgument for the first invalid one."""
+    """Returns messages for a chat template. Raises InvalidArgument for the first invalid message."""
     if sum(len(message.content) for message in messages if isinstance(message.content, list)) > MAX_CONTENT_PARTS:
         raise InvalidArgument.of("messages", f"must hold at most {MAX_CONTENT_PARTS} parts of content")
     return [message.plain(f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def call_arguments(name: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the arguments of a call as the object that chat templates expect. `name` identifies them in error
-    messages.
+    """Returns the arguments of a call as the object that chat templates expect. Raises InvalidArgument, in whose text
+    `name` identifies the arguments.
     """
     if isinstance(given, dict):
         return given

@@ -25,13 +25,13 @@ from gateway.tools.reasoning import ReasoningSplitter, begins_inside
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """How one body's answer is read."""
+    """The plan for reading the answer to one body."""
 
     planner: ChatPlanner
     tools: ToolChoice
     reasoning: ReasoningFormatName | None
     continued: str | None
-    """The message that the answer continues, if any."""
+    """The text of the message that the answer continues, or None."""
 
     @property
     def reads(self) -> bool:
@@ -55,7 +55,7 @@ class ChatPlan:
 
 
 class ChatPlanner:
-    """Creates plans for one model."""
+    """A factory of chat plans for one model."""
 
     def __init__(
         self, assets: ModelAssets, parser: CallFormatName = "auto", reasoning: ReasoningFormatName | None = None
@@ -69,7 +69,7 @@ class ChatPlanner:
 
     def plan(self, wanted: Wanted, tools: ToolChoice) -> ChatPlan:
         """Returns the plan of a chat and adds the required options to `wanted`. Raises InvalidArgument for features
-        that the model does not support.
+        that the model does not support or that exclude each other.
         """
         offered = tools.choice != "none"
         if not offered and isinstance(wanted.prompt, ChatPrompt):
@@ -101,7 +101,7 @@ class ChatPlanner:
             raise InvalidArgument.of("tools", "cannot be used: the model's chat template does not support tools")
         for index, message in enumerate(prompt.messages):
             if "tool_calls" in message and not template.takes_calls:
-                what = "cannot be used: the model's chat template does not know tool calls"
+                what = "cannot be used: the model's chat template does not support tool calls"
                 name = f"messages[{index}].tool_calls" if prompt.names is None else prompt.names[index]
                 raise InvalidArgument.of(name, what)
         for name in prompt.variables:

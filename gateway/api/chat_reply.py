@@ -1,4 +1,4 @@
-"""The message of a chat's answer, whole or in deltas, with reasoning and tool calls."""
+"""Builds the message of a chat's answer, complete or in deltas, with reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reaso
 
 
 def message_of(text: str, reader: OutputReader | None, ids: CallIds) -> dict[str, Any]:
-    """Returns the message of a whole answer. Its content is `null` if the model only called tools."""
+    """Returns the message of a complete answer. Its content is `null` if it has tool calls and no text."""
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reader is None:
         return message
@@ -33,7 +33,9 @@ def _call(ids: CallIds, begin: CallBegin, pieces: Sequence[Piece]) -> dict[str, 
 
 
 def deltas_of(pieces: Sequence[Piece], ids: CallIds) -> Iterator[dict[str, Any]]:
-    """Returns a streamed message's deltas for these pieces. A call's first delta has its id, type and name."""
+    """Yields a streamed message's deltas for these pieces. The first delta of a call has the call's id, type and
+    name.
+    """
     for piece in pieces:
         if isinstance(piece, Content):
             yield {"content": piece.text}

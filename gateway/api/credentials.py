@@ -18,8 +18,8 @@ class Authenticator:
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, str]) -> None:
-        """Replaces the keys. `keys` maps API keys to tenants (`common.api_keys`). If it is empty, no key is
-        required.
+        """Replaces the keys. `keys` maps API keys to tenants (`common.api_keys`). No key is required if `keys` is
+        empty.
         """
         self._tenants = [(key.encode(), tenant) for key, tenant in keys.items()]
 

@@ -1,4 +1,4 @@
-"""Decodes one field of a body with its type. An error names the field, and the place within it."""
+"""Decodes one field of a body with its type. An error names the field and the position of the error within it."""
 
 from __future__ import annotations
 

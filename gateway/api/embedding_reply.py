@@ -20,8 +20,8 @@ from gateway.request.delta import Delta, Summary
 
 
 def shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
-    """Returns the first dimensions of a vector, scaled to length 1 again, as in OpenAI's API. Raises InvalidArgument if
-    the vector has fewer.
+    """Returns the first `dimensions` values of a vector, scaled to length 1 again, as in OpenAI's API. Raises
+    InvalidArgument if the vector has fewer values.
     """
     if dimensions is None or dimensions == len(vector):
         return vector
@@ -34,7 +34,7 @@ def shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float
 
 
 class PooledAnswer:
-    """The part of both answers that collects embeddings."""
+    """The base class of embedding and score answers. It collects the embeddings."""
 
     field_names: Mapping[str, str] = {}
 
@@ -79,7 +79,9 @@ class EmbeddingAnswer(PooledAnswer):
         self._body = body
 
     def whole(self) -> bytes:
-        """Raises InvalidArgument if the body requests more dimensions than the model has."""
+        """Returns the answer as JSON. Raises InvalidArgument if the body requests more dimensions than the model
+        has.
+        """
         vectors = [shortened(vector, self._body.dimensions) for vector in self._vectors()]
         encode = _base64 if self._body.encoding_format == "base64" else list
         data = [

@@ -19,7 +19,7 @@ _UNSUPPORTED: Mapping[str, Any] = {
 
 
 class PooledBody(Body, kw_only=True):
-    """The fields that both bodies share."""
+    """The base class of both bodies, with the fields that they share."""
 
     ignored = frozenset(_IGNORED)
     unsupported: ClassVar[Mapping[str, Any]] = _UNSUPPORTED
@@ -42,7 +42,7 @@ class EmbeddingBody(PooledBody, kw_only=True):
     """The body of POST /v1/embeddings."""
 
     input: Sequence[TextPrompt | IdsPrompt]
-    """The texts: a string, a list of strings, a list of token ids, or a list of such lists."""
+    """The texts. Clients send a string, a list of strings, a list of token ids, or a list of lists of token ids."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
@@ -62,10 +62,10 @@ class ScoreBody(PooledBody, kw_only=True):
     text_2: str | list[str]
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per text, those of `text_1` first. Raises InvalidArgument."""
+        """Returns one request per text, first for `text_1`, then for `text_2`. Raises InvalidArgument."""
         first, second = self.num_texts
         if first not in (1, second):
-            raise InvalidArgument.of("text_1", f"must hold one text, or as many as text_2, which is {second}")
+            raise InvalidArgument.of("text_1", f"must hold one text, or as many as text_2, which has {second}")
         if not second:
             raise InvalidArgument.of("text_2", "must hold at least one text")
         if first + second > MAX_BATCH_PROMPTS:

@@ -13,8 +13,8 @@ logger = logging.getLogger("gateway")
 
 
 def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
-    """Returns the certificates for clients, or None if HTTP and gRPC are unencrypted. Raises StartupError if a file
-    cannot be used.
+    """Returns the certificate files for clients, or None if HTTP and gRPC are unencrypted. Raises StartupError if a
+    file is missing or cannot be used.
     """
     if settings.ssl_certfile is None and settings.ssl_keyfile is None:
         return None
@@ -26,7 +26,7 @@ def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
 
 
 def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
-    """Logs one line for each interface that is open to other machines."""
+    """If other machines can reach the gateway, logs a warning for each missing protection: API keys and TLS."""
     if is_loopback(settings.host):
         return
     if not has_keys:

@@ -16,7 +16,7 @@ from gateway.request.request_runner import RequestRunner
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The parts that a request passes through in either protocol."""
+    """The set of objects that handle a request in either protocol."""
 
     assets: ModelAssets
     authenticator: Authenticator

@@ -1,4 +1,4 @@
-"""InferenceService over gRPC. Converts messages into `Wanted` and deltas into messages. Policy is in other modules."""
+"""The gRPC InferenceService. Converts messages into `Wanted` and deltas into messages. Other modules decide policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 
 STALLED_CLIENT_S = 5.0
-"""Time after its deadline for which a request may still wait for a client that does not read."""
+"""How long after its deadline a request may still wait for a client that does not read."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -98,7 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 @contextmanager
 def admitted(front: Front, context: Context) -> Iterator[Entry]:
-    """Admits a request. Counts the errors that it raises."""
+    """A context that admits a request, and counts the errors raised in it or by the admission."""
     try:
         with front.admission.enter(front.authenticator.tenant(authorization(context))) as entry:
             yield entry
@@ -131,11 +131,11 @@ def key_check(
     admission: Admission | None = None,
     failed: Callable[[str], None] = lambda code: None,
 ) -> Check:
-    """Returns an interceptor that checks the API key, and asks `admission` whether a request may be admitted now,
-    before a message is received.
+    """Returns a check of a call's API key. Before a message is received, the check also asks `admission` whether a
+    request may be admitted now.
 
-    gRPC's own services (health and reflection) need no key. `failed` counts refusals by status code. The trailing
-    metadata of every call contains its request id.
+    gRPC's own services (health and reflection) need no key. `failed` counts the refusals of `admission` by status code.
+    The trailing metadata of every call contains its request id.
     """
 
     def check(method: str, context: Context) -> None:
@@ -159,7 +159,7 @@ def address_of(peer: str) -> str:
 
 
 def authorization(context: Context) -> str | None:
-    """Returns the caller's Authorization header."""
+    """Returns the caller's Authorization header, or None if there is none."""
     return _metadata(context, "authorization")
 
 
@@ -190,7 +190,10 @@ def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
 
 
 def wanted_of(request: pb.GenerateRequest) -> Wanted:
-    """Converts a message to a request without checking it. Absent fields stay None."""
+    """Converts a message to a request. Absent optional fields stay None.
+
+    Raises InvalidArgument for an unknown `early_stopping` value; the validator checks all other fields.
+    """
     sampling, stopping = request.sampling, request.stopping
     wanted = Wanted(
         logit_bias=list(sampling.logit_bias.items()),
@@ -223,7 +226,7 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
 
 
 def embed_wanted_of(request: pb.EmbedRequest) -> Wanted:
-    """Converts a message to a request without checking it."""
+    """Converts a message to a request, which the validator checks later."""
     wanted = Wanted(embeds=True, max_tokens=1)
     wanted.prompt_field, wanted.prompt = _prompt_of(request, request.WhichOneof("input"))
     for name in ("request_id", "model", "priority", "truncate_prompt_tokens"):

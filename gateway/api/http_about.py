@@ -1,4 +1,4 @@
-"""HTTP endpoints about the gateway itself, available without a key: version, health, load, the API's description."""
+"""HTTP endpoints about the gateway itself, which need no key: version, health, load, the API's description."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAGE_HEADERS = {
 
 
 class About:
-    """Endpoints for probes, load balancers and people."""
+    """The HTTP endpoints for probes, load balancers and people."""
 
     def __init__(
         self, ready: Callable[[], bool], num_requests: Callable[[], int], checker: Callable[[], Checker]

@@ -34,7 +34,7 @@ class UnloadAdapterBody(Body, kw_only=True):
 
 
 class AdapterChanges:
-    """Loads and unloads adapters while requests run."""
+    """The HTTP endpoints that load and unload adapters while requests run."""
 
     def __init__(self, adapters: Adapters, bodies: BodyReader, is_operator: Callable[[Request], bool]) -> None:
         """`is_operator` returns whether a request comes from the operator. It raises Unauthenticated for a

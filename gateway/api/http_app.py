@@ -1,5 +1,5 @@
-"""OpenAI's HTTP API for the same requests as gRPC: completions, chat, responses, embeddings; also vLLM's /tokenize and
-/metrics, and the endpoints about the gateway itself (`http_about`).
+"""The HTTP application: OpenAI's completions, chat, responses and embeddings, Anthropic's messages, vLLM's /score and
+/tokenize, metrics, and the endpoints about the gateway itself (`http_about`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BODY_BUDGET_BYTES = 32 << 20
 
 
 class HttpApi:
-    """The HTTP endpoints."""
+    """The HTTP endpoints of one gateway."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -176,7 +176,7 @@ class HttpApi:
         return await self._pool(request, ScoreBody, lambda body: ScoreAnswer(body, self._name(body)))
 
     async def _pool(self, request: Request, kind: type[B], begin: Callable[[B], WholeAnswer]) -> Response:
-        """Does what `_ask` does for an answer that is never streamed."""
+        """Admits the request, reads its body, and answers it without streaming."""
         with self._admission.enter(self._tenant(request)) as entry:
             answer = begin(await self._bodies.read(request, kind))
             content = await while_connected(request.receive, self._whole(answer, entry))
@@ -195,8 +195,8 @@ class HttpApi:
             return await self._answer(request, answer, entry, stack)
 
     async def _answer(self, request: Request, answer: HttpAnswer, entry: Entry, stack: ExitStack) -> Response:
-        """Returns the answer. `stack` releases the request's admission at once or, for a streamed answer, when the
-        stream ends.
+        """Returns the answer. The caller closes `stack`, which ends the admission; a streamed answer takes its contents
+        over and ends the admission with the stream.
         """
         if answer.asking.stream:
             return EventStream(partial(self._stream, answer, entry), answer, self._count_error, stack.pop_all())
@@ -207,7 +207,7 @@ class HttpApi:
         self._metrics.failed(error.grpc_code)
 
     async def _take(self, answer: WholeAnswer, entry: Entry) -> None:
-        """Resolves the request. Raises an error if the request is invalid."""
+        """Resolves and admits the body's requests. Raises an error if one is invalid or if they are refused."""
         requests = []
         for wanted in answer.all_wanted():
             try:
@@ -268,7 +268,7 @@ class _Events:
 
 
 def _in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Makes several outlets of one client take turns to send."""
+    """Returns a `send` that several outlets of one client can share. It sends for one outlet at a time."""
     turn = asyncio.Lock()
 
     async def send_in_turn(events: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Adds a request id, warnings, and headers for pages of other origins to every HTTP answer."""
+"""Adds a request id, warnings and CORS headers to HTTP answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warn(scope: Scope, text: str) -> None:
 
 
 def framed(app: ASGIApp, origins: Sequence[str] = ()) -> ASGIApp:
-    """Wraps `app` so that it accepts and returns request ids and sends warnings. Pages of `origins` may read the
+    """Wraps `app` so that it accepts and returns request ids and sends warnings. Web pages of `origins` may read its
     answers.
     """
     if origins:

@@ -17,7 +17,7 @@ from gateway.intake.wanted import Wanted
 
 
 class ModelApi:
-    """The endpoints."""
+    """The HTTP endpoints about the model."""
 
     def __init__(self, front: Front, check_key: Callable[[Request], object], bodies: BodyReader) -> None:
         self._name = front.assets.name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """The options of one gateway."""
+    """The options of one gateway's HTTP API."""
 
     strict_fields: bool = False
     """Whether unknown fields are refused."""

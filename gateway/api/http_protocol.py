@@ -1,5 +1,5 @@
-"""One HTTP connection, limited before its client is identified: size and time of the request head, and number of
-connections.
+"""The HTTP protocol of one connection, with limits that apply before the client is identified: the size of the request
+head, the time for it, and the number of connections.
 
 uvicorn does not limit these, and its parser collects headers of any length. Refusals have the format of OpenAI's
 errors.
@@ -20,7 +20,7 @@ from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
 SURPLUS = 64
-"""Number of connections above the limit that are told why they are closed."""
+"""Number of connections above the limit that get an error before they are closed. Further ones are closed at once."""
 SURPLUS_S = 1.0
 MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 """Number of bytes of a body that are read after its request has been answered, before the connection is closed."""
@@ -28,7 +28,7 @@ MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 
 @dataclass(frozen=True, slots=True)
 class HttpBounds:
-    """The limits for unauthenticated connections."""
+    """The limits that apply to connections before a client is identified."""
 
     connections: int = 4096
     head_bytes: int = 64 << 10
@@ -36,7 +36,7 @@ class HttpBounds:
     head_s: float = 10.0
     """Limit from the start of a connection, or the first byte of a request, to the end of the headers."""
     keep_alive_s: int = 75
-    """Limit between requests."""
+    """Limit for the time between two requests."""
 
 
 DEFAULT_BOUNDS = HttpBounds()
@@ -51,7 +51,7 @@ class HeadTooSlow(DeadlineExceeded):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP protocol within `HttpBounds`."""
+    """A subclass of uvicorn's HTTP protocol that enforces `HttpBounds`."""
 
     def __init__(self, bounds: HttpBounds, **parts: Any) -> None:
         super().__init__(**parts)

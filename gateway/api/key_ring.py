@@ -1,4 +1,4 @@
-"""The keys that a gateway accepts, read again while it runs (SIGHUP)."""
+"""Reads the API keys that a gateway accepts again when it receives SIGHUP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("keys")
 
 
 class KeyRing:
-    """Loads the keys and updates the objects that use them."""
+    """A loader of API keys. It updates the objects that use the keys."""
 
     def __init__(
         self, api_key: str | None, api_key_file: str | None, authenticator: Authenticator, tenants: Tenants

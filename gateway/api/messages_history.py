@@ -14,7 +14,7 @@ ROLES = ("user", "assistant")
 
 
 class ContentBlock(msgspec.Struct):
-    """A block of a message's content. Which fields it needs depends on its type."""
+    """A block of a message's content. Its type determines which fields it needs."""
 
     type: str
     text: str | None = None
@@ -27,7 +27,7 @@ class ContentBlock(msgspec.Struct):
 
 
 class TurnBody(msgspec.Struct):
-    """One message."""
+    """One message of a conversation."""
 
     role: str
     content: str | list[ContentBlock]

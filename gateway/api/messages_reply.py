@@ -1,4 +1,4 @@
-"""Answers of POST /v1/messages: blocks of content, whole or as Anthropic's events, and its errors. No I/O."""
+"""Builds answers of POST /v1/messages, complete or as Anthropic's events, and Anthropic's errors. No I/O."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _DELTAS = {
 
 
 def messages_error(error: LooseleafError) -> dict[str, Any]:
-    """Returns Anthropic's error object."""
+    """Returns an error in the format of Anthropic's API."""
     kind = _ERROR_TYPES.get(error.http_status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": REQUEST_ID.get()}
 
 
 class MessagesAnswer(BlockAnswer):
-    """The answer to one body."""
+    """The answer to one body of POST /v1/messages."""
 
     field_names: Mapping[str, str] = {"stop": "stop_sequences"}
 
@@ -110,7 +110,7 @@ def _empty(block: Block) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """Returns a block of a whole answer. `input` is empty if the model's arguments are not a JSON object."""
+    """Returns a block of a complete answer. A call's `input` is empty if its arguments are not a JSON object."""
     if block.kind == "call":
         return {**_empty(block), "input": _object(block.text)}
     return {**_empty(block), "thinking" if block.kind == "reasoning" else "text": block.text}

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens, which are Anthropic's API: text and tools."""
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens (Anthropic's API), with text and tools."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CountTokensBody(Body, kw_only=True):
     output_config: OutputConfig | None = None
 
     def prompt(self) -> ChatPrompt:
-        """Returns the conversation. Raises InvalidArgument or Unimplemented."""
+        """Returns the conversation as a prompt. Raises InvalidArgument or Unimplemented."""
         if self.thinking is not None and self.thinking.type != "disabled":
             raise Unimplemented.of("thinking.type", f"{self.thinking.type[:40]!r} is not supported yet")
         system = self.system
@@ -84,8 +84,8 @@ class CountTokensBody(Body, kw_only=True):
         )
 
     def structured(self) -> Found | None:
-        """Returns the form that the answer must have, and the name of the field that requests it. Raises
-        InvalidArgument.
+        """Returns the form that the answer must have, with the name of the field that requests it, or None if no field
+        does. Raises InvalidArgument.
         """
         form = None if self.output_config is None else self.output_config.format
         return None if form is None else structured_of_type(_FORMAT, form.type, "schema", form.schema)
@@ -107,7 +107,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_k: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the body's only request."""
+        """Returns the body's only request. Raises InvalidArgument or Unimplemented."""
         wanted = Wanted(stop=self.stop_sequences or (), prompt=self.prompt(), prompt_field="messages")
         if (found := self.structured()) is not None:
             wanted.structured_field, wanted.structured = found

@@ -1,4 +1,4 @@
-"""Parses bytes into a typed body. Limits keep the cost low for any input. Stops at the first error.
+"""Parses bytes into a typed body, up to the first error. Limits keep the cost low for any input.
 
 There are two passes. The first finds the fields and creates no objects. The second decodes each field with its type,
 after a check of its size. The number of elements of a prompt or a list of messages is estimated from its separators,
@@ -45,7 +45,7 @@ JSON_BYTES = 6
 ID_BYTES = 8
 """Number of bytes that JSON usually needs for a token id and its comma."""
 NOTHING_BYTES = 64
-"""The maximum size in bytes of a value that requests nothing, for an unsupported field."""
+"""The maximum size in bytes of an unsupported field's neutral value, which is accepted."""
 MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
 """The largest number of quotation marks in a message that belong to JSON itself: a part has 8, and a message has about
 as many.
@@ -78,7 +78,8 @@ def parse_body(
     """Parses a body. `on_unknown` is called with the name of each unknown field; if it is None, unknown fields are
     refused.
 
-    Raises InvalidArgument for the first invalid field, and Unimplemented for an unsupported one.
+    Raises InvalidArgument for an invalid or missing field, and Unimplemented for an unsupported one, unless that is
+    null or has its neutral value.
     """
     values: dict[str, Any] = {}
     unsupported = unsupported_of(kind)
@@ -127,9 +128,7 @@ def _text(name: str, raw: bytes, limits: PromptLimits) -> str | None:
 
 
 def _prompts(name: str, raw: bytes, limits: PromptLimits) -> list[TextPrompt | IdsPrompt]:
-    """Returns the prompts of a completion: a string, a list of strings, a list of token ids, or a list of
-    such lists.
-    """
+    """Returns the prompts in a string, a list of strings, a list of token ids, or a list of lists of token ids."""
     if raw.startswith(b'"'):
         return [TextPrompt(_text(name, raw, limits) or "")]
     first = _FIRST.match(raw)
@@ -157,8 +156,8 @@ def _strings(name: str, raw: bytes) -> list[str]:
 
 
 def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[list[int]]:
-    """Splits lists of ids. The first list starts at `begin`. There are no strings between them, so a list ends at the
-    next bracket.
+    """Splits lists of ids. The first list starts at `begin`. Strings are refused, so a list ends at the next closing
+    bracket.
     """
     num_lists = raw.count(b"[") - 1
     if b'"' in raw:
@@ -181,7 +180,7 @@ def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[l
 def _prompt_ids(
     name: str, own_name: str, raw: bytes, limits: PromptLimits, begin: int = 0, end: int | None = None
 ) -> list[int]:
-    """Returns the ids in this part of `raw`. `own_name` identifies the prompt in error messages."""
+    """Returns the ids in `raw[begin:end]`. `own_name` identifies the prompt in error messages."""
     count = raw.count(b",", begin, end) + 1
     if count > limits.max_model_len:
         checker = Checker(vocab_size=0, max_model_len=limits.max_model_len)

@@ -2,7 +2,8 @@
 request.
 
 Chunks are ASCII, because readers that split lines at Unicode line breaks would break a chunk at U+2028. In addition to
-OpenAI's fields, every answer carries a `looseleaf` object with the source of the prompt's KV and the timings.
+OpenAI's fields, a complete answer and the end of a stream carry a `looseleaf` object with the source of the prompt's KV
+and the timings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_body(error: LooseleafError) -> dict[str, Any]:
-    """Returns OpenAI's error object. `param` is the first invalid field."""
+    """Returns an error in the format of OpenAI's API. `param` is the first invalid field, or None."""
     param = error.violations[0].field if error.violations else None
     return {"error": {"message": error.message, "type": error.kind, "param": param, "code": error.code}}
 
@@ -82,7 +83,9 @@ class LogprobFormat:
         self._texts = texts
 
     def completion(self, items: Sequence[pb.TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-        """Returns (object, offset after it). Offsets count characters of the text."""
+        """Returns OpenAI's object for tokens whose text begins at `offset`, and the offset after them. Offsets count
+        characters.
+        """
         tokens, values, tops, offsets = [], [], [], []
         for item in items:
             text, raw = self._texts.get(item.token_id)
@@ -153,7 +156,7 @@ def _finite(logprob: float) -> float:
 
 @dataclass(slots=True)
 class Choice:
-    """The answer of one sample of one prompt while it is assembled."""
+    """A choice of an answer while it is assembled: the output of one sample of one prompt."""
 
     index: int
     """The prompt's number times the samples per prompt, plus the sample's number."""
@@ -177,11 +180,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The fields that all chunks and the whole answer of one HTTP request share."""
+    """The fields that the complete answer and all chunks of one HTTP request share."""
 
     answer_id: str
     kind: str
-    """`object` of the whole answer. Chunks of a chat have a different one."""
+    """The `object` field of the complete answer. A chat's chunks have a different value."""
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -227,7 +230,7 @@ class ChunkWriter:
         self._tail = f',"usage":{json.dumps(usage)}}}\n\n'
 
     def role(self, index: int, more: str = "") -> bytes:
-        """Returns the first chunk of a chat."""
+        """Returns the first chunk of a chat's choice. `more` contains further members of the choice, as JSON."""
         delta = '"delta":{"role":"assistant","content":""}'
         choice = f'{{"index":{index},{delta},"logprobs":null,"finish_reason":null{more}}}'
         return f"{self._head}{choice}]{self._tail}".encode()
@@ -250,8 +253,8 @@ class ChunkWriter:
         return f'{self._head}{{"index":{index},{body}}}]{self._tail}'.encode()
 
     def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:
-        """Returns a choice's last chunk, with the finish reason of `ending`. `summaries` is given for the stream's last
-        choice.
+        """Returns a choice's last chunk, with the finish reason of `ending`. `summaries` is None unless this is the
+        last chunk of the stream.
         """
         body = '"delta":{}' if self._chat else '"text":""'
         choice = f'{{"index":{index},{body},"logprobs":null,{json.dumps(ending)[1:]}]'

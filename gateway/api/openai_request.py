@@ -1,7 +1,8 @@
 """The schema of OpenAI's HTTP request bodies, with vLLM's additions. `openai_parse` builds them from bytes.
 
-Unknown fields are left to `openai_parse`. Fields that cannot change the answer (`user`, `store`, ...) are
-accepted and ignored. Unsupported fields that would change it are an error, unless their value requests nothing.
+`openai_parse` handles unknown fields. Fields that cannot change the answer (`user`, `store`, ...) are accepted and
+ignored. Unsupported fields that would change the answer are refused, unless they have their neutral value, which
+requests nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from gateway.intake.wanted import IdsPrompt, Prompt, TextPrompt, Wanted
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """A request body. Types are strict, as in JSON: no numbers in strings."""
+    """The base class of request bodies. Types are strict, as in JSON: a string is not accepted as a number."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, Any]] = {}
-    """Known but unsupported fields, with the value of each that requests nothing."""
+    """Known but unsupported fields, each with its neutral value."""
 
     model: str | None = None
 
@@ -32,12 +33,12 @@ class Body(msgspec.Struct, kw_only=True):
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: with include_usage, every chunk has the usage so far."""
+    """vLLM's field. If `include_usage` is also true, every chunk has the usage so far."""
     include_obfuscation: bool | None = None
 
 
 class SamplingBody(Body, kw_only=True):
-    """The fields that completions and chat share."""
+    """The base class of completion and chat bodies, with the fields that they share."""
 
     ignored = frozenset(
         (
@@ -101,7 +102,7 @@ class SamplingBody(Body, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted(self) -> Wanted:
-        """Converts everything but the prompt."""
+        """Converts the fields that completions and chat share. Raises InvalidArgument."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument.of("stream_options", "may only be given together with stream")
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
@@ -131,17 +132,17 @@ class CompletionBody(SamplingBody, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: Sequence[TextPrompt | IdsPrompt]
-    """The prompts: a string, a list of strings, a list of token ids, or a list of such lists."""
+    """The prompts. Clients send a string, a list of strings, a list of token ids, or a list of lists of token ids."""
     echo: bool | None = None
     logprobs: int | None = None
 
     @property
     def scores_only(self) -> bool:
-        """Whether the request wants only the prompt's log-probabilities: `echo` with max_tokens 0."""
+        """Whether the request asks only for the prompt and its log-probabilities: `echo` with `max_tokens` 0."""
         return bool(self.echo) and self.max_tokens == 0
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per prompt."""
+        """Returns one request per prompt. Raises InvalidArgument."""
         wanted = [self.wanted() for _ in self.prompt]
         for index, (item, prompt) in enumerate(zip(wanted, self.prompt, strict=True)):
             item.prompt = prompt

@@ -1,4 +1,4 @@
-"""Assembles one HTTP answer, whole or in chunks: choices, echoes, log-probabilities. No I/O.
+"""Assembles one HTTP answer, complete or in chunks: choices, echoes, log-probabilities. No I/O.
 
 Each prompt has one choice per sample (`n`) or per returned beam.
 """
@@ -51,7 +51,7 @@ class Answer:
         texts: TokenTexts,
         planner: ChatPlanner | None = None,
     ) -> None:
-        """`planner` is given for chats."""
+        """`planner` is None for completions."""
         self._tokenizer = assets.tokenizer
         self._eos = frozenset(assets.eos_token_ids)
         self._format = LogprobFormat(texts)
@@ -72,7 +72,7 @@ class Answer:
         self._samples = 1
         self._planner = planner
         self._plan: ChatPlan | None = None
-        """If None, all text is content."""
+        """The chat's plan, or None if all text is content."""
         self._ids = CallIds(str)
 
     def all_wanted(self) -> list[Wanted]:
@@ -95,8 +95,8 @@ class Answer:
                 choice.reader = self._plan.reader(choice.request.prompt_text or "")
 
     def _choice_of(self, number: int, delta: Delta) -> Choice:
-        """Returns the choice of a delta of request `number`. The request's first delta contains the data that all its
-        choices show.
+        """Returns the choice of a delta of request `number`. If the delta has the prompt's log-probabilities, stores
+        them in all choices of the request.
         """
         first = number * self._samples
         if delta.prompt_logprobs:
@@ -107,7 +107,7 @@ class Answer:
     # --- whole
 
     def add(self, number: int, deltas: Sequence[Delta]) -> None:
-        """Adds deltas of request `number` to the whole answer."""
+        """Adds deltas of request `number` to the complete answer."""
         for delta in deltas:
             self._choice_of(number, delta).add(delta)
 
@@ -158,8 +158,8 @@ class Answer:
         return b"data: " + dumps(error_body(error)) + b"\n\n" + DONE
 
     def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
-        """Returns the chunks for deltas of request `number`. The chunks of the stream's last delta include the usage
-        and the `looseleaf` object.
+        """Returns the chunks for deltas of request `number`. The chunks of the stream's last delta include the
+        `looseleaf` object and, if the body asks for it, the usage.
         """
         first, events = number * self._samples, b""
         for delta in deltas:
@@ -197,7 +197,7 @@ class Answer:
             yield writer.text(choice.index, delta.text, self._chunk_logprobs(choice), ids)
 
     def _read(self, writer: ChunkWriter, choice: Choice, reader: OutputReader, delta: Delta) -> Iterator[bytes]:
-        """Yields chunks for the pieces of a delta's text. The first one has the log-probabilities and token ids."""
+        """Yields chunks for the pieces of a delta's text. The first chunk has the log-probabilities and token ids."""
         pieces = reader.feed(delta.text) + ([] if delta.finish_reason is None else reader.finish())
         fields = list(deltas_of(pieces, self._ids))
         ids = f',"token_ids":{json.dumps(delta.token_ids)}' if self._with_ids else ""
@@ -236,7 +236,7 @@ class Answer:
     # --- common
 
     def _ending(self, last: Delta, choice: Choice) -> dict[str, Any]:
-        """Returns the end of a choice as its last delta describes it."""
+        """Returns the fields that say how a choice ended, from the choice's last delta."""
         if self._scores_only:
             return {"finish_reason": "length", "stop_reason": None}
         ending: dict[str, Any] = {
@@ -256,7 +256,8 @@ class Answer:
 
     def _summary(self, summary: Summary) -> Summary:
         """Returns the summary. If the request asks for no tokens, the token that a worker always samples does not
-        count."""
+        count.
+        """
         if not self._scores_only:
             return summary
         return replace(summary, completion_tokens=0)

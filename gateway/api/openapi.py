@@ -89,7 +89,7 @@ _OPERATIONS = (
 
 @cache
 def description(vocab_size: int, max_model_len: int) -> dict[str, Any]:
-    """Returns the OpenAPI document for a model of these sizes."""
+    """Returns the OpenAPI document for a model with this vocabulary size and maximum length in tokens."""
     bodies = list(dict.fromkeys(operation.body for operation in _OPERATIONS if operation.body is not None))
     _, components = msgspec.json.schema_components(
         [_wire_type(body) for body in bodies], ref_template=_PREFIX + "{name}"
@@ -121,7 +121,7 @@ def _name(body: type[Body]) -> str:
 
 
 def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
-    """Returns a type with a body's fields, as msgspec describes them."""
+    """Returns a type with a body's fields for which msgspec can generate a schema."""
     hints = get_type_hints(body, include_extras=True)
     required = {field.name for field in msgspec.structs.fields(body) if field.required}
     fields: list[Any] = []
@@ -133,7 +133,7 @@ def _wire_type(body: type[Body]) -> type[msgspec.Struct]:
 
 @cache
 def _without_raw(kind: Any) -> Any:
-    """Returns the type of a field, with arbitrary JSON instead of raw JSON, which msgspec cannot describe."""
+    """Returns the type of a field, with `Any` in place of `msgspec.Raw`, for which msgspec cannot generate a schema."""
     if isinstance(kind, UnionType):
         return reduce(or_, map(_without_raw, get_args(kind)))
     if kind is msgspec.Raw:
@@ -180,7 +180,7 @@ class _Sizes:
 
 
 def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
-    """Adds to a body's schema the limits, and the fields that are accepted but ignored."""
+    """Adds the limits, the ignored fields and the unsupported fields to a body's schema."""
     properties = schema["properties"]
     for name, limit in sizes.ranges.items():
         for option in _options(properties.get(name, {}), "integer", "number"):
@@ -191,7 +191,7 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
         properties[name] = sizes.prompt
     if body is DetokenizeBody:
         ids = {"type": "array", "items": sizes.ids["items"]}  # may be longer than a prompt
-        properties["tokens"] = {**ids, "description": "At most as many as the longest text that is taken has bytes."}
+        properties["tokens"] = {**ids, "description": "At most as many ids as the longest accepted text has bytes."}
     if body is TokenizeBody:
         schema["anyOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _EITHER]
     for option in _options(properties.get("stop_token_ids", {}), "array"):
@@ -212,13 +212,13 @@ def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
     for name in sorted(body.ignored.difference(properties)):
         properties[name] = {"description": "Accepted and ignored."}
     for name, nothing in unsupported_of(body).items():
-        what = "Not supported: only the value that asks for nothing is taken."
+        what = "Not supported: only the neutral value is accepted."
         properties[name] = {"enum": [None] if nothing is None else [None, nothing], "description": what}
     schema.pop("title", None)
 
 
 def _options(schema: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
-    """Returns the parts of a field's schema that are of these types."""
+    """Returns the alternatives of a field's schema that have one of these types."""
     return [option for option in (schema, *schema.get("anyOf", ())) if option.get("type") in kinds]
 
 
@@ -265,7 +265,7 @@ _ERRORS = {
     "429": "The queue is full or a quota is used up; see Retry-After.",
     "500": "The service failed.",
     "503": "No worker is ready, or the gateway is shutting down; see Retry-After.",
-    "504": "The time was over.",
+    "504": "The request took too long.",
 }
 _ERROR = {
     "type": "object",

@@ -1,4 +1,4 @@
-"""Rules of the bodies that their types do not express: the values of a `type` or a role, and what each type needs.
+"""Rules for bodies that Python types do not express: the values of a `type` or a role, and the fields of each `type`.
 
 The modules that convert the bodies check these rules (`chat_messages`, `responses_input`, `messages_history`, ...).
 """
@@ -30,11 +30,11 @@ _NEEDS: Sequence[tuple[str, str, str]] = (
     ("ChatRequest", "stream_options", "stream"),
     ("ChatRequest", "top_logprobs", "logprobs"),
 )
-"""(component, field, the field that must be true if the former is given)."""
+"""Triples of a component, a field, and the field that must be true if the first field is given."""
 _EXCLUSIVE = (("ChatRequest", "max_tokens", "max_completion_tokens"),)
-"""(component, and two fields of which only one may be given)."""
+"""Triples of a component and two fields, of which only one may be given."""
 _REFUSED = (("ChatRequest", "chat_template"), ("TokenizeRequest", "chat_template"))
-"""(component, a field that is read only for its own error)."""
+"""Pairs of a component and a field that is read only to refuse it with a specific error."""
 _STRING = {"type": "string"}
 _NAME = {"type": "string", "minLength": 1}
 _GIVEN = {"not": {"type": "null"}}
@@ -43,7 +43,7 @@ _TEXT = {"anyOf": [_STRING, {"type": "array", "items": {"$ref": "#/components/sc
 
 
 def _shape(kind: str | None, **needs: Any) -> dict[str, Any]:
-    """Returns the schema of an object of this `type` (None: any type) that has these fields."""
+    """Returns the schema of an object that has the fields `needs` and, unless `kind` is None, `kind` as its `type`."""
     typed = {} if kind is None else {"type": {"const": kind}}
     return {"type": "object", "properties": typed | needs, "required": [*typed, *needs]}
 
@@ -78,7 +78,7 @@ _SHAPES: Mapping[str, Sequence[dict[str, Any]]] = {
         _shape(None, role={"const": "assistant"}, tool_calls={"type": "array", "minItems": 1}),
     ],
 }  # fmt: skip
-"""By component: the shapes that its objects may have."""
+"""The alternative schemas of each component's objects."""
 
 
 def add_rules(components: Mapping[str, dict[str, Any]]) -> None:

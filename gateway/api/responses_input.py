@@ -18,14 +18,14 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class InputPart(msgspec.Struct):
-    """A part of a message's content. Clients send back parts of answers, whose other fields are not needed."""
+    """A part of a message's content. Clients may send back parts of answers; their other fields are ignored."""
 
     type: str
     text: str | None = None
 
 
 class InputItem(msgspec.Struct):
-    """An item of the input. Which fields it needs depends on its type."""
+    """An item of the input. Its type determines which fields it needs."""
 
     type: str = "message"
     role: str | None = None
@@ -58,7 +58,10 @@ def check_parts(name: str, contents: Sequence[object]) -> None:
 
 
 def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = TEXT_PARTS) -> str:
-    """Returns the text of a message's parts. `name` identifies the list of parts in error messages."""
+    """Returns the text of a message's parts. `name` identifies the list of parts in error messages.
+
+    Raises Unimplemented for a part that is not one of `kinds`, and InvalidArgument for one without a text.
+    """
     texts: list[str] = []
     for index, part in enumerate(parts):
         if part.type not in kinds:
@@ -71,7 +74,7 @@ def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = TEXT_P
 
 
 class _History:
-    """The messages that have been read so far."""
+    """The list of messages converted so far, with the client's names for them."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -116,7 +119,7 @@ class _History:
 
 
 def content_text(content: str | list[InputPart] | None, name: str) -> str:
-    """Returns the text of a message's content."""
+    """Returns the text of a message's content. Raises InvalidArgument or Unimplemented."""
     if content is None:
         raise InvalidArgument.of(name, "must be given")
     return content if isinstance(content, str) else text_of(content, name)

@@ -1,4 +1,4 @@
-"""Answers of POST /v1/responses: items of text, reasoning and calls, whole or as typed events. No I/O."""
+"""Builds answers of POST /v1/responses: items of text, reasoning and calls, complete or as typed events. No I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "functi
 
 
 class ResponsesAnswer(BlockAnswer):
-    """The answer to one body."""
+    """The answer to one body of POST /v1/responses."""
 
     field_names: Mapping[str, str] = {"max_tokens": "max_output_tokens", "messages": "input"}
 
@@ -101,7 +101,7 @@ class ResponsesAnswer(BlockAnswer):
         return self.last.finish_reason is FinishReason.LENGTH
 
     def _status_of(self, block: Block) -> str:
-        """Returns the status of a complete block. Only the last one can have been cut off."""
+        """Returns the status of a closed block. Only the last block can be incomplete."""
         return "incomplete" if self._is_incomplete and block is self.blocks.all[-1] else "completed"
 
     def _ended(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class ResponsesAnswer(BlockAnswer):
         return response
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
-        """Returns an item of the output. It is empty as long as it is in progress."""
+        """Returns a block as an item of the output. An item has no content while it is in progress."""
         item: dict[str, Any] = {"id": _id_of(block), "status": status}
         if block.kind == "call":
             arguments = "" if status == "in_progress" else block.text
@@ -126,7 +126,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": "message", **item, "role": "assistant", "content": content}
 
     def _response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the response object. It states the parameters that are in effect."""
+        """Returns the response object, with the parameters of the request and no output."""
         body, sampling = self._asked, self.requests[0].sampling
         return {
             "id": self._id, "object": "response", "created_at": self._created_at, "status": status,

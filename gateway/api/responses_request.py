@@ -20,11 +20,11 @@ from gateway.tools.enforce import Function
 
 _NOTHING_STORED = "cannot be used: nothing is stored here; send the whole conversation as input"
 _WITHOUT_EFFECT = ("reasoning.encrypted_content",)
-"""Values of `include` that have no effect for a model whose reasoning is not split off."""
+"""Values of `include` that are accepted and have no effect."""
 
 
 class TextFormat(msgspec.Struct):
-    """What the text must be: any text, a JSON object, or JSON that matches a schema."""
+    """The required form of the text: any text, a JSON object, or JSON that matches a schema."""
 
     type: str
     name: str | None = None
@@ -94,7 +94,7 @@ class ResponsesBody(Body, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the body's only request."""
+        """Returns the body's only request. Raises InvalidArgument or Unimplemented."""
         self._check()
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:
@@ -110,7 +110,7 @@ class ResponsesBody(Body, kw_only=True):
         return [wanted]
 
     def _check(self) -> None:
-        """Refuses known but unsupported options."""
+        """Raises Unimplemented for options that are known but not supported."""
         if self.previous_response_id is not None:
             raise Unimplemented.of("previous_response_id", _NOTHING_STORED)
         for index, item in enumerate(self.include or ()):

@@ -1,4 +1,4 @@
-"""Serves gRPC and HTTP on one event loop: sockets, readiness, pollers, and the drain at the end."""
+"""Serves gRPC and HTTP on one event loop: sockets, readiness, pollers, and the drain at shutdown."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ CERTIFICATE_POLL_S = 1.0
 BACKLOG = 2048
 OTHER_FILES = 512
 LAST_WORDS_S = 2.0
-"""Time that clients have to read the last event of answers that the drain has ended."""
+"""The time that clients have to read the last event of an answer that the drain has ended."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, on a socket that we have bound."""
+    """A uvicorn server without signal handlers, on a socket that has already been bound."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class HttpServer(uvicorn.Server):
         bounds: HttpBounds = DEFAULT_BOUNDS,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """`certificates` enables HTTPS. Each new connection uses the current ones.
+        """`certificates` enables HTTPS. A new connection uses the certificates that were loaded last.
 
-        Wrong keys are counted per address of the connection; X-Forwarded-For is ignored.
+        Wrong keys are counted by the connection's own address; X-Forwarded-For is ignored.
         """
         protocol: Any = partial(BoundedHttp, bounds)
         files: Any = (
@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.01)
 
     async def watch_certificates(self) -> None:
-        """Loads certificates that have changed. Returns only if no certificates are configured."""
+        """Reloads the certificates when they change, until cancelled. Returns at once if none are configured."""
         if self._certificates is None or self.config.ssl is None:
             return
         look = front_context_watch(self._certificates, self.config.ssl)
@@ -99,8 +99,8 @@ class HttpServer(uvicorn.Server):
 
 
 async def announce_shutdown(servers: Sequence[RpcServer], seconds: float) -> None:
-    """For `seconds`, tells load balancers that the gateway is about to stop, while it continues to serve. A second
-    signal ends the wait.
+    """Fails health checks for `seconds` while the gateway continues to serve, so that load balancers stop sending
+    requests to it. A second signal ends the wait.
     """
     await _set_ready(servers, False)
     if seconds:
@@ -109,9 +109,7 @@ async def announce_shutdown(servers: Sequence[RpcServer], seconds: float) -> Non
 
 
 async def drain(answers: OpenAnswers, servers: Sequence[RpcServer | HttpServer], seconds: float) -> None:
-    """Refuses new requests, allows running answers `seconds` to finish, ends the remaining ones with an error, and
-    closes.
-    """
+    """Closes the ports, gives running answers `seconds` to finish, and ends the remaining ones with an error."""
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
     await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in servers))
     timer.cancel()
@@ -161,7 +159,9 @@ def raise_file_limit() -> int:
 
 
 def most_connections(settings: GatewaySettings, max_files: int) -> int:
-    """Returns the connection limits of HTTP and gRPC. They leave enough files for other purposes."""
+    """Returns the limit on connections, for HTTP and for gRPC each. It leaves `OTHER_FILES` files for other purposes,
+    unless `max_files` is too small.
+    """
     return max(1, min(settings.max_connections, (max_files - OTHER_FILES) // 2))
 
 
@@ -181,8 +181,8 @@ async def watch_readiness(
     on_ready: Callable[[], None],
     is_leaving: asyncio.Event,
 ) -> None:
-    """Keeps the health services of the gRPC servers up to date. Calls `on_ready` once, and calls `wake` whenever there
-    may be more room.
+    """Keeps the health services of the gRPC servers up to date until cancelled. Calls `on_ready` when the gateway is
+    ready for the first time, and `wake` at every poll, because workers may have more room.
     """
     was_ready = told = False
     while True:
@@ -205,7 +205,9 @@ async def _set_ready(servers: Sequence[RpcServer], ready: bool) -> None:
 
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
-    """Keeps the gauges of blocks, workers and fallbacks up to date for /metrics."""
+    """Keeps the gauges of blocks, workers and fallbacks up to date for /metrics until cancelled. If `address` is None,
+    there are no gauges of blocks.
+    """
     channel: grpc.aio.Channel | None = None
     try:
         while True:
@@ -218,7 +220,7 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
             if address is not None:
                 channel = channel or open_channel(address, trust)
                 if not await _inspect(channel, metrics, trust):
-                    await channel.close()  # the next channel uses the certificates of that time
+                    await channel.close()  # a new channel loads the current certificates
                     channel = None
             await asyncio.sleep(INSPECT_POLL_S)
     finally:
@@ -227,7 +229,7 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
 
 
 async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) -> bool:
-    """Updates the gauges. Returns whether the store answered; if not, they keep their last values."""
+    """Updates the gauges of blocks. Returns False if the store did not answer; the gauges then keep their values."""
     stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
     try:
         reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S, metadata=trust.metadata)

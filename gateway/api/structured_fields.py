@@ -15,11 +15,11 @@ from common.errors import InvalidArgument
 from common.types import GrammarKind, StructuredOutput
 
 NOT_GIVEN = msgspec.Raw(b"null")
-"""The default of a field that is kept as JSON. (msgspec does not accept `Raw | None`.)"""
+"""The default of a field that is kept as JSON, because msgspec does not accept `Raw | None`."""
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The `json_schema` of a `response_format`. The output always matches the schema, even if `strict` is false."""
+    """The `json_schema` of a `response_format`. The schema is enforced even if `strict` is false."""
 
     name: str | None = None
     description: str | None = None
@@ -28,14 +28,14 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's `response_format`."""
+    """The object of OpenAI's `response_format` field."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`."""
+    """The object of vLLM's `structured_outputs` field."""
 
     json: msgspec.Raw = NOT_GIVEN
     json_object: bool | None = None
@@ -55,9 +55,9 @@ _KINDS: Mapping[str, GrammarKind] = {
 
 
 def structured_of(fields: Mapping[str, Any]) -> Found | None:
-    """Returns the structured output that a body requests, with the name of the field; None for free text.
+    """Returns the structured output that a body requests, with the name of the field, or None for free text.
 
-    Raises InvalidArgument if it requests more than one grammar.
+    Raises InvalidArgument if a field is invalid or if the body requests more than one grammar.
     """
     found = list(_all_of(fields))
     if len(found) > 1:
@@ -90,7 +90,9 @@ def _of_format(given: ResponseFormat) -> Found | None:
 
 
 def structured_of_type(name: str, kind: str, schema_name: str, schema: msgspec.Raw) -> Found | None:
-    """Returns the structured output of an object with a `type` and perhaps a schema, which is `name`.`schema_name`."""
+    """Returns the structured output that an object of type `kind` requests, or None for free text. Errors name the
+    object `name` and its schema `name`.`schema_name`. Raises InvalidArgument.
+    """
     if kind == "text":
         return None
     if kind == "json_object":

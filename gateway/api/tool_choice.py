@@ -1,4 +1,4 @@
-"""The tools of a request and which of them the model may call, the same for all API formats."""
+"""Checks the tools of a request and the choice of those that the model may call. All API formats use it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CHOICES: Mapping[str, Choice] = {"none": "none", "auto": "auto", "required": "r
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools the model may call."""
+    """The tools that the model may call, and whether it must call one."""
 
     choice: Choice
     """none: the model must not call a tool; auto: the model decides; required: the model must call a tool."""
     functions: tuple[Function, ...] = ()
     many: bool = True
-    """Whether the model may call several tools."""
+    """Whether one answer may contain several calls."""
 
     @property
     def enforced(self) -> bool:
@@ -39,15 +39,15 @@ class Chosen:
 
     choice: Choice = "auto"
     named: str | None = None
-    """The only function that may be called, if there is one."""
+    """The only function that may be called, or None for no such restriction."""
     name_field: str = "tool_choice.name"
-    """The name of the field that holds `named`."""
+    """The field of the request that contains `named`, for error messages."""
     many: bool = True
 
 
 def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, Any]], object], form: str) -> Chosen:
-    """Parses OpenAI's `tool_choice`. `name_of` extracts the function's name from an object that chooses a function.
-    `form` describes such objects in error messages.
+    """Parses OpenAI's `tool_choice`. `name_of` extracts the function's name from an object that chooses a function, and
+    `form` describes the object in error messages. Raises InvalidArgument.
     """
     if given is None:
         return Chosen()
@@ -60,8 +60,8 @@ def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, A
 
 
 def function_of(name: str, given: Mapping[str, Any], parameters: str = "parameters") -> Function:
-    """Checks the description of a function. `name` identifies it in error messages, and `parameters` is the key of its
-    schema.
+    """Checks the description of a function and returns the function. `name` identifies the description in error
+    messages, and `parameters` is the key of the function's schema. Raises InvalidArgument.
     """
     own_name, schema, strict = given.get("name"), given.get(parameters), given.get("strict")
     if not isinstance(own_name, str) or not _NAME.fullmatch(own_name):
@@ -74,12 +74,12 @@ def function_of(name: str, given: Mapping[str, Any], parameters: str = "paramete
 
 
 def tool_choice_of(functions: Sequence[Function], chosen: Chosen) -> ToolChoice:
-    """Checks the functions and the choice of a request against each other."""
+    """Checks the functions and the choice of a request against each other, and returns them. Raises InvalidArgument."""
     if len(functions) > MAX_TOOLS:
         raise InvalidArgument.of("tools", f"must hold at most {MAX_TOOLS} tools, got {len(functions)}")
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
-        raise InvalidArgument.of("tools", "must hold each function's name once")
+        raise InvalidArgument.of("tools", "must not contain two functions with the same name")
     if not functions and chosen.choice == "required":
         raise InvalidArgument.of("tool_choice", "asks for a call, but there are no tools")
     if chosen.named is None:

@@ -1,4 +1,4 @@
-"""Unknown fields of request bodies: each is logged once, and the client is warned."""
+"""Reports unknown fields of request bodies: warns the client, and logs each name at most once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ MAX_NAME_CHARS = 40
 
 
 class UnknownFields:
-    """Records unknown fields."""
+    """A reporter of unknown fields. It remembers which names it has logged."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def note(self, scope: Scope, names: Sequence[str]) -> None:
-        """Warns the client of the ignored fields `names`, and logs those that have not been logged."""
+        """Warns the client that the fields `names` were ignored, and logs the names in the warning that have not been
+        logged before.
+        """
         if not names:
             return
         shown = [name[:MAX_NAME_CHARS] for name in names[:MAX_SHOWN]]

@@ -1,7 +1,7 @@
-"""vLLM's request fields that this server knows but does not support, with the value of each that requests nothing.
+"""vLLM's request fields that this server knows but does not support, each with its neutral value.
 
-A field in these tables is refused unless it requests nothing. It is not ignored like an unknown field, because it would
-change the answer. A field that a body supports takes precedence over its entry here.
+A field in this table is refused unless it has its neutral value, which requests nothing. It is not ignored like an
+unknown field, because it would change the answer. If a body supports a field, the field's entry here has no effect.
 """
 
 from __future__ import annotations

@@ -32,14 +32,16 @@ class WrongKeys:
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`per_minute` is also the size of a burst. 0 means no limit."""
+        """`per_minute` is also the number of tries in a burst. 0 means no limit."""
         self._per_minute = per_minute
         self._clock = clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def check(self, address: str, key: bytes) -> None:
-        """Runs before a key is compared. Raises ResourceExhausted if the address has no tries left."""
+        """Must be called before a key is compared. Raises ResourceExhausted if the address has no tries left and has
+        not used this key successfully.
+        """
         bucket = self._buckets.get(_network(address)) if self._buckets else None
         if bucket is None or self._tries(bucket) >= 1 or _known(address, key) in self._known:
             return

@@ -1,1 +1,1 @@
-"""The workers: discovery, routing, the streams to them, and lost workers."""
+"""The gateway's side of the workers: discovery, routing, streams, and the loss of a worker."""

@@ -31,10 +31,10 @@ _LOOK_S = 0.05
 
 
 class Adapters:
-    """The adapters that this gateway serves. Used in the event loop."""
+    """The set of adapters that this gateway serves. It may be used only in the event loop."""
 
     def __init__(self, workers: Workers, registry: AdapterRegistry | None, base_name: str) -> None:
-        """Without a `registry`, adapters are disabled, and there are never any."""
+        """If `registry` is None, adapters are disabled and none is served."""
         self._workers = workers
         self._registry = registry
         self._base_name = base_name
@@ -53,7 +53,7 @@ class Adapters:
 
     @property
     def served(self) -> list[AdapterRef]:
-        """The adapters that can be chosen now, by name."""
+        """The adapters that can be chosen now, sorted by name."""
         return [self._served[name] for name in sorted(self._served)]
 
     def find(self, name: str) -> AdapterRef | None:
@@ -68,7 +68,7 @@ class Adapters:
             yield
             return
         if self._served.get(ref.name) != ref:
-            raise ModelNotFound(f"model {ref.name!r} is not served any more")
+            raise ModelNotFound(f"model {ref.name!r} is no longer served")
         self._in_use[ref.digest] += 1
         try:
             yield
@@ -87,8 +87,8 @@ class Adapters:
             await asyncio.sleep(_POLL_S)
 
     async def begin(self, modules: Sequence[str]) -> None:
-        """Loads the adapters of --lora-modules ("name=path"), and waits without a limit until all workers have loaded
-        them. Raises StartupError, which names the adapter that cannot be loaded.
+        """Loads the adapters of --lora-modules ("name=path"), and waits, for any length of time, until all workers have
+        loaded them. Raises StartupError, which names the adapter that cannot be loaded.
         """
         for text in modules:
             try:
@@ -101,7 +101,8 @@ class Adapters:
                 raise StartupError(f"--lora-modules {text}: {error}") from None
 
     async def load(self, name: str, path: str) -> None:
-        """Makes every worker load an adapter, and serves it. If a worker cannot load it, no worker keeps it.
+        """Makes every worker load an adapter, and serves the adapter. If a worker cannot load it, all workers unload
+        it again.
 
         Raises InvalidArgument, which names the field and the problem, or Unavailable.
         """
@@ -122,8 +123,8 @@ class Adapters:
             raise
 
     async def unload(self, name: str) -> None:
-        """Refuses further requests for an adapter, waits until the running ones have ended, and tells the workers to
-        drop it. Raises ModelNotFound if it is not served.
+        """Refuses further requests for an adapter, waits until the running ones have ended, and makes the workers
+        unload the adapter. Raises ModelNotFound if the adapter is not served.
         """
         if (ref := self._served.pop(name, None)) is None:
             raise ModelNotFound(f"model {name[:100]!r} is not a loaded adapter")
@@ -143,7 +144,9 @@ class Adapters:
             raise InvalidArgument.of("lora_name", f"must differ from the model's name, {name!r}")
 
     async def _until_loaded(self, ref: AdapterRef, timeout_s: float | None) -> None:
-        """Waits until all workers have loaded an adapter. Raises InvalidArgument if a worker cannot load it."""
+        """Waits until all workers have loaded an adapter. Raises InvalidArgument if a worker cannot load it, and
+        Unavailable after `timeout_s` (None means no limit).
+        """
         began = time.monotonic()
         while True:
             states = self._workers.adapter_states(ref.digest)
@@ -175,7 +178,7 @@ class Adapters:
             await self._call(lambda registry: registry.publish([ref]))
 
     async def _withdraw(self, name: str) -> None:
-        """Removes an adapter from the list. While Redis is silent, tries again."""
+        """Removes an adapter from the list. Retries until Redis answers."""
         self._served.pop(name, None)
         while True:
             try:
@@ -194,8 +197,8 @@ class Adapters:
 
 
 def _repair(known: AdapterList, found: AdapterList | None, registry: AdapterRegistry) -> AdapterList | None:
-    """Writes the adapters that this gateway knows, but that Redis has lost, into the list again. Returns the list.
-    Entries that nobody can read are removed.
+    """Publishes again the adapters that this gateway knows and whose entries Redis has lost or damaged. Removes the
+    damaged entries of other adapters. Returns the new list.
     """
     is_lost = found is None or found.life != known.life
     there = set() if found is None else {ref.name for ref in found.refs}

@@ -1,4 +1,4 @@
-"""Sessions with decode workers: one bidirectional stream per worker carries all sequences.
+"""Sessions with decode workers. One bidirectional stream per worker carries all of the worker's sequences.
 
 A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which calls each group's receiver
 with its outputs. If a session is lost, its groups fail, and may be prefilled again. Does not interpret tokens.
@@ -30,8 +30,8 @@ OnLoad = Callable[[str, WorkerLoad], None]
 
 
 class Receiver(Protocol):
-    """Receives one group's outputs as they are read. An exception that it raises ends the group's attempt, not the
-    session.
+    """The interface of an object that receives one group's outputs as they are read. An exception that it raises ends
+    the group's attempt, not the session.
     """
 
     def take_token(self, sample: int, output_index: int, token_id: int) -> None:
@@ -41,7 +41,7 @@ class Receiver(Protocol):
         """Takes any other output."""
 
     def flush(self) -> None:
-        """Called when all outputs of one message have been taken."""
+        """Called after one or more outputs of a message have been taken."""
 
 
 class SubmittedGroup:
@@ -61,13 +61,13 @@ class SubmittedGroup:
         self._error: Exception | None = None
 
     def end(self) -> None:
-        """Ends the wait, because the receiver has everything that it needs."""
+        """Ends `wait`, because the receiver needs no more outputs."""
         self.is_over = True
         if not self._over.done():
             self._over.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Ends the wait with an error. No more outputs are accepted. Has no effect after `end` or another failure."""
+        """Ends `wait` with an error. No more outputs are accepted. Has no effect after `end` or another failure."""
         if not self.is_over:
             self._error = error
             self.end()
@@ -93,7 +93,7 @@ class SubmittedGroup:
 
 
 class DecodeSession:
-    """The session with one decode worker. It lives as long as `run`."""
+    """The session with one decode worker, from `start` until the connection is lost or `close` is called."""
 
     def __init__(self, record: WorkerRecord, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self.record = record
@@ -121,8 +121,8 @@ class DecodeSession:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
     def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
-        """Sends a group whose `attempt` has been filled in, and fills in the handle. The group ends when all `samples`
-        have ended.
+        """Sends a group. The caller has filled in `attempt`; this method fills in the handle. The group ends when all
+        `samples` have ended, or fails at once if the session is not connected.
         """
         request.handle = self._next_handle
         self._next_handle += 1
@@ -137,7 +137,7 @@ class DecodeSession:
         return group
 
     def cancel(self, group: SubmittedGroup) -> None:
-        """Drops a group that has not ended. Its blocks are released within a step."""
+        """Drops a group if it has not ended. The worker releases the group's blocks within a step."""
         if self._groups.pop(group.handle, None) is not None and self.connected:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle)))
 
@@ -242,7 +242,7 @@ class DecodeSession:
 
 
 class SessionPool:
-    """The sessions with all decode workers that the registry names."""
+    """A pool of sessions, one for each decode worker in the registry."""
 
     def __init__(self, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load
@@ -253,7 +253,7 @@ class SessionPool:
         """Time of the next attempt to connect, by address. A worker's successor has a different address."""
 
     def get(self, worker_id: str) -> DecodeSession | None:
-        """Returns the session with a worker, if it is connected."""
+        """Returns the session with a worker, or None if there is no connected session."""
         session = self._sessions.get(worker_id)
         return session if session is not None and session.connected else None
 

@@ -1,7 +1,7 @@
 """Discovery through several Redis servers: one for each arena, or for some of the arenas.
 
-Each server has the ledgers and the records of its own arenas, and a breaker of its own. If one is lost, its workers
-stay known, and their prefixes are not looked up; the arenas of the other servers do not notice.
+Each server has the ledgers and the records of its own arenas, and its own circuit breaker. If a server is lost, its
+workers stay known, but their prefixes are not looked up. The arenas of the other servers are not affected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("discovery")
 
 
 class Discoveries:
-    """The lists of all servers as one."""
+    """A client of several Redis servers that merges their lists of workers and block stores."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Discoveries:
         on_records: Callable[[list[WorkerRecord]], None],
         on_stores: Callable[[Mapping[str, StoreAddress]], None],
     ) -> None:
-        """`on_records` and `on_stores` receive the whole list whenever one server has been polled."""
+        """`on_records` and `on_stores` receive the merged list whenever a server's list has been read."""
         self._on_records = on_records
         self._on_stores = on_stores
         self._records: list[list[WorkerRecord]] = [[] for _ in redis_urls]
@@ -70,7 +70,7 @@ class Discoveries:
         return {arena_id: num_tokens for part in found for arena_id, num_tokens in part.items()}
 
     async def end_ticket(self, ticket: Ticket) -> None:
-        """Ends a ticket that no worker will claim."""
+        """Ends a ticket that no worker will claim, if a server knows its arena."""
         if (number := self._server_of(ticket.arena_id)) is not None:
             await self._parts[number].end_ticket(ticket)
 

@@ -33,19 +33,19 @@ logger = logging.getLogger("discovery")
 T = TypeVar("T")
 LOOKUP_BUDGET_S = 0.05
 MAX_UNANSWERED = 3
-"""Number of consecutive unanswered lookups that opens the breaker. A single one may only mean that Redis was busy."""
+"""Number of consecutive unanswered lookups that opens the breaker. A single one may only mean a busy Redis."""
 FIRST_POLL_S = 0.05
 """Interval between polls while there is no worker. It is short, because startup is complete when the first worker
 joins.
 """
 GRACE_S = 5.0
-"""Time after Redis has been silent or has lost its data during which missing workers do not count as gone. Workers
-publish every second.
+"""For this time after Redis was silent or lost its data, missing workers do not count as gone. Workers publish every
+second.
 """
 
 
 class Discovery:
-    """The registry's list of workers, at most one poll old."""
+    """A client of one Redis server. It polls the registry and reads the ledgers of the registry's arenas."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Discovery:
         self._records: dict[str, WorkerRecord] = {}
         self._incarnation = b""
         self._complete_at = 0.0
-        """When the registry's list can be trusted again."""
+        """The time from which a worker that is missing in the registry counts as gone."""
 
     async def run(self) -> None:
         """Polls until cancelled. While Redis is silent, the last list stays valid."""
@@ -89,7 +89,7 @@ class Discovery:
             except BlockStoreError as error:
                 self.breaker.open(error)
                 self._complete_at = time.monotonic() + self._grace_s
-                self.fallbacks.note("registry", f"{error}; going on with the workers known")
+                self.fallbacks.note("registry", f"{error}; continuing with the known workers")
             except Exception:
                 logger.exception("a poll of the registry failed")
             await asyncio.sleep(self._poll_s if self._known else min(self._poll_s, FIRST_POLL_S))
@@ -100,7 +100,7 @@ class Discovery:
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Number of unreadable registry entries, counted at every poll."""
+        """The counts of unreadable registry entries. An entry is counted again at every poll."""
         return self._registry.fallbacks.counts
 
     def close(self) -> None:
@@ -109,8 +109,8 @@ class Discovery:
 
     async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
         """Returns the number of leading tokens of the prompt that prefill would find in each arena. The result is empty
-        if there is no answer in time; it is empty at once while the breaker is open (`breaker.num_refused` counts these
-        calls).
+        if there is no answer in time. While the breaker is open, it is empty at once, and `breaker.num_refused` counts
+        the call.
         """
         if self.breaker.refuses():
             return {}
@@ -188,8 +188,8 @@ class Discovery:
 
 
 def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> list[bytes]:
-    """Returns the hashes of the blocks of the longest prefix that may be cached: at least one token must be
-    computed.
+    """Returns the hashes of the blocks of the longest prefix that may be cached. It excludes the last token, because
+    prefill must compute at least one token.
     """
     ids = request.prompt_ids
     domain = adapter_domain(bytes.fromhex(hash_domain), bytes.fromhex(request.adapter_digest))
@@ -198,8 +198,8 @@ def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> lis
 
 
 def cached_blocks(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules) -> int:
-    """Returns the length of the longest cached prefix that all KV groups can continue from, as `find_prefix` of a
-    worker decides it.
+    """Returns the number of blocks in the longest cached prefix from which all KV groups can continue, by the same rule
+    as a worker's `find_prefix`.
 
     With full attention beside windows or states, only the end of the prefix that full attention finds is checked: the
     blocks that the groups need there, or what one call asks about if that is more. Earlier blocks of windows and states

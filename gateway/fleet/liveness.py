@@ -20,14 +20,14 @@ class LivenessLimits:
     """The limits on a worker's silence, in seconds."""
 
     silence_s: float = 2.25
-    """Limit without any message, including heartbeats: the process is frozen, or its host is gone."""
+    """Limit on the time without any message, even a heartbeat: the process is frozen, or its host is gone."""
     stall_s: float = 60.0
-    """Limit with heartbeats but without a step, although the worker has work from this gateway."""
+    """Limit on the time without a step while the worker has work from this gateway."""
 
 
 class Liveness:
-    """Calls `lost(seconds, action that the worker missed)` once, at most a tick after a limit has passed. Watches from
-    `start` to `stop`, in one event loop.
+    """A timer that watches one worker from `start` to `stop`, in one event loop. It calls `lost(limit in seconds, what
+    the worker failed to do)` once, at most a tick after a limit has passed.
     """
 
     __slots__ = ("_busy", "_heard_at", "_limits", "_lost", "_stepped_at", "_tick_s", "_ticked_at", "_timer")
@@ -38,7 +38,7 @@ class Liveness:
         lost: Callable[[float, str], None],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`busy` returns whether the worker has work from this gateway, which means that steps are expected."""
+        """`busy` returns whether the worker has work from this gateway. If it has, steps are expected."""
         self._limits = limits
         self._lost = lost
         self._busy = busy

@@ -1,4 +1,4 @@
-"""A ticket on its way from prefill to decode. If it does not arrive, it is given up."""
+"""A ticket on its way from prefill to decode. It is given up if decode does not get it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protos.v1 import types_pb2 as types_pb
 
 @dataclass(slots=True)
 class PendingTicket:
-    """Gives up its ticket at the end of a `with` block, unless decode has taken it."""
+    """A context manager that gives up its ticket at the end of the `with` block, unless decode has taken the ticket."""
 
     workers: Workers
     ticket: types_pb.Ticket | None
@@ -32,8 +32,8 @@ class PendingTicket:
     async def move(
         self, arena_id: str, quota: types_pb.CacheQuota | None, public_tokens: int, timeout_s: float
     ) -> block_store_pb2.PullResponse:
-        """Copies the ticket's blocks into another arena, and replaces the ticket with that of the copies. Raises the
-        errors of `Workers.pull`.
+        """Copies the ticket's blocks into another arena, and replaces the ticket with the ticket of the copies. Raises
+        the errors of `Workers.pull`.
         """
         assert self.ticket is not None
         request = block_store_pb2.PullRequest(ticket=self.ticket, cache_quota=quota, public_tokens=public_tokens)

@@ -30,8 +30,8 @@ _LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNK
 
 
 class PrefillClient:
-    """Channels to prefill workers by address. `on_load(worker_id, load)` receives their reports. A worker that sends
-    nothing for `silence_s`, not even progress, is lost.
+    """A client of all prefill workers. `on_load(worker_id, load)` receives their load reports. A call whose worker
+    sends nothing for `silence_s`, not even progress, raises WorkerLost.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class PrefillClient:
         self._channels = ChannelPool(trust)
 
     async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
-        """Prefills a prompt. Cancelling this cancels the call. Raises WorkerLost, DeadlineExceeded, or the worker's own
-        error.
+        """Prefills a prompt on a worker. Cancelling this coroutine cancels the call. Raises WorkerLost,
+        DeadlineExceeded, or the worker's own error.
         """
         with self._channels.use(worker.address) as channel:
             return await self._prefill(channel, worker, request, timeout_s)
 
     async def keep(self, addresses: Iterable[str]) -> None:
-        """Closes channels without an open call to workers that are gone, and channels that use old certificates."""
+        """Closes the idle channels to addresses other than `addresses`, and the idle ones that use old certificates."""
         await self._channels.keep(addresses)
 
     async def close(self) -> None:
@@ -81,7 +81,7 @@ class PrefillClient:
 
 
 async def _unless_silent(call: _Call, limit_s: float, on_unread: OnUnread) -> AsyncGenerator[pb.PrefillResponse, None]:
-    """Yields the responses of a call. Raises WorkerLost if `limit_s` pass without one."""
+    """Yields the responses of a call. Raises WorkerLost after `limit_s` without a response."""
     read: asyncio.Task[Any] | None = None
     is_lost = False
 
@@ -129,5 +129,5 @@ def _translated(error: grpc.aio.AioRpcError, accepted: bool, worker: WorkerRecor
     if code is grpc.StatusCode.INTERNAL:
         return internal("prefill")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded("the request's time was over during prefill")
+        return DeadlineExceeded("the request timed out during prefill")
     return error_of(error)

@@ -1,4 +1,4 @@
-"""Calls to block stores, which copy a ticket's blocks to the host of a decode worker before decode gets the ticket."""
+"""Asks block stores to copy a ticket's blocks to the host of a decode worker before decode gets the ticket."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ logger = logging.getLogger("pull_client")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A block store, as gateways see it."""
+    """The address of a block store, and whether the store copies blocks."""
 
     address: str
     """host:port of its gRPC server."""
     pulls: bool
-    """Whether it copies blocks from other hosts."""
+    """Whether the store copies blocks from other hosts."""
 
 
 class PullClient:
-    """Pulls, each by the block store of the destination."""
+    """A client of all block stores. The store of the destination makes each copy."""
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:
         self._trust = trust
         self._channels = ChannelPool(trust)
 
     async def pull(self, store: str, request: pb.PullRequest, timeout_s: float) -> pb.PullResponse:
-        """Returns the ticket of the copies. Cancelling this ends the pull. Raises WorkerLost or DeadlineExceeded."""
+        """Copies a ticket's blocks and returns the ticket of the copies. Cancelling this coroutine ends the pull.
+        Raises WorkerLost or DeadlineExceeded.
+        """
         with self._channels.use(store) as channel:
             stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
             try:
@@ -46,7 +48,7 @@ class PullClient:
                 raise _translated(error, store) from None
 
     async def keep(self) -> None:
-        """Closes channels that use old certificates."""
+        """Closes the idle channels that use old certificates."""
         await self._channels.keep()
 
     async def close(self) -> None:
@@ -56,7 +58,7 @@ class PullClient:
 def _translated(error: grpc.aio.AioRpcError, store: str) -> Exception:
     code = error.code()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded("the request's time was over while its blocks were pulled to another host")
+        return DeadlineExceeded("the request timed out while its blocks were pulled to another host")
     if code is grpc.StatusCode.UNAVAILABLE:
         return WorkerLost("pull_unavailable", counted=False, suspect=False, unreachable=True)
     if code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED):

@@ -1,9 +1,9 @@
 """Chooses the prefill and the decode worker of a request. Plain Python: no I/O, the time is an argument.
 
-Prefill: the worker that has the fewest prompt tokens to compute until this prompt is complete (queued tokens + blocks
-to compute). Decode: the worker that has the fewest sequences for its size. Load is counted at dispatch, because reports
-arrive late, and the larger of the count and the report is used. If several workers are equal, the one that was picked
-longest ago is chosen, so that the load is spread.
+Prefill: the worker that has the fewest prompt tokens to compute until this prompt is complete (the queued tokens + the
+prompt's tokens that are not cached). Decode: the worker that has the fewest sequences for its size. Load is counted at
+dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are equal,
+the one that was picked longest ago is chosen, so that the load is spread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from common.types import WorkerLoad, WorkerRecord
 
 SUSPECT_S = 2.0
-"""Time for which a worker that has failed a request is avoided while there are others."""
+"""Time for which a worker that has failed a request is avoided while there is a choice."""
 UNREACHABLE_S = 4.0
 """Time for which a prefill worker that could not be reached gets no requests. This is longer than the time for which
 the registry still lists a dead worker. The worker's successor has a different address and is used at once.
@@ -23,7 +23,7 @@ REPORT_S = 3.0
 """Load reports older than this are ignored."""
 
 PULL_COST = 1.0
-"""How much more loaded a decode worker counts if blocks must be copied to its arena, in batches of sequences."""
+"""Added to a decode worker's load, in full batches, if blocks must be copied to its arena."""
 
 
 @dataclass(slots=True)
@@ -51,14 +51,14 @@ class WorkerState:
 
 
 class Router:
-    """The known workers, and the choice of the one that gets the next request."""
+    """A table of the known workers, and the policy that picks the workers for a request."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
         self.stores: Mapping[str, bool] = {}
         """The arenas with a live block store, and whether that store copies blocks from other arenas."""
         self.broken: Collection[tuple[str, str]] = ()
-        """Pairs of arenas (source, destination) between which a copy has just failed for lack of an answer."""
+        """Pairs of arenas (source, destination) between which a recent copy failed because a store did not answer."""
         self._picks = 0
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> None:
@@ -114,8 +114,8 @@ class Router:
         """Picks the prefill worker with the fewest tokens to compute until the prompt is complete, or None if no worker
         has a partner.
 
-        `cached_tokens` is by arena: any worker of an arena finds a prefix that another has filled. `usable` says
-        whether a decode worker can be reached. Both workers must have loaded `adapter`.
+        `cached_tokens` is per arena, because the workers of an arena share its blocks. `usable` returns whether a
+        decode worker can take the request. Both workers must have loaded `adapter`.
         """
         partnered = [
             p
@@ -134,8 +134,8 @@ class Router:
         self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool], adapter: str = ""
     ) -> WorkerState | None:
         """Picks the decode worker with the fewest sequences for its size, among those that accept the prefill worker's
-        tickets, are `usable` for the group and have loaded `adapter`. A worker in another arena, to which the blocks
-        must be copied, counts as more loaded by `PULL_COST`.
+        tickets, are `usable` for the group and have loaded `adapter`; returns None if there is none. `PULL_COST` is
+        added to the load of a worker in another arena, to which the blocks must be copied.
         """
 
         def cost(decode: WorkerState) -> float:

@@ -22,7 +22,7 @@ GIVEN_BACK = "given_back"
 
 
 class WorkerLost(Exception):
-    """An attempt ended without an answer. The request may be prefilled again.
+    """The error of an attempt that ended without an answer. The request may be prefilled again.
 
     The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
     each such attempt has produced at least one token (a beam search returns only when it can reach its end). `final` is
@@ -43,7 +43,7 @@ class WorkerLost(Exception):
         super().__init__(reason)
         self.unreachable = unreachable
         self.death = death
-        """The worker process that ended while it had the request (`incarnation`)."""
+        """The worker process that ended while it had the request (`incarnation`), or None if none did."""
         self.reason = reason
         self.counted = counted
         self.suspect = suspect
@@ -78,7 +78,7 @@ def internal(role: str) -> WorkerLost:
 
 
 def rejected(rejection: int, timeout_s: float) -> Exception:
-    """Returns the meaning of a decode worker's rejection for a request with this timeout."""
+    """Returns the error for a request with this timeout that a decode worker has rejected."""
     if rejection == decode_pb2.REJECTION_GIVEN_BACK:
         return WorkerLost(GIVEN_BACK, counted=False, suspect=False)
     if rejection == decode_pb2.REJECTION_QUEUE_FULL:

@@ -1,4 +1,4 @@
-"""All workers as one object: which workers are ready, which one gets a request, and the connections to them.
+"""Combines all workers in one object: which ones are ready, which ones get a request, and the connections to them.
 
 Joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted here, at dispatch.
 """
@@ -63,7 +63,7 @@ class DecodePlace:
 
 
 class Workers:
-    """The workers that the registry names, and the connections to them."""
+    """The set of workers in the registry, with the connections to them."""
 
     def __init__(self, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._router = Router()
@@ -74,13 +74,12 @@ class Workers:
         self._stores: Mapping[str, StoreAddress] = {}
         """The block stores by arena."""
         self._avoided: dict[tuple[str, str], asyncio.TimerHandle] = {}
-        """When routing uses a pair of arenas again, between which a copy has failed."""
+        """Timers after which routing again uses pairs of arenas between which a copy has failed."""
         self._router.broken = self._avoided.keys()
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
-        """The group sizes that the decode workers accept; if there are no workers, the sizes that the last ones
-        accepted. A request that is too large for them is refused at once instead of being admitted and waiting for
-        them.
+        """The limits of the decode workers on a group's size. If there are no workers, the limits of the last ones
+        apply. A request beyond all limits is refused at once, instead of waiting for a worker.
         """
         self._lookup: Lookup | None = None
         self._end_ticket: EndTicket | None = None
@@ -89,12 +88,12 @@ class Workers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
-        """Sets how cached prefixes are found and tickets ended: `Discovery.cached_tokens`, `Discovery.end_ticket`."""
+        """Sets the functions that find cached prefixes and end tickets, such as those of `Discoveries`."""
         self._lookup = lookup
         self._end_ticket = end_ticket
 
     def on_records(self, records: list[WorkerRecord]) -> None:
-        """Receives the registry's list after every poll."""
+        """Applies the registry's list of workers after a poll."""
         self._router.update(records, time.monotonic())
         self.group_rooms = rooms_of(records) or self.group_rooms
         self._sessions.sync(records)
@@ -103,7 +102,7 @@ class Workers:
         self._keep(asyncio.create_task(self._keep_channels(addresses)))
 
     def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
-        """Receives the block stores after every poll."""
+        """Applies the registry's block stores, by arena id, after a poll."""
         moved = {arena_id for arena_id, store in stores.items() if store != self._stores.get(arena_id)}
         for pair in [pair for pair in self._avoided if not moved.isdisjoint(pair)]:
             self._avoided.pop(pair).cancel()
@@ -144,8 +143,8 @@ class Workers:
         return self._router.ready(self._usable, digest)
 
     def adapter_states(self, digest: str) -> list[str | None]:
-        """Returns for every worker "" if it has loaded an adapter, the reason why it cannot, or None if it has not
-        tried yet.
+        """Returns, for every worker that is not draining, "" if the worker has loaded an adapter, the reason why it
+        cannot, or None if it has not tried yet.
         """
         records = [state.record for state in self._router.workers.values() if not state.record.draining]
         return [record.adapters.get(digest) for record in records]
@@ -171,7 +170,9 @@ class Workers:
     async def prefill(
         self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float
     ) -> prefill_pb2.PrefillDone:
-        """Prefills. Raises the errors of `PrefillClient.prefill`. Routing avoids a worker that failed for a while."""
+        """Prefills a prompt. Raises the errors of `PrefillClient.prefill`. For a while after WorkerLost, routing avoids
+        the worker if the error marks it as suspect or unreachable.
+        """
         state = self._router.workers.get(worker.worker_id)
         num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
         if state is not None:
@@ -199,7 +200,7 @@ class Workers:
 
     def pick_decode(self, prefill: WorkerRecord, need: GroupNeed, adapter: str = "") -> DecodePlace | None:
         """Returns a place on a decode worker that accepts this prefill worker's tickets, has room for the group and has
-        loaded the adapter with this digest.
+        loaded the adapter with this digest, or None if there is no such worker.
         """
         state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(need), adapter)
         session = None if state is None else self._sessions.get(state.record.worker_id)
@@ -233,11 +234,12 @@ class Workers:
         self._avoided[pair] = forget(UNREACHABLE_S, self._avoided.pop, pair)
 
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
-        """Promises a returning group its blocks, if some decode worker reports enough free ones, or if no other
-        sequence of this gateway is at the workers. `num_blocks` takes what a worker's KV groups keep. A promise counts
-        until `keep_promise`.
+        """Returns whether a returning group may be prefilled now, and promises it blocks until `keep_promise`.
 
-        Also returns True, without a promise, if there is no decode worker: that wait is limited elsewhere.
+        It may if some decode worker reports enough free blocks or none in total, or if no other sequence of this
+        gateway is at the workers. `num_blocks` returns the number of blocks that the group needs under a worker's
+        rules. Without a decode worker, the result is True and nothing is promised: the wait for a worker is limited
+        elsewhere.
         """
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:

@@ -16,7 +16,7 @@ from common.digests import check_digests
 from common.errors import StartupError
 
 UNLIMITED = 32_768
-"""Longest sequence of a model whose config has no limit."""
+"""The longest sequence, in tokens, of a model whose config states no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ READ = ("config.json", "generation_config.json", "tokenizer_config.json", "token
 
 @dataclass(frozen=True, slots=True)
 class ModelAssets:
-    """A model as clients see it."""
+    """The record of what the gateway knows about a model."""
 
     name: str
     tokenizer: Tokenizer
     vocab_size: int
-    """Token ids below this are accepted. It is the model's vocabulary, not the tokenizer's, which may be smaller."""
+    """The size of the model's vocabulary. Smaller token ids are accepted. The tokenizer's vocabulary may be smaller."""
     max_position: int
-    """max_position_embeddings: the longest sequence, unless a worker states a different length. The config of a model
-    without attention has no such limit.
+    """The longest sequence in tokens, unless a worker states a different length. It is `max_position_embeddings`, or
+    `UNLIMITED` if the config has none, as for a model without attention.
     """
     eos_token_ids: tuple[int, ...]
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -83,7 +83,7 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """Returns the object in a file, or {} if there is no file and none is `required`. Raises StartupError."""
+    """Returns the JSON object in a file, or {} if the file is missing and not `required`. Raises StartupError."""
     if not path.exists():
         if required:
             raise StartupError(f"{path} is missing")
@@ -117,7 +117,7 @@ def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens of the first config that names any, either as one id or as a list."""
+    """Returns the end-of-sequence tokens of the first config that names any, as one id or as a list."""
     for config in configs:
         value = config.get("eos_token_id")
         if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""`bad_words` and `allowed_token_ids`: what the output may not contain, and the only tokens that it may contain.
+"""Checks `bad_words`, which the output may not contain, and `allowed_token_ids`, the only tokens that it may contain.
 
 Combinations that might leave no token to draw are refused.
 """
@@ -48,8 +48,8 @@ def _check_words(checker: Checker, words: Sequence[str]) -> None:
 
 
 async def bad_token_ids(pool: TokenizerPool, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token sequences of checked words, as vLLM chooses them: the one for the word at the beginning of a
-    text, and the one for the word after a space if it has the same length and a different first token.
+    """Returns the token sequences of checked words, as vLLM chooses them: the tokens of the word at the beginning of a
+    text, and its tokens after a space if they are as many and the first one differs.
     """
     found: list[list[int]] = []
     for word in words:

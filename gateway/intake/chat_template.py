@@ -73,8 +73,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt: by default one that asks the assistant to answer, or, with `continue_final_message`, to
-        continue the last message. Raises InvalidArgument if the template refuses the messages.
+        """Returns the prompt. With `add_generation_prompt`, it ends where the assistant's answer begins. With
+        `continue_final_message`, it ends with the text of the last message.
+
+        Raises InvalidArgument if the template refuses the messages, fails or exceeds a limit.
         """
         prepared = [_prepared(message) for message in messages]
         if continue_final_message:
@@ -126,7 +128,9 @@ def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _continued(text: str, content: str) -> str:
-    """Returns the prompt up to the end of the last message."""
+    """Returns the prompt up to the end of the last message. Raises InvalidArgument if the template changed the
+    message.
+    """
     tag = _CONTINUED.strip()
     end = text.rfind(tag)
     if end < 0 or content.strip() not in text:

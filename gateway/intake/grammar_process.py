@@ -30,7 +30,7 @@ STACK_BYTES = 2 << 20
 MEMORY_BYTES = 256 << 20
 """Additional address space that a trial may use."""
 MAX_LINE_BYTES = 4096
-"""A verdict is written at once, because several children write to the same pipe: at most PIPE_BUF bytes."""
+"""Size limit of a verdict: PIPE_BUF. Several children write to the same pipe, and writes up to it are atomic."""
 TRIAL = {"id": 0, "kind": "regex", "source": "", "options": []}
 _TOO_LONG = f"takes more than {CPU_S:g} s to compile"
 _CRASHED = "cannot be compiled: it is nested too deeply or needs too much memory"

@@ -1,8 +1,9 @@
 """Tries clients' grammars in a separate process before their requests start, and caches the verdicts.
 
-Compiling decides whether a grammar is valid, and a hostile one can crash the compiler (a Lark grammar with a chain of
-4,000 rules) or keep it busy (a `multipleOf` of a large number: 5 s). Here, such a grammar costs only a child of
-`gateway.intake.grammar_process`, and the client receives status 400. Workers see only grammars that have passed.
+Only compiling shows whether a grammar is valid, and a hostile grammar can crash the compiler (a Lark grammar with a
+chain of 4,000 rules) or keep it busy (a `multipleOf` of a large number: 5 s). In a trial, a hostile grammar costs only
+a child of `gateway.intake.grammar_process`, and the client receives status 400. Workers see only grammars that have
+passed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_AT_ONCE = 2
 """Number of trials that run at once. Each takes at most `grammar_process.CPU_S` of one core."""
 MAX_WAITING = 64
 PATIENCE_S = 10.0
-"""Wall time limit of a trial. Wall time exceeds CPU time only if the machine is overloaded."""
+"""Wall time limit of a trial. A trial exceeds it only on an overloaded machine, because its CPU time is limited."""
 NUM_TRIES = 2
 """Number of times that a trial is attempted if the process ends during the trial."""
 _ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ logger = logging.getLogger("gateway")
 
 
 class GrammarTrials:
-    """Decides whether workers can use a grammar. Runs in the event loop."""
+    """A cache of verdicts on grammars. It runs trials for new grammars, and is used in the event loop."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
         """`directory` is the model's directory, and `vocab_size` is the number of columns of its logits."""
@@ -46,7 +47,9 @@ class GrammarTrials:
         self._process: _TrialProcess | None = None
 
     async def check(self, name: str, wanted: StructuredOutput) -> None:
-        """Raises InvalidArgument for the field `name` if the grammar cannot be used."""
+        """Raises InvalidArgument for the field `name` if the grammar cannot be used, and ResourceExhausted or
+        Unavailable if there is no verdict now.
+        """
         digest = wanted.digest
         if digest not in self._verdicts:
             if (task := self._running.get(digest)) is None:
@@ -60,7 +63,7 @@ class GrammarTrials:
             raise InvalidArgument.of(name, error)
 
     async def warm(self) -> None:
-        """Starts the process before the first trial."""
+        """Starts the process, so that the first trial does not wait for it."""
         async with self._starting:
             await self._started()
 
@@ -76,7 +79,7 @@ class GrammarTrials:
             self._verdicts.popitem(last=False)
 
     async def _try(self, wanted: StructuredOutput) -> str | None:
-        """Returns a description of the error in a grammar, or None if it is valid."""
+        """Returns a description of the error in a grammar, or None if the grammar is valid. Raises Unavailable."""
         failure: LooseleafError = Unavailable("the process that tries grammars has ended", retry_after_s=1.0)
         async with self._places:
             for _ in range(NUM_TRIES):
@@ -102,7 +105,7 @@ class GrammarTrials:
 
 
 class _TrialProcess:
-    """One process and its pending trials."""
+    """A client of one trial process, with the trials that it has not answered."""
 
     def __init__(self, child: Process) -> None:
         self._child = child

@@ -1,4 +1,4 @@
-"""Determines how many sequences a request runs, and whether workers accept that many: n, best_of and beam searches.
+"""Determines from n, best_of and beam fields how many sequences a request runs, and whether workers accept that many.
 
 The two protocols express a beam search in different ways. gRPC uses `beam_width`: n of these beams are returned, or all
 of them if n is absent. HTTP uses `use_beam_search` with `best_of` beams (default: n) and returns n of them (default:
@@ -30,7 +30,7 @@ def is_beam_search(wanted: Wanted) -> bool:
 
 
 def width_of(wanted: Wanted) -> tuple[str, int]:
-    """Returns the name of the field that decides how many sequences run at once, and that number."""
+    """Returns the name of the field that decides how many sequences run at once, and the number of sequences."""
     if wanted.beam_width is not None:
         return "beam_width", wanted.beam_width
     if wanted.use_beam_search and wanted.best_of is not None:
@@ -39,15 +39,15 @@ def width_of(wanted: Wanted) -> tuple[str, int]:
 
 
 def num_sequences(wanted: Wanted) -> int:
-    """Returns how many sequences are returned."""
+    """Returns the number of sequences in the answer."""
     if wanted.n is not None:
         return wanted.n
     return 1 if wanted.beam_width is None else wanted.beam_width
 
 
 def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupRoom]) -> None:
-    """Checks everything that does not depend on the prompt's length. If there are no `limits`, because there are no
-    workers, any width passes.
+    """Adds violations of the fields for samples and beams to `checker`, except those that depend on the prompt's
+    length. If `limits` is empty, because there are no workers, any width is accepted.
     """
     checker.number("n", wanted.n)
     checker.number("length_penalty", wanted.length_penalty)
@@ -93,10 +93,10 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
 def max_tokens_within(
     wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
-    """Returns `max_tokens` or, if `clip` is set and this number is smaller, the number of tokens for which some decode
-    worker has blocks.
+    """Returns `max_tokens`. If `clip` is set, returns at most the number of tokens for which some decode worker has
+    blocks.
 
-    Raises InvalidArgument if no decode worker could ever hold the group.
+    Raises InvalidArgument if no decode worker has enough blocks for the group.
     """
     name, width = width_of(wanted)
     takers = [limit for limit in limits if limit.max_sequences >= width]

@@ -23,9 +23,9 @@ MIN_PROMPT_BYTES = 64 << 10
 MAX_BODY_BYTES = 16 << 20
 """Maximum of the limit on a body's bytes, which follows from the limit on its prompts."""
 BODY_SLACK_BYTES = 256 << 10
-"""Bytes of a body for everything that is not a prompt."""
+"""Bytes of a body that are allowed for everything except prompts."""
 MAX_FIELD_BYTES = 64 << 10
-"""Bytes of a field that is not a prompt, as JSON."""
+"""Bytes of an ordinary field, as JSON. Prompts, messages and tools have their own limits."""
 MAX_BATCH_PROMPTS = 64
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4 * MAX_MESSAGES
@@ -33,13 +33,13 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 << 10
 """Bytes of a request's tools, as JSON."""
 MAX_VIOLATIONS = 16
-"""Number of violations after which the search ends, because a client fixes the first ones first."""
+"""Number of violations that are reported. A client fixes the first ones first."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 64
-"""Each becomes at most two sequences of tokens, so they ban fewer tokens than any vocabulary has."""
+"""Each word becomes at most two sequences of tokens, so all words together ban fewer tokens than any vocabulary has."""
 MAX_BAD_WORD_BYTES = 256
 MAX_ALLOWED_TOKEN_IDS = 10_000
 MAX_GRAMMAR_BYTES = 64 << 10
@@ -87,7 +87,7 @@ RANGES: Mapping[str, Range] = {
     "beam_width": Range(1, 32),
     "length_penalty": Range(-5, 5),
 }
-"""Limits that do not depend on the model. Those that do are in `Checker`."""
+"""The ranges that do not depend on the model. `Checker` contains those that do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +95,16 @@ class PromptLimits:
     """The prompt limits of the served model."""
 
     text_bytes: int
-    """Limit of one prompt, before the number of its tokens is known."""
+    """Limit on one prompt, in bytes, before its number of tokens is known."""
     fitting_bytes: int
-    """Size of the longest text that could fit."""
+    """Size of the longest text that could fit into the context."""
     max_model_len: int
-    """Limit of a prompt and its output together, in tokens."""
+    """Limit on a prompt and its output together, in tokens."""
 
 
 @dataclass(slots=True)
 class Checker:
-    """Collects the violations of one request, up to a limit. `finish` raises all of them as one InvalidArgument."""
+    """A collector of one request's violations, up to `MAX_VIOLATIONS`. `finish` raises them as one InvalidArgument."""
 
     vocab_size: int
     max_model_len: int
@@ -121,8 +121,8 @@ class Checker:
             raise InvalidArgument(f"{first.field} {first.description}", violations=tuple(self.violations))
 
     def number(self, name: str, value: Number | None, limit: Range | None = None) -> None:
-        """Checks that a number is within its range of the table. None means "not given" and passes. NaN and infinity
-        never pass.
+        """Checks that a number is within `limit`, or within its range in `RANGES` if `limit` is None. The value None
+        means "not given" and passes. NaN and infinity never pass.
         """
         limit = RANGES[name] if limit is None else limit
         if value is not None and value not in limit:
@@ -151,7 +151,7 @@ class Checker:
                 self._bytes(name, text, MAX_STOP_BYTES)
 
     def token_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Checks that all ids are within the vocabulary. Reports the first one that is not."""
+        """Checks that all ids are within the vocabulary, and reports the first id that is not."""
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
             index = next(i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size)
             self.refuse(
@@ -172,7 +172,7 @@ class Checker:
             self.number(f"logit_bias[{token}]", value, RANGES["logit_bias"])
 
     def text(self, name: str, text: str, limit: int = MAX_PROMPT_BYTES, reason: str | None = None) -> None:
-        """Checks a text before it is tokenized: it must be Unicode and within the size limit."""
+        """Checks that a text is valid Unicode and at most `limit` bytes long."""
         if not self.encodable(name, text):
             return
         self._bytes(name, text, limit, reason)
@@ -186,7 +186,9 @@ class Checker:
             self.refuse(name, what, TOO_LONG)
 
     def encodable(self, name: str, text: str) -> bool:
-        """Returns whether the text is valid Unicode. JSON can also express lone surrogates, which are not valid."""
+        """Returns whether the text is valid Unicode, and reports a violation if not. JSON can express lone surrogates,
+        which are not valid.
+        """
         if text.isascii():
             return True
         try:

@@ -21,7 +21,7 @@ Tokenize = Callable[[Prompt, str], Awaitable[list[int]]]
 
 
 class PublicPrefixes:
-    """The token ids of every public prefix."""
+    """The list of public prefixes, as token ids."""
 
     def __init__(self, prefixes: Sequence[Sequence[int]] = ()) -> None:
         self._prefixes = [list(prefix) for prefix in prefixes]
@@ -36,7 +36,9 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 async def load_public_prefixes(path: str | None, tokenize: Tokenize) -> PublicPrefixes:
-    """Reads the file. Raises StartupError, which names the file, the item and the error."""
+    """Reads the file. If `path` is None, there are no public prefixes. Raises StartupError, which names the file, the
+    item and the error.
+    """
     if path is None:
         return PublicPrefixes()
     try:

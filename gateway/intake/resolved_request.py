@@ -11,7 +11,7 @@ from common.types import CacheQuota, Pooling, SamplingParams, StoppingParams
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRequest:
-    """A request that is within every limit, with every default filled in."""
+    """A client's request after validation: it is within all limits, and all defaults are filled in."""
 
     request_id: str
     prompt_ids: list[int]
@@ -24,7 +24,7 @@ class ResolvedRequest:
     salt: bytes = b""
     priority: int = 0
     prompt_text: str | None = None
-    """The prompt as given, if it was text."""
+    """The prompt's text, or None if the client sent token ids or the prompt was truncated."""
     shown_special: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that are part of the output's text, each with its own text."""
     skip_special_tokens: bool = True
@@ -33,16 +33,16 @@ class ResolvedRequest:
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""
     pooling: Pooling | None = None
-    """How the prompt becomes an embedding. None: the request asks for tokens."""
+    """How the prompt becomes an embedding, or None if the request asks for tokens."""
     cache_quota: CacheQuota | None = None
-    """The tenant's limit on cached blocks, if it has one."""
+    """The tenant's limit on cached blocks, or None for no limit."""
 
     adapter: AdapterRef | None = None
-    """The adapter that the client has chosen by its name; None: the base model."""
+    """The adapter that the client has chosen by name, or None for the base model."""
 
     @property
     def adapter_digest(self) -> str:
-        """Hex digest of the adapter; "" without one."""
+        """The adapter's digest in hex, or "" for the base model."""
         return "" if self.adapter is None else self.adapter.digest
 
     @property

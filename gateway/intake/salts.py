@@ -11,14 +11,16 @@ from common.types import CacheQuota
 
 @dataclass(frozen=True, slots=True)
 class Salts:
-    """Derives cache salts (HMAC-SHA-256) so that tenants never share blocks. A client's cache_salt can only narrow the
-    sharing.
+    """The function that derives cache salts (HMAC-SHA-256). The salts of two tenants differ, so tenants do not share
+    salted blocks. A client's cache_salt can only narrow the sharing.
     """
 
     secret: bytes = field(repr=False)
 
     def derive(self, tenant: str, cache_salt: str | None) -> bytes:
-        """Returns the salt. For a request with neither tenant nor salt it is empty, which is the public salt."""
+        """Returns the salt of a request's blocks. Without a tenant and a cache_salt, it is the public salt, which is
+        empty.
+        """
         if not tenant and cache_salt is None:
             return b""
         fields = [tenant.encode(), b"" if cache_salt is None else b"1" + cache_salt.encode()]
@@ -26,5 +28,7 @@ class Salts:
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 
     def quota(self, tenant: str, percent: int | None) -> CacheQuota | None:
-        """Returns the name and limit of the tenant's cached blocks. They do not depend on the salts of its requests."""
+        """Returns the quota of the tenant's cached blocks, or None for no limit. The salts of the tenant's requests do
+        not affect the quota's name.
+        """
         return None if percent is None else CacheQuota(self.derive(tenant, ""), percent)

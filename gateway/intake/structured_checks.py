@@ -10,8 +10,8 @@ from gateway.intake.wanted import Wanted
 
 
 def check_structured(checker: Checker, wanted: Wanted) -> None:
-    """Collects the errors. A beam search would need a grammar state for every beam, and `ignore_eos` would continue
-    after the grammar's end.
+    """Adds the violations to `checker`. A beam search would need a grammar state for every beam, and `ignore_eos` would
+    continue after the grammar's end.
     """
     structured, name = wanted.structured, wanted.structured_field
     if structured is None and wanted.structured_after is None:

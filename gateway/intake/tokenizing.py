@@ -34,7 +34,7 @@ def chat_templates(assets: ModelAssets) -> tuple[ChatTemplate | None, ChatTempla
 
 
 class TokenizerPool:
-    """The model's tokenizer and chat template, with a few threads for long inputs."""
+    """The model's tokenizer and chat template, with a pool of threads for chats and long inputs."""
 
     def __init__(self, assets: ModelAssets, num_threads: int) -> None:
         self._tokenizer: Tokenizer = assets.tokenizer
@@ -52,7 +52,7 @@ class TokenizerPool:
 
     async def encode_chat(self, prompt: ChatPrompt, *, add_special_tokens: bool) -> tuple[str, list[int]]:
         """Returns the prompt text and token ids of a conversation. Raises InvalidArgument if there is no template, or
-        if the template refuses.
+        if the template cannot render the conversation.
         """
         template = self._tool_template if prompt.tools else self._template
         if template is None:

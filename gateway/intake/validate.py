@@ -42,7 +42,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class Validator:
-    """Checks and resolves requests for one model."""
+    """The validator of requests for one model. It checks them and fills in defaults."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Validator:
         group_rooms: Callable[[], Collection[GroupRoom]],
         pooling: Pooling = "last",
     ) -> None:
-        """Sets up the validation. `group_rooms` returns the group limits of the decode workers, or nothing if there are
-        none.
+        """`timeout_s` is both the default and the limit of a request's timeout. `group_rooms` returns the group limits
+        of the decode workers; they are empty if there are no workers.
         """
         self._assets = assets
         self._pool = pool
@@ -72,7 +72,7 @@ class Validator:
         self._try_grammar: Callable[[str, StructuredOutput], Awaitable[None]] = _refuse_grammar
 
     def use_adapters(self, find: Callable[[str], AdapterRef | None]) -> None:
-        """Sets the function that returns the adapter that is served under a name: `Adapters.find`."""
+        """Sets the function that returns the adapter served under a name, or None: `Adapters.find`."""
         self._find_adapter = find
 
     def use_grammars(self, check: Callable[[str, StructuredOutput], Awaitable[None]]) -> None:
@@ -88,7 +88,7 @@ class Validator:
         self._cache_percent = cache_percent
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
-        """Resolves a request. Raises NotFound (model), or InvalidArgument with every violation."""
+        """Checks a request and fills in its defaults. Raises ModelNotFound, InvalidArgument or a grammar's error."""
         adapter = self.check_model(wanted.model)
         checker = self.checker()
         _check_numbers(checker, wanted)
@@ -138,7 +138,7 @@ class Validator:
         return Checker(self._assets.vocab_size, self._max_model_len())
 
     async def tokenize(self, prompt: Prompt | None, prompt_field: str, *, add_special_tokens: bool | None) -> list[int]:
-        """Returns the token ids of a text or conversation of any length up to the byte limit."""
+        """Returns the token ids of a prompt. A text may exceed max_model_len but not the byte limit."""
         wanted = Wanted(prompt=prompt, prompt_field=prompt_field, add_special_tokens=add_special_tokens)
         checker = self.checker()
         self._check_prompt(checker, wanted)
@@ -176,8 +176,8 @@ class Validator:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
 
     def _max_text_bytes(self) -> int:
-        """Returns the size of the longest text that is tokenized; longer texts cannot fit. The size is rounded up,
-        because normalizing may shorten a text.
+        """Returns the size in bytes of the longest text that is tokenized. Longer texts cannot fit into the context.
+        It is at least `MIN_PROMPT_BYTES`, because normalizing may shorten a text.
         """
         return min(MAX_PROMPT_BYTES, max(MIN_PROMPT_BYTES, self._max_model_len() * self._assets.longest_token))
 
@@ -243,8 +243,8 @@ class Validator:
         )
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
-        """Returns the stopping parameters. A default max_tokens is clipped to the context and to the blocks that a
-        group may hold. A requested max_tokens that does not fit is refused.
+        """Returns the stopping parameters. A default max_tokens is clipped to the context and to the blocks of a decode
+        worker. Raises InvalidArgument for a requested max_tokens that does not fit.
         """
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:

@@ -31,7 +31,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     """Whether the output continues the last message instead of beginning an answer."""
     names: Sequence[str] | None = None
-    """The client's names of the messages, for errors. None: `messages[i]`."""
+    """The client's names for the messages, for errors, or None for `messages[i]`."""
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -39,7 +39,7 @@ Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 @dataclass(slots=True)
 class Wanted:
-    """A request in the client's terms. None means "not given". Only types have been checked."""
+    """A client's request before validation: only its types have been checked. None means "not given"."""
 
     prompt: Prompt | None = None
     prompt_field: str = "prompt"
@@ -60,18 +60,18 @@ class Wanted:
     best_of: int | None = None
     beam_width: int | None = None
     use_beam_search: bool = False
-    """A beam search as requested over HTTP, with best_of or n beams. gRPC gives a beam_width instead."""
+    """Whether HTTP requested a beam search, with best_of or n beams. gRPC sets `beam_width` instead."""
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
     bad_words: Sequence[str] = ()
     bad_token_ids: Sequence[Sequence[int]] = ()
-    """The tokens of `bad_words`, once they are known."""
+    """The tokens of `bad_words`. The validator fills them in."""
     allowed_token_ids: Sequence[int] | None = None
     structured: StructuredOutput | None = None
     structured_field: str = "structured_output"
-    """Name of the client's field that holds `structured`."""
+    """The name of the client's field that requests `structured`, for errors."""
     structured_after: Callable[[str], StructuredOutput] | None = None
-    """Returns the value for `structured`, if that depends on the prompt's text."""
+    """A function that returns `structured` for the prompt's text, or None if `structured` does not depend on it."""
     shown_special: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that are part of the output's text, each with its own text."""
     max_tokens: int | None = None
@@ -86,7 +86,7 @@ class Wanted:
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     truncate_prompt_tokens: int | None = None
-    """Number of tokens at the end of the prompt that are kept. -1: as many as leave room for the output."""
+    """The number of tokens to keep at the end of the prompt. -1 keeps as many as leave room for the output."""
     embeds: bool = False
     """Whether the request asks for the prompt's embedding instead of tokens."""
     cache_salt: str | None = None

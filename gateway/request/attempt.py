@@ -45,7 +45,7 @@ class _Prefilled:
 
 
 class Attempts:
-    """Runs the attempts of requests."""
+    """The runner of attempts at requests."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, recover_s: float
@@ -60,7 +60,7 @@ class Attempts:
     async def run(self, state: RequestState, place: Place) -> None:
         """Prefills, hands over and decodes until every sample has ended.
 
-        Raises WorkerLost if a further attempt is possible, and any other LooseleafError if not.
+        Raises WorkerLost if a further attempt may follow, and a LooseleafError if not.
         """
         state.decoded_from = state.output_len
         with ExitStack() as held:
@@ -98,7 +98,7 @@ class Attempts:
         return _Prefilled(start.worker, done, isolation)
 
     async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
-        """Prefills. `held` receives the permission to use a worker, which a suspect keeps during decode."""
+        """Prefills the prompt. `held` receives the permission to use a worker, which a suspect keeps into decode."""
         try:
             async with asyncio.timeout(state.remaining_s()):
                 worker, isolation = await self._enter_prefill(state)
@@ -114,9 +114,7 @@ class Attempts:
         return _Prefilled(worker, done, isolation)
 
     async def _enter_prefill(self, state: RequestState) -> tuple[WorkerRecord, IsolationTicket]:
-        """Waits until the request may be sent to a prefill worker. Returns that worker, and the permission to
-        use it.
-        """
+        """Waits until the request may be sent to a prefill worker. Returns the worker and the permission to use it."""
         worker = await self._pick_prefill(state)
         isolation = await self._isolation.enter(state.digest, incarnation(worker))
         if self._workers.failed(worker):  # while this request waited for its turn
@@ -126,7 +124,7 @@ class Attempts:
         return worker, isolation
 
     async def _pick_prefill(self, state: RequestState) -> WorkerRecord:
-        """Picks a prefill worker that has a reachable partner. Waits for one if workers have just been lost."""
+        """Picks a prefill worker that has a reachable partner. Raises Unavailable if there is none for `recover_s`."""
         request, need, began = state.request, state.need, time.monotonic()
         while True:
             worker = await self._workers.pick_prefill(request, need)
@@ -141,7 +139,7 @@ class Attempts:
     def _objection(self, request: ResolvedRequest, need: GroupNeed) -> str | None:
         """Returns why no ready worker can accept the request, or None if one can or if no worker is ready."""
         if self._workers.ready and not self._workers.holds(need):
-            return "no decode worker holds a group of this size"
+            return "no decode worker has room for a group of this size"
         if self._workers.ready and not self._workers.have_adapter(request.adapter_digest):
             return "no pair of workers has loaded the request's adapter"
         return None
@@ -178,8 +176,8 @@ class Attempts:
     async def _bring(
         self, state: RequestState, done: prefill_pb2.PrefillDone, place: DecodePlace, ticket: PendingTicket
     ) -> None:
-        """Copies the blocks to the host of the decode worker, if prefill ran on a different host. From then on the
-        ticket is that of the copies.
+        """Copies the blocks to the decode worker's arena, if prefill used a different one, and replaces the ticket with
+        the ticket of the copies.
         """
         if done.ticket.arena_id == place.session.record.arena_id:
             return

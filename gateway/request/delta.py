@@ -11,7 +11,7 @@ from protos.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The account of a finished request."""
+    """The token counts, times and attempts of a request up to now."""
 
     prompt_tokens: int
     completion_tokens: int

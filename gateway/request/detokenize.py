@@ -7,7 +7,7 @@ are not valid UTF-8 therefore do not block the text. The pieces together equal t
 a byte-fallback decoder turns a whole run of bytes into U+FFFD if any byte in it is wrong. The pieces can differ if a
 wrong byte, or a literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
 
-There is a fast path for decoders in which a token always stands for the same bytes (byte-level BPE). It decodes only
+There is a fast path for decoders in which a token always has the same bytes (byte-level BPE). It decodes only
 unfinished characters again, and its pieces together are exactly the full decode.
 """
 
@@ -29,17 +29,17 @@ MAX_PARTIAL = 3
 
 
 class Detokenizing(Protocol):
-    """An incremental detokenizer for one sample."""
+    """The interface of an incremental detokenizer for one sample."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token. Within a character, it is often empty."""
+        """Returns the text that this token makes certain. Within a character, it is often empty."""
 
     def flush(self) -> str:
-        """Returns the text that is still held back, at the end of the tokens."""
+        """Returns the text that is still held back, as if no token followed."""
 
 
 class Detokenizers:
-    """Creates detokenizers for one tokenizer."""
+    """A factory of detokenizers for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,9 +66,7 @@ class Detokenizers:
 
 
 class TokenBytes:
-    """The bytes that each token stands for under a byte-level decoder. They are computed once per token. With
-    `skip_special`, special tokens have no bytes.
-    """
+    """A cache of each token's bytes under a byte-level decoder. With `skip_special`, special tokens have no bytes."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -97,7 +95,7 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """Detokenizes one sample if tokens are bytes. Invalid UTF-8 becomes U+FFFD, as in the tokenizer's own decode."""
+    """A detokenizer for byte-level decoders. Invalid UTF-8 becomes U+FFFD, as in the tokenizer's own decode."""
 
     __slots__ = ("_bytes", "_held", "_known")
 
@@ -124,7 +122,7 @@ class ByteDetokenizer:
 
 
 class Detokenizer:
-    """Detokenizes one sample with any decoder."""
+    """A detokenizer for any decoder."""
 
     __slots__ = ("_emitted", "_ids", "_pending", "_skip_special", "_tokenizer")
 
@@ -139,7 +137,7 @@ class Detokenizer:
         """Number of tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that became certain with this token. Within a character, it is often empty."""
+        """Returns the text that this token makes certain. Within a character, it is often empty."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         whole = len(text.rstrip(REPLACEMENT))
@@ -152,14 +150,14 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Returns the text that is still held back, at the end of the tokens."""
+        """Returns the text that is still held back, as if no token followed."""
         text = self._decode(self._ids)
         delta = text[self._emitted :]
         self._emitted = len(text)
         return delta
 
     def _trim(self, num_held: int) -> None:
-        """Drops all but the context. `num_held` characters at the end have not been output."""
+        """Drops all ids before the context. `num_held` characters at the end have not been output."""
         self._ids, text = self._context()
         self._emitted = max(0, len(text) - num_held)
 
@@ -176,7 +174,7 @@ class Detokenizer:
 
 
 class ShowingDetokenizer:
-    """Detokenizes one sample and shows some of its special tokens. They do not change the text around them."""
+    """A detokenizer that shows some special tokens. They do not change the text around them."""
 
     __slots__ = ("_plain", "_shown")
 
@@ -201,7 +199,7 @@ def _byte_level_table() -> dict[str, int]:
 
 
 class TokenTexts:
-    """The text and bytes of single tokens, each computed once."""
+    """A cache of the texts and bytes of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -210,8 +208,8 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """Returns (text, bytes) of a token, which may be special. A part of a character is written as "bytes:\\xe2", as
-        OpenAI does.
+        """Returns the text and the bytes of a token, which may be special. The text of a part of a character is
+        "bytes:\\xe2", as in OpenAI's API.
         """
         found = self._texts.get(token_id)
         if found is None:
@@ -235,8 +233,8 @@ class TokenTexts:
         return bytes(table[c] for c in token)
 
     def _find_anchor(self) -> list[int]:
-        """Returns a token whose text does not depend on the tokens that follow. A token that follows it keeps its
-        leading space.
+        """Returns the ids of a text after which a token keeps its leading space, or no ids if none of a few texts is
+        suitable.
         """
         for text in ("a", "A", "x", "."):
             ids = list(self.tokenizer.encode(text, add_special_tokens=False).ids)

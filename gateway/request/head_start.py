@@ -1,4 +1,4 @@
-"""Prefills that wait for the call that continues them: a router in front asks for prefill and decode in separate calls.
+"""Prefills that wait for a second call, which continues them: some routers request prefill and decode separately.
 
 The router carries only a random name. The ticket, its secret, the first tokens and the seed stay here, so nothing that
 a caller can write becomes a token. A prefill that nobody continues in time is dropped, and its blocks are released.
@@ -56,7 +56,7 @@ def _masked(stopping: StoppingParams) -> frozenset[int]:
 
 
 class HeadStarts:
-    """The prefills that wait. Their number is limited by the places at the workers, which they keep."""
+    """A table of the prefills that wait. Each keeps its place at the workers, which limits their number."""
 
     def __init__(self, workers: Workers, gate: Gate, used: Callable[[str, int], None]) -> None:
         """`used(tenant, num_tokens)` is called for a prefill that is dropped."""
@@ -80,8 +80,10 @@ class HeadStarts:
         return None if waiting is None else waiting[0].request.sampling.seed
 
     def take(self, name: str, request: ResolvedRequest) -> HeadStart | None:
-        """Returns the prefill with this name, once, and with it its place and its ticket. Returns None if there is none
-        or if it was made for a different request. The request is then prefilled again.
+        """Returns and removes the prefill with this name. The caller takes over the place and the ticket.
+
+        Returns None if no prefill of this tenant has the name, or if the prefill does not fit the request. A prefill
+        that does not fit is dropped.
         """
         waiting = self._waiting.get(name)
         if waiting is None:

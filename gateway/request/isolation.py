@@ -1,8 +1,8 @@
-"""Isolation of requests whose workers have died. After the second death, a request is not sent to a worker again.
+"""Isolation of requests whose workers have died. After its second death, a request is refused for a while.
 
 When a worker dies, every request that it had becomes a suspect: the cause of the death and its neighbours. A suspect is
 prefilled again alone: other requests wait until decode has produced a token for it. The next death therefore identifies
-the cause, and no neighbour suffers a second death. A token from decode clears a suspect. Workers are only names here.
+the cause, and no neighbour suffers a second death. A token from decode clears a suspect. Does not depend on workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBATION_S = 0.5
 @dataclass(slots=True)
 class _Deaths:
     incarnations: set[str] = field(default_factory=set)
-    """The workers that have died. A death counts once, even if the worker had several equal requests."""
+    """The incarnations that died. A death counts once, even if the worker had several equal requests."""
     last_at: float = 0.0
 
 
@@ -58,8 +58,8 @@ class _Neighbours:
 
 
 class IsolationTicket:
-    """Permission for a request to use a worker, until `leave` is called. A suspect uses the worker alone until decode
-    has produced a token for it. `leave` may be called again. As a context manager, the ticket calls it at the end.
+    """A permission for a request to use a worker until `leave` is called. A suspect uses the worker alone. `leave` may
+    be called again. As a context manager, the ticket calls `leave` at the end.
     """
 
     __slots__ = ("_leave", "alone")
@@ -77,9 +77,8 @@ class IsolationTicket:
     def prefilled(self, *, is_heard_of: bool) -> None:
         """Notes that the request's prefill is done.
 
-        A suspect stays alone until decode's first step with it. Other requests wait for that step at most
-        `PROBATION_S`. They do not wait at all if decode sends nothing for the request before its end (`is_heard_of` is
-        false), as with a beam search.
+        A suspect stays alone until decode's first step with it, but at most `PROBATION_S`. It does not stay alone if
+        decode sends nothing for the request before its end (`is_heard_of` is false), as in a beam search.
         """
         if self.alone and is_heard_of:
             asyncio.get_running_loop().call_later(PROBATION_S, self.leave)
@@ -93,7 +92,7 @@ class IsolationTicket:
 
 
 class Isolation:
-    """Records the deaths of workers by request, and decides which requests may run together. Single-threaded."""
+    """A record of the workers' deaths by request. It decides which requests may run together. For one event loop."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
@@ -143,7 +142,7 @@ class Isolation:
 
 
 def digest_of(prompt_ids: Sequence[int], salt: bytes) -> bytes:
-    """Returns the name that this module uses for the request: a digest of its tenant's salt and its prompt. The seed is
-    left out, because a client can change it at no cost.
+    """Returns the digest by which this module knows a request: that of its salt and its prompt. The seed is left out,
+    because a client can change it at no cost.
     """
     return hashlib.sha256(salt + array("I", prompt_ids).tobytes()).digest()

@@ -16,25 +16,25 @@ from typing import Any, Self
 from gateway.request.delta import Delta
 
 Write = Callable[[list[Delta]], Coroutine[Any, Any, None] | None]
-"""A function that writes deltas to the client, at most one of each sample. It returns None if the write is complete, or
-else an awaitable to run.
+"""A function that writes deltas to the client, at most one per sample. It returns None if the write is complete, or a
+coroutine to run.
 """
 LAST_WORD_S = 5.0
 """Time to wait, after a request has failed, for a client that does not read."""
 MIN_PAUSE_S = 0.001
-"""Shorter pauses are not worth a timer."""
+"""Pauses up to this length are skipped, because they are not worth a timer."""
 MESSAGE_COST_S = 0.00025
 """Interval per stream. A message to a client costs the event loop up to 0.1 ms. With many streams, the interval between
-the messages of each is this time multiplied by the number of streams, so the loop stays free for new calls (grpc.aio
-accepts one at a time). With 64 streams, the interval is 16 ms, less than most steps take.
+a stream's messages is this time multiplied by the number of streams, so the loop stays free for new calls (grpc.aio
+accepts one at a time). With 64 streams, the interval is 16 ms, which is shorter than most steps.
 """
 FEW_STREAMS = 16
 """Up to this number of streams, every step's tokens are sent at once."""
 
 
 class Outlet:
-    """Holds the deltas of one request that its client has yet to receive, and writes them. Belongs to one event loop;
-    writes happen within `async with`.
+    """The queue of one request's deltas that have not been written to the client. It is used in one event loop, and in
+    `async with` if a write may wait.
     """
 
     __slots__ = ("_at_once", "_error", "_interval_s", "_leaves", "_left_at", "_settled", "_timer", "_write", "_writing",
@@ -98,7 +98,7 @@ class Outlet:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Closes the outlet. After an error, sends the client the preceding output, for at most `LAST_WORD_S`."""
+        """Closes the outlet. After an error, first writes the pending deltas, for at most `LAST_WORD_S`."""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORD_S):
@@ -118,9 +118,9 @@ class Outlet:
             self._error = error
 
     def _step(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a write until it waits for a future, and continues when that future is done. A task would do the same.
-        Here, however, a write that need not wait is complete at once, and no write needs a task.
-        (`asyncio.eager_task_factory`, available from Python 3.12, has the same effect.)
+        """Runs a write until it waits for a future, and continues when that future is done. Unlike in a task, a write
+        that does not wait is complete when this call returns. (`asyncio.eager_task_factory`, available from Python
+        3.12, has the same effect.)
         """
         try:
             waits_for = coroutine.send(None)

@@ -1,17 +1,17 @@
 """The life of one request, from admission to its last token.
 
-    gate      wait for a place at the workers, by priority and fairly              runner.py
+    gate      wait for a place at the workers, by priority and fair share          request_runner.py
     attempt   prefill on one worker, hand the ticket over, decode on another       attempt.py
-    retry     after a lost worker: account, wait, then a further attempt           retry.py
-    end       every sample has ended; the place is free, the client has the rest
+    retry     after a lost worker: count the loss, wait, then a further attempt    retry.py
+    end       every sample has ended, the place is free, the outlet is empty
 
     prefill's first tokens -+
                             +-> RequestState (tokens, text, stops) -> Outlet -> client
     decode's tokens --------+   state.py                              outlet.py
 
 The gateway owns what the client sees, so the loss of a worker is only a pause: the prompt and the accepted tokens of
-every sample that has not ended are prefilled again, all blocks but the tail are found in the cache, and the next token
-has the next index. A beam search starts over. Every wait is bounded by the deadline.
+every sample that has not ended are prefilled again, usually with most blocks found in the cache, and the next token has
+the next index. A beam search starts over. Every wait is bounded by the deadline.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from protos.v1 import prefill_pb2
 
 
 class RequestRunner:
-    """Runs requests that have been admitted and resolved."""
+    """The runner of requests that have been admitted and resolved."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class RequestRunner:
         used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
         using: Callable[[AdapterRef | None], AbstractContextManager[None]] = lambda adapter: nullcontext(),
     ) -> None:
-        """`using(adapter)` is entered while a request runs, waiting included.
+        """`using(adapter)` returns a context that is open while a request waits and runs.
 
-        `used(tenant, num_tokens)` is called when a request ends, with the number of tokens in its prompt and its
-        output.
+        When a request ends that was sent to a worker, `used(tenant, num_tokens)` is called with the number of tokens in
+        its prompt and its output.
         """
         self._workers = workers
         self._gate = gate
@@ -69,7 +69,7 @@ class RequestRunner:
         self._used = used
         self._using = using
         self.head_starts = HeadStarts(workers, gate, used)
-        """Prefills of `prefill` that no call of `run` has continued."""
+        """Prefills made by `prefill` that no call of `run` has continued."""
         self._isolation = Isolation()
         self._attempts = Attempts(workers, gate, self._isolation, metrics, recover_s=recover_s)
         self._retry = Retry(workers, gate, self._isolation, metrics, max_attempts=max_attempts)
@@ -78,9 +78,10 @@ class RequestRunner:
         """Produces all samples of a request and writes them through `outlet`. A sample's last delta has
         `finish_reason`, and the request's last delta also has `summary`. Returns when all deltas have been written.
 
-        `head_start` names a prefill that an earlier call has made. If it cannot be used, the request is prefilled here.
+        `head_start` names a prefill that an earlier call has made. If it cannot be used, this call prefills the prompt.
 
-        Cancelling this cancels the work. Raises any LooseleafError; deltas accepted before it are still pending.
+        Cancelling this coroutine cancels the work. Raises LooseleafError; deltas accepted before the error are still
+        pending in the outlet.
         """
         state = self._begin(request, outlet)
         if head_start is not None:
@@ -101,7 +102,7 @@ class RequestRunner:
 
     async def prefill(self, request: ResolvedRequest) -> tuple[str, prefill_pb2.PrefillDone]:
         """Runs a request's prefill, for a later call of `run` that continues it. Returns the name to pass to that call,
-        and the result. Cancelling this cancels the work. Raises any LooseleafError.
+        and the result. Cancelling this coroutine cancels the work. Raises LooseleafError.
         """
         state = self._begin(request, Outlet(lambda deltas: None))
         place = await self._enter(state)
@@ -137,8 +138,8 @@ class RequestRunner:
         self._isolation.survived(state.digest)
 
     async def _enter(self, state: RequestState) -> Place:
-        """Waits for a place at the workers, unless a head start has kept one. Refuses at once if the request has killed
-        its workers, or if there has been no worker for longer than a successor needs to start.
+        """Waits for a place at the workers, unless a head start has kept one. Raises Internal at once if the request's
+        workers have died twice, and Unavailable if no pair of workers has been ready for `recover_s`.
         """
         if state.head_start is not None:
             state.rank = state.head_start.place.rank

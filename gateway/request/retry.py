@@ -22,11 +22,11 @@ from gateway.request.state import RequestState
 
 logger = logging.getLogger("requests")
 PAUSE_S = 0.02
-"""Wait before the next attempt, multiplied by the number of attempts lost so far."""
+"""The pause before the next attempt is this time multiplied by the number of counted losses."""
 
 
 class Retry:
-    """Decides what happens after a lost attempt."""
+    """The policy for lost attempts."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, max_attempts: int
@@ -39,8 +39,8 @@ class Retry:
         self._again = Burst(_log)
 
     async def prepare(self, state: RequestState, place: Place, lost: WorkerLost) -> None:
-        """Accounts for a loss and waits until the next attempt may begin. If there is no further attempt, raises the
-        error for the client.
+        """Counts a loss and waits until the next attempt may begin. Raises the client's error if no further attempt is
+        allowed.
         """
         self._account(state, lost)
         if lost.given_back:
@@ -62,7 +62,7 @@ class Retry:
             raise lost.final
 
     async def _come_back(self, state: RequestState, place: Place) -> None:
-        """Waits until there are enough blocks for a group that decode gave back. New requests of the same or a lower
+        """Waits until there are enough blocks for a group that decode gave back. New requests of the same or a worse
         rank wait behind it.
         """
         began = time.monotonic()

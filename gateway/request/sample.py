@@ -38,7 +38,7 @@ class Sample:
         self.delta: Delta | None = None
         """The sample's pending delta in the request's outlet."""
         self.left_at = 0.0
-        """When its last delta was sent; 0 before the first."""
+        """When the sample's last delta was sent, or 0 before the first."""
 
     @property
     def branch(self) -> Branch:
@@ -53,8 +53,8 @@ class Sample:
         logprobs: Iterable[pb.TokenLogprob],
         finish: FinishReason | None,
     ) -> None:
-        """Adds tokens to the sample and to its delta. Tokens that are already known are dropped. Raises WorkerLost if
-        there is a gap.
+        """Adds tokens to the sample and to its delta. Tokens that are already known, or that follow the sample's end,
+        are dropped. Raises WorkerLost if tokens are missing.
         """
         known = len(self.output_ids) - first_index
         fresh, details = token_ids[known:], list(logprobs)[known:]
@@ -70,8 +70,8 @@ class Sample:
                 self._cumulative_logprob += details[number].logprob
 
     def accept_token(self, outlet: Outlet, index: int, token_id: int) -> None:
-        """Does what `accept` does for a single token that has no log-probability and is not the worker's last. This is
-        the hot path.
+        """Adds a single token that has no log-probability and is not the worker's last, like `accept`. This is the hot
+        path.
         """
         if self._has_stops or index != len(self.output_ids):
             return self.accept(outlet, index, (token_id,), (), None)

@@ -30,7 +30,7 @@ MARGIN_S = 0.02
 
 @dataclass(slots=True)
 class RequestState:
-    """All data of one request that outlives an attempt. Times are in the units of `time.monotonic`."""
+    """The data of one request that outlives an attempt. `arrived` and `left_at` are seconds of `time.monotonic`."""
 
     request: ResolvedRequest
     samples: list[Sample]
@@ -46,11 +46,11 @@ class RequestState:
     num_open: int = 0
     """Number of samples that have not ended."""
     outcome: str = "abort"
-    """How the request ended, as its last delta states it."""
+    """How the request ended: the finish reason of its last delta, or "error". Before that, it is "abort"."""
     attempts: int = 0
     losses: int = 0
     decoded_from: int = 0
-    """`output_len` when the attempt began, and later when its decode began."""
+    """`output_len` at the beginning of the attempt or, later, of its decode."""
     times: Timings = field(default_factory=Timings)
     sources: PromptSources | None = None
     prompt_logprobs: Sequence[types_pb.TokenLogprob] = ()
@@ -59,7 +59,7 @@ class RequestState:
     transferred: int = 0
     """Number of token positions that were copied between hosts."""
     left_at: float = 0.0
-    """When the last delta was sent; 0 before the first."""
+    """When the last delta was sent, or 0 before the first."""
 
     @classmethod
     def begin(
@@ -93,7 +93,7 @@ class RequestState:
         return GroupNeed(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)
 
     def remaining_s(self) -> float:
-        """Returns the time left for a hop. Raises DeadlineExceeded if no time is left."""
+        """Returns the seconds left for a hop. Raises DeadlineExceeded if no time is left."""
         left = self.arrived + self.request.timeout_s - time.monotonic() - MARGIN_S
         if left <= 0:
             raise too_late(self.request.timeout_s)
@@ -147,7 +147,7 @@ class RequestState:
         metrics.tokens(count)
 
     def sum_up(self) -> None:
-        """Adds the request's account to the last delta. Called when every sample has ended."""
+        """Adds the request's summary to the last delta. Must be called when every sample has ended."""
         last = self.outlet.pending[-1]
         assert last.finish_reason is not None
         last.summary, self.outcome = self.summary(), last.finish_reason.value
@@ -188,7 +188,7 @@ class RequestState:
 
     def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
         """Accepts the token that prefill drew for each branch. Returns the samples with which the ticket continues.
-        Some of them may have ended here: by a stop string, or because prefill did not know the request's limits.
+        Some of them may already have ended, by a stop string or by a limit that only the gateway checks.
 
         Raises WorkerLost for an answer that does not match the request.
         """
@@ -218,7 +218,7 @@ class RequestState:
         return []
 
     def _note_end(self, sample: Sample) -> bool:
-        """Counts a sample that has just ended."""
+        """Returns whether the sample has ended, and counts its end. Must be called once after the end."""
         ended = sample.finish_reason is not None
         self.num_open -= ended
         return ended
@@ -275,7 +275,7 @@ class RequestState:
 
 
 def tokens_of(ticket: types_pb.Ticket, block_size: int) -> int:
-    """Returns the token positions that a ticket hands over. Positions in blocks that branches share count once."""
+    """Returns the number of token positions in a ticket. Positions in blocks that branches share count once."""
     return sum(max(0, branch.num_tokens - branch.shared_blocks * block_size) for branch in ticket.branches)
 
 

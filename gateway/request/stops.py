@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """A matcher for one sample's text. `matched` is the stop string that ended it."""
+    """A matcher for one sample's text. `matched` is the stop string that ended the text, or None."""
 
     __slots__ = ("_first_chars", "_held", "_include", "_longest", "_stops", "matched")
 
@@ -40,7 +40,7 @@ class StopMatcher:
         return buffer[:keep]
 
     def flush(self) -> str:
-        """Returns the text held back, when no text will follow."""
+        """Returns the text that has been held back. Must be called when no more text will follow."""
         held, self._held = self._held, ""
         return held
 

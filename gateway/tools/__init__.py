@@ -1,1 +1,1 @@
-"""Tool calls and reasoning in a model's output: how they are recognized, and how they are enforced."""
+"""Recognizes tool calls and reasoning in a model's output, and builds grammars that enforce tool calls."""

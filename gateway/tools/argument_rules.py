@@ -1,7 +1,7 @@
 """Grammar rules for arguments that are not written as one JSON object: text between tags, and keyword arguments.
 
-The arguments are in the order of the schema. Only properties that the schema names are written; a schema without
-properties allows any names.
+Required arguments come first, in the schema's order. Only properties that the schema names are allowed; a schema that
+names none allows any, unless it forbids additional properties.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.tools.typed_values import STRING, items, resolved, types_of
 _ANY = r"/(.|\n)*/"
 _ROOT = frozenset(("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"))
 _PLAIN = frozenset(("type", "enum", "const", "anyOf", "oneOf")) | NOTES
-"""The keywords of a schema of text that can be enforced."""
+"""The keywords that can be enforced in the schema of a text."""
 _NAME = r"ARGUMENT_NAME: /[a-zA-Z_][a-zA-Z0-9_]*/"
 
 
@@ -47,14 +47,14 @@ def properties_of(parameters: Mapping[str, Any]) -> list[Property]:
 
 
 def is_open(parameters: Mapping[str, Any]) -> bool:
-    """Returns whether the arguments may have any names, because the schema names none."""
+    """Returns whether the arguments may have any names: the schema names none and does not forbid them."""
     root = resolved(parameters, parameters)
     names_some = root.get("properties") or root.get("required")
     return not names_some and root.get("additionalProperties", True) is not False
 
 
 class PythonicRules:
-    """Rules for `name(key=value, ...)`. Values are JSON, except for booleans, which are written as in Python."""
+    """The grammar rules for `name(key=value, ...)`. Values are JSON, but a boolean argument is written as in Python."""
 
     shared: Sequence[str] = (_NAME, 'any_argument: ARGUMENT_NAME "=" any_value', "any_value: %json {}")
 
@@ -88,7 +88,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 class TagRules:
-    """Rules for arguments between tags: text for a string, the alternatives for an `enum`, and JSON otherwise."""
+    """The grammar rules for arguments between tags: strings are text, other values are JSON."""
 
     def __init__(self, tags: Tags, line_break: str, mark: Callable[[str], str]) -> None:
         """`line_break` is between the parts of a call. `mark` returns a tag in the grammar's notation."""
@@ -133,7 +133,7 @@ class TagRules:
         return f"{self._line} {self._mark(tags.value)}" if tags.value else json.dumps(self._pad) if self._pad else ""
 
     def _value(self, item: Property, root: Mapping[str, Any], rule: str, lines: list[str]) -> str:
-        """Returns the value with its end tag. Adds its rule to `lines` if it needs one."""
+        """Returns the grammar of a value and its end tag. Adds a rule to `lines` if the value needs one."""
         end = self._mark(self._tags.value_end)
         closed = f"{json.dumps(self._pad)} {end}" if self._pad else end
         if "string" not in types_of(item.schema, root):
@@ -152,8 +152,8 @@ class TagRules:
 
 
 def _text_values(name: str, schema: Any, root: Mapping[str, Any], seen: set[int]) -> list[Any] | None:
-    """Returns the values that a schema of text allows, or None if any text is allowed. Raises ValueError for other
-    rules, which text between tags cannot be made to follow.
+    """Returns the values that a text's schema allows, or None if it allows any text. Raises ValueError for keywords
+    that cannot be enforced for text between tags.
     """
     schema = resolved(schema, root)
     choices = [*items(schema, "anyOf"), *items(schema, "oneOf")]

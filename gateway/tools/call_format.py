@@ -1,4 +1,4 @@
-"""What the gateway needs to know about one family's format of tool calls."""
+"""The description of the format in which a model family writes tool calls."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def short_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a section of calls is written, for a grammar that enforces it. A part is a marker, text or a pattern."""
+    """The spelling of a section of calls, for a grammar that enforces it. A part is a marker, text or a pattern."""
 
     opening: Sequence[str] = ()
-    """Between the format's marker and the first call."""
+    """The parts between the format's marker and the first call."""
     before_name: Sequence[str] = ()
     after_name: Sequence[str | re.Pattern[str]] = ()
     after_arguments: Sequence[str] = ()
     separator: Sequence[str] = ()
-    """Between two calls."""
+    """The parts between two calls."""
     closing: Sequence[str] = ()
     is_repeated: bool = False
     """Whether each call is in a separate section."""
@@ -39,23 +39,23 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family writes tool calls."""
+    """The format of one model family's tool calls."""
 
     name: str
     parser: Callable[[Tools, int | None], CallParser]
-    """Called with the tools and the maximum number of calls."""
+    """A function that returns a parser for the tools and the maximum number of calls (None: no limit)."""
     marks: Sequence[str] = ()
     """Parts of the output that may be special tokens. The parser needs to see them."""
     new_id: Callable[[], str] = _long_id
     marker: str = ""
     """The text that precedes every call, or every list of calls; empty if a call may be plain JSON or a plain list."""
     compact: bool = False
-    """Mistral's: whether calls are written as `name[ARGS]{...}` and not as a list."""
+    """Whether calls are written as `name[ARGS]{...}` and not as a list (Mistral)."""
     spelling: Spelling | None = None
-    """None for the formats that `enforce` itself knows."""
+    """The spelling, or None if `enforce` has a grammar for this format."""
     tags: Tags | None = None
-    """The tags, if arguments are written between tags."""
+    """The tags between which arguments are written, or None if there are none."""
     line_break: str = ""
-    """What a template writes between these tags."""
+    """The text that a template writes between the tags."""
     is_pythonic: bool = False
     """Whether calls are written as Python."""

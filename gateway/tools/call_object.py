@@ -23,11 +23,11 @@ Take = Callable[[str], Any]
 
 
 class NotACall(Exception):
-    """The text is not a call, or ends before the call is complete."""
+    """The error for text that is not a call, or that ends before the call is complete."""
 
 
 class CallSink(Protocol):
-    """Receives a call while it is read."""
+    """The interface of an object that receives a call while the call is read."""
 
     def begin(self, name: str) -> None: ...
 
@@ -42,7 +42,7 @@ def skip_space(ch: str) -> Scan:
 
 def read_among(ch: str, marks: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
     """Reads one of several markers, none of which begins another. Returns what was read, which is only the beginning of
-    a marker if other text follows.
+    a marker if other text follows, and the next character.
     """
     read = ""
     while read not in marks and ch != END and any(mark.startswith(read + ch) for mark in marks):
@@ -112,8 +112,8 @@ class CallObject:
     """A reader of one object. The call begins for `sink` once the name is known and the arguments begin."""
 
     def __init__(self, sink: CallSink, known: Container[str] | None) -> None:
-        """If `known` is given, an object is a call only if it has one of these names, has arguments, and has no unknown
-        keys.
+        """If `known` is not None, an object is a call only if it has one of these names, has arguments, and has no
+        unknown keys.
         """
         self._sink = sink
         self._known = known

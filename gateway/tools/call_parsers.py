@@ -1,8 +1,8 @@
 """Finds tool calls in a model's output as it arrives, for each family of formats.
 
 A call is announced once its name is known and its arguments begin. Text that begins like a call but is not one becomes
-content. Only white space around calls is lost. Text that was held back is not searched again, so the cost is always
-linear in the length of the output.
+content. Only white space around calls is lost. Text that was held back is not searched again, so the cost is linear in
+the length of the output.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class CallParser(ABC):
-    """Parses one sample's text. The same text gives the same pieces (after `merged`), however it is split across calls
-    of `feed`.
+    """The base class of parsers of one sample's text. The pieces (after `merged`) do not depend on how the text is
+    split across calls of `feed`.
     """
 
     triggers: frozenset[str]
@@ -125,8 +125,8 @@ class CallParser(ABC):
         return (yield from self._begun(marker, ch, read)) if found else ch
 
     def _begun(self, marker: str, ch: str, read: Callable[[str], Scan]) -> Scan:
-        """Uses `read` to read the text after a marker. If that text is not a call, it becomes content, and so does the
-        marker.
+        """Uses `read` to read the text after a marker. If the text is not a call, the marker and the text become
+        content.
         """
         self._held = [marker, ch]
         try:
@@ -140,8 +140,8 @@ class CallParser(ABC):
         return ch
 
     def _objects(self, ch: str, separators: str, known: Tools | None) -> Scan:
-        """Reads an object, and further ones, which may be separated by one of `separators`. `ch` is the first one's
-        bracket.
+        """Reads one or more objects, which may be separated by one of `separators`. `ch` is the bracket of the first
+        object.
         """
         while True:
             if ch != "{":
@@ -155,7 +155,7 @@ class CallParser(ABC):
                 ch = yield from skip_space((yield))
 
     def _list(self, ch: str, known: Tools | None) -> Scan:
-        """Reads a list of objects. `ch` is its bracket."""
+        """Reads a list of objects. `ch` is the list's opening bracket."""
         ch = yield from skip_space((yield))
         ch = yield from self._objects(ch, ",", known)
         if ch != "]":
@@ -163,7 +163,7 @@ class CallParser(ABC):
         return (yield)
 
     def _matches(self, ch: str, marker: str) -> Marked:
-        """Reads a marker. Returns whether the text has it. If it does not, the part that matched becomes content."""
+        """Reads a marker. Returns whether it was complete. If it was not, the part that matched becomes content."""
         for index, expected in enumerate(marker):
             if ch != expected:
                 if index:
@@ -173,8 +173,8 @@ class CallParser(ABC):
         return True, ch
 
     def _one_of(self, ch: str, marks: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
-        """Reads one of several markers, none of which begins another. Returns "" if there is none; the part that
-        matched becomes content.
+        """Reads one of several markers, none of which begins another. Returns the marker and the next character. If
+        there is no marker, returns "" for it, and the part that matched becomes content.
         """
         read, ch = yield from read_among(ch, marks)
         if read in marks:
@@ -185,7 +185,7 @@ class CallParser(ABC):
 
 
 class HermesParser(CallParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3."""
+    """A parser of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5, Qwen 3)."""
 
     triggers = frozenset("<")
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -201,7 +201,7 @@ class HermesParser(CallParser):
 
 
 class Llama3Parser(CallParser):
-    """`{"name": ..., "parameters": {...}}`, also after `<|python_tag|>`: Llama 3.1 to 3.3.
+    """A parser of `{"name": ..., "parameters": {...}}`, also after `<|python_tag|>` (Llama 3.1 to 3.3).
 
     Without the tag, an object is a call only if it has the name of a tool.
     """
@@ -224,14 +224,15 @@ class Llama3Parser(CallParser):
 
 
 class Llama4Parser(Llama3Parser):
-    """Llama 3's format, also between `<|python_start|>` and `<|python_end|>`: Llama 4."""
+    """A parser of Llama 3's format, also between `<|python_start|>` and `<|python_end|>` (Llama 4)."""
 
     TAG, CLOSE = "<|python_start|>", "<|python_end|>"
 
 
 class MistralParser(CallParser):
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` since version 11 of the
-    tokenizer."""
+    """A parser of Mistral's `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, and of `[TOOL_CALLS]name[ARGS]{...}`,
+    which version 11 of the tokenizer introduced.
+    """
 
     triggers = frozenset("[")
     MARKER, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -261,7 +262,7 @@ class MistralParser(CallParser):
         return (yield from container(ch, self.arguments))
 
     def _bracketed(self, ch: str) -> Scan:
-        """Reads `[ARGS]`, and before it `[CALL_ID]` with an id, which is replaced by a generated one."""
+        """Reads `[ARGS]`, optionally preceded by `[CALL_ID]` and an id, which is dropped."""
         while ch != END:
             word: list[str] = []
             while ch != END and ch != "]":
@@ -281,7 +282,7 @@ class MistralParser(CallParser):
 
 
 class JsonParser(CallParser):
-    """`{"name": ..., "arguments": {...}}`, or a list of such objects.
+    """A parser of `{"name": ..., "arguments": {...}}`, or of a list of objects in this form.
 
     There is no marker, so an object is a call only if it has the name of a tool.
     """

@@ -48,8 +48,8 @@ def calls_grammar(
     thinking: str = "",
     free: bool = False,
 ) -> StructuredOutput:
-    """Returns a grammar for at least one call of `functions`, and for exactly one unless `many` is set. If `free` is
-    set, it is a grammar for any text that may contain calls; only the arguments of strict functions match their schema.
+    """Returns a grammar for calls of `functions`: one call, or at least one if `many` is set. If `free` is set, the
+    grammar allows text with or without calls, and only the arguments of strict functions must match their schema.
 
     `special` contains the ids of markers that are special tokens; `thinking` is the result of `thinking_before`. Raises
     ValueError for free text if the format's calls have no marker, and for a schema that the format cannot enforce.
@@ -60,7 +60,7 @@ def calls_grammar(
 
 def thinking_before(reasoning: ReasoningFormatName | None, prompt: str, continued: str | None = None) -> str:
     """Returns the text that may precede the calls: "" (none), "optional" (reasoning with its tags), or "open" (the rest
-    of reasoning that began in the prompt). `continued` is the message that the output continues, if any.
+    of reasoning that began in the prompt). `continued` is the message that the output continues, or None.
     """
     if reasoning is None:
         return ""
@@ -77,7 +77,7 @@ class _Lark:
         self._functions = functions
         self._special = special
         self._rules: TagRules | PythonicRules | None = None
-        """The rules of arguments that are not a JSON object."""
+        """The rules for arguments that are not a JSON object, or None if they are one."""
         if form.tags is not None:
             self._rules = TagRules(form.tags, form.line_break, self._mark)
         elif form.is_pythonic:
@@ -104,7 +104,7 @@ class _Lark:
         return [f"calls: call{repeated}", f"call: {self._mark(self._form.marker)} {self._after_marker(many)}"]
 
     def _calls_in_text(self, many: bool) -> list[str]:
-        """Returns rules for text with calls. Text never contains the marker: what follows a marker is a call."""
+        """Returns rules for text with calls. The text itself cannot contain the marker: a call follows each marker."""
         marker = self._form.marker
         if not marker or not (marker in self._special or len(marker.encode()) <= _MAX_MARKER_BYTES):
             raise ValueError(f"a call of the format {self._form.name} cannot be distinguished from text")

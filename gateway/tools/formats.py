@@ -1,4 +1,4 @@
-"""The formats of a served model's output, and what they need from the tokenizer."""
+"""The formats of a served model's output, the ids of their special tokens, and the ids of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.tools.reasoning import CLOSE, OPEN
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """How the served model writes tool calls and reasoning. None means unknown, or not to be split off."""
+    """The formats of the served model's tool calls and reasoning. None means that a format is unknown or not used."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormatName | None = None
@@ -25,9 +25,7 @@ class OutputFormats:
 
 
 def special_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
-    """Returns those of `marks` that are special tokens, with their ids. Special tokens are usually not part of the
-    text.
-    """
+    """Returns the ids of the `marks` that are special tokens. Special tokens are usually not part of the text."""
     added = tokenizer.get_added_tokens_decoder()
     return {token.content: token_id for token_id, token in added.items() if token.special and token.content in marks}
 

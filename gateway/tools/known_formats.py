@@ -1,4 +1,4 @@
-"""The formats of tool calls by name, and which one a model's chat template asks for.
+"""The formats of tool calls by name, and the detection of the format that a model's chat template uses.
 
 A family is recognized by the markers of its format in the template. For a template of an unknown family or without
 known markers, no format is found, and `--tool-call-parser` must choose one.
@@ -28,7 +28,7 @@ from gateway.tools.tag_parsers import GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TA
 _FOREIGN = re.compile(
     r"<function|<parameter|<\|tool_call|<tool_call\|>|<\|channel\|>|<\|START_ACTION|<\uff5ctool|<\uff5cDSML"
 )
-"""Markers of formats for which there is no parser here."""
+"""Markers of formats for which there is no parser."""
 _KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")
 
 HERMES = CallFormat("hermes", HermesParser, (HermesParser.OPEN, HermesParser.CLOSE), marker=HermesParser.OPEN)
@@ -170,7 +170,7 @@ _BY_NAME: Mapping[str, CallFormat] = {
 
 
 def call_format(name: CallFormatName, template: str | None) -> CallFormat | None:
-    """Returns the format with this name. For "auto", returns the one that the template asks for, if it is known."""
+    """Returns the format with this name. For "auto", returns the template's format, or None if it is not known."""
     template = template or ""
     if name == "mistral" or (name == "auto" and MistralParser.MARKER in template):
         return MISTRAL_COMPACT if MistralParser.ARGS in template else MISTRAL
@@ -192,7 +192,7 @@ def call_format(name: CallFormatName, template: str | None) -> CallFormat | None
 
 
 def _by_mark(template: str) -> CallFormat | None:
-    """Returns the format whose own markers the template contains, if there is one."""
+    """Returns the format whose own markers the template contains, or None."""
     if DeepSeekParser.OPEN in template:
         return DEEPSEEK_V3 if DeepSeekParser.CODE in template else DEEPSEEK_V31
     if GraniteParser.MARK in template and "<|start_of_role|>" in template:

@@ -23,7 +23,7 @@ class CallBegin:
     """The call's number within the answer, from 0."""
     name: str
     call_id: str | None = None
-    """The id that the model itself wrote, in the formats that have one."""
+    """The id that the model itself wrote, or None if the format has no ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ Piece = Content | Reasoning | CallBegin | CallArguments
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
-    """Joins adjacent pieces of the same kind."""
+    """Returns the pieces, with adjacent pieces of the same kind, and of the same call, joined."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

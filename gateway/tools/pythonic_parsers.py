@@ -26,9 +26,9 @@ _ESCAPES: Mapping[str, str] = {
 
 
 class PythonicParser(CallParser):
-    """`[name(key='value', ...), ...]`: Llama 3.2, and Llama 4, which may write it between two markers.
+    """A parser of `[name(key='value', ...), ...]` (Llama 3.2, and Llama 4, which may write it between two markers).
 
-    A list consists of calls only if it begins with a call of a tool.
+    A list is read as calls only if it begins with a call of a known tool.
     """
 
     triggers = frozenset("<[")
@@ -81,7 +81,7 @@ class PythonicParser(CallParser):
 
 
 class _Arguments:
-    """The arguments of one call. The call begins with its first readable argument."""
+    """A reader of one call's arguments. The call begins with its first readable argument."""
 
     def __init__(self, parser: PythonicParser, name: str) -> None:
         self._parser = parser
@@ -124,13 +124,13 @@ class _Arguments:
 
 
 class Lfm2Parser(PythonicParser):
-    """`<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`: LFM2."""
+    """A parser of `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>` (LFM2)."""
 
     OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
 class Olmo3Parser(PythonicParser):
-    """`<function_calls>name(key="value")` and further calls on separate lines, `</function_calls>`: Olmo 3."""
+    """A parser of calls such as `name(key="value")`, one per line, between `<function_calls>` tags (Olmo 3)."""
 
     triggers = frozenset("<")
     OPEN, CLOSE = "<function_calls>", "</function_calls>"
@@ -146,7 +146,7 @@ class Olmo3Parser(PythonicParser):
 
 def literal(ch: str, take: Take) -> Scan:
     """Reads a Python literal, or JSON, and passes it on as JSON. Raises NotACall before the first part that is neither.
-    Tuples become lists. Other literals, such as sets and bytes, have no JSON.
+    Tuples become lists. Literals that JSON cannot express, such as sets and bytes, also raise NotACall.
     """
     closers: list[str] = []
     while True:

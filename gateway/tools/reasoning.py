@@ -11,13 +11,13 @@ class ReasoningSplitter:
     """A splitter for one sample. Only the beginning of the output may be reasoning; later tags are content."""
 
     def __init__(self, *, inside: bool) -> None:
-        """`inside` says that the output begins within the reasoning, with or without `<think>`."""
+        """`inside` is true if the output begins within the reasoning, with or without `<think>`."""
         self._inside = inside
         self._state = "start"
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Returns the (reasoning, content) that can now be distinguished."""
+        """Returns the reasoning and the content that can now be distinguished."""
         if self._state == "content":
             return "", text
         text, self._held = self._held + text, ""
@@ -34,7 +34,7 @@ class ReasoningSplitter:
         return text[:keep], ""
 
     def finish(self) -> tuple[str, str]:
-        """Returns the text that is still held back, as (reasoning, content)."""
+        """Returns the text that is still held back, as reasoning and content. One of them is empty."""
         held, self._held = self._held, ""
         is_reasoning = self._state == "reasoning" or (self._state == "start" and self._inside)
         return (held, "") if is_reasoning else ("", held)
@@ -59,8 +59,8 @@ def overlap(text: str, marker: str) -> int:
 
 
 def begins_inside(parser: str, prompt: str, continued: str | None = None) -> bool:
-    """Returns whether the output begins within the reasoning. `continued` is the message that the output continues, if
-    any.
+    """Returns whether the output begins within the reasoning. `continued` is the message that the output continues, or
+    None.
 
     A template may open (`<think>`) or skip (`<think></think>`) the reasoning itself. If the template does neither,
     DeepSeek R1 output begins inside the reasoning, whereas Qwen 3 emits `<think>` itself. A continued message may

@@ -1,5 +1,6 @@
-"""Finds tool calls in the formats of DeepSeek, Kimi K2, Granite 3, Phi-4-mini, Hunyuan, Jamba and InternLM 2: JSON
-arguments between markers."""
+"""Finds tool calls in the formats of DeepSeek, Kimi K2, Granite 3, Phi-4-mini, Hunyuan, Jamba and InternLM 2, which
+write JSON arguments between markers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from gateway.tools.call_parsers import CallParser
 
 
 class SectionParser(CallParser):
-    """A section between two markers, with a marker before each call."""
+    """The base class of parsers of a section between two markers, with a marker before each call."""
 
     triggers = frozenset("<")
     OPEN: str
@@ -38,10 +39,10 @@ class SectionParser(CallParser):
 
 
 class DeepSeekParser(SectionParser):
-    """A section of calls: DeepSeek V3 and R1 (arguments in a block of code), and V3.1 (plain arguments).
+    """A parser of calls of DeepSeek V3 and R1 (arguments in a block of code), and V3.1 (plain arguments).
 
-    V3: `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a line break, a block of JSON,
-    `<｜tool▁call▁end｜><｜tool▁calls▁end｜>`. V3.1: the same with `name<｜tool▁sep｜>{...}` within a call.
+    V3 writes `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a line break, a block of JSON,
+    and `<｜tool▁call▁end｜><｜tool▁calls▁end｜>`. V3.1 writes `name<｜tool▁sep｜>{...}` within a call.
     """
 
     OPEN, CLOSE = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -73,8 +74,8 @@ class DeepSeekParser(SectionParser):
 
 
 class KimiParser(SectionParser):
-    """`<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}
-    <|tool_call_end|><|tool_calls_section_end|>`: Kimi K2.
+    """A parser of `<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}
+    <|tool_call_end|><|tool_calls_section_end|>` (Kimi K2).
 
     The text before the arguments is the call's id, which the model must find again in the history. It contains the
     name. A bare number is accepted if there is only one tool.
@@ -109,11 +110,11 @@ class KimiParser(SectionParser):
 
 
 class ListParser(CallParser):
-    """A marker, then a list of `{"name": ..., "arguments": {...}}`, or one such object."""
+    """The base class of parsers of a marker followed by `{"name": ..., "arguments": {...}}` or a list of these."""
 
     MARK: str
     CLOSE = ""
-    """The marker after the calls, if there is one."""
+    """The marker after the calls, or "" if the format has none."""
 
     def _marked(self, ch: str) -> Scan:
         return (yield from self._after(ch, self.MARK, self._calls))
@@ -129,28 +130,28 @@ class ListParser(CallParser):
 
 
 class GraniteParser(ListParser):
-    """`<|tool_call|>[{"name": ..., "arguments": {...}}]`: Granite 3."""
+    """A parser of `<|tool_call|>[{"name": ..., "arguments": {...}}]` (Granite 3)."""
 
     triggers = frozenset("<")
     MARK = "<|tool_call|>"
 
 
 class Phi4MiniParser(ListParser):
-    """`functools[{"name": ..., "arguments": {...}}]`: Phi-4-mini."""
+    """A parser of `functools[{"name": ..., "arguments": {...}}]` (Phi-4-mini)."""
 
     triggers = frozenset("f")
     MARK = "functools"
 
 
 class HunyuanParser(ListParser):
-    """`<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>`: Hunyuan A13B, Jamba."""
+    """A parser of `<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>` (Hunyuan A13B, Jamba)."""
 
     triggers = frozenset("<")
     MARK, CLOSE = "<tool_calls>", "</tool_calls>"
 
 
 class InternLmParser(ListParser):
-    """`<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>`: InternLM 2 and 3."""
+    """A parser of `<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>` (InternLM 2 and 3)."""
 
     triggers = frozenset("<")
     START, PLUGIN = "<|action_start|>", "<|plugin|>"
@@ -158,7 +159,7 @@ class InternLmParser(ListParser):
 
 
 def _until(ch: str, end: str, into: list[str]) -> Scan:
-    """Reads up to a character that a name cannot contain."""
+    """Reads into `into` up to `end`, a line break or the end of the text."""
     while ch not in (end, END, "\n"):
         into.append(ch)
         ch = yield

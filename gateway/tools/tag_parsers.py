@@ -21,16 +21,16 @@ _NAME = frozenset(string.ascii_letters + string.digits + "_.:/-")
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The text before, between and after the parts of a call. A format without one of them has an empty string."""
+    """The tags before, between and after the parts of a call. A tag that a format does not have is empty."""
 
     open: str
-    """Before the calls."""
+    """The tag before the calls."""
     close: str
     call: str
-    """Before the name of a function."""
+    """The tag before the name of a function."""
     named: str
     key: str
-    """Before the name of an argument."""
+    """The tag before the name of an argument."""
     keyed: str
     value: str
     value_end: str
@@ -64,7 +64,7 @@ MINIMAX_TAGS = Tags(
 
 
 class TagParser(CallParser):
-    """A parser of one format. Calls without the tags around them must have the name of a tool."""
+    """A parser of one tag format. A call without the tag `open` before it must have the name of a known tool."""
 
     triggers = frozenset("<")
 
@@ -122,7 +122,9 @@ class TagParser(CallParser):
         return ch
 
     def _next(self, ch: str) -> Generator[None, str, tuple[str, str]]:
-        """Reads the tag before an argument, or the one after the call. The latter may be missing."""
+        """Reads the tag before an argument or the tag after the call, which may be missing before `close`. Returns the
+        tag and the next character.
+        """
         tags = self._tags
         marks = [tag for tag in (tags.key, tags.call_end, tags.close) if tag]
         ch = yield from skip_space(ch)

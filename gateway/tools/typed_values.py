@@ -1,8 +1,8 @@
-"""Converts the text of an argument to JSON, for formats in which arguments are plain text. Only the tool's schema tells
+"""Converts the text of an argument to JSON, for formats in which arguments are plain text. The tool's schema determines
 their types.
 
-The rules are those of vLLM: the types of the schema are tried from the narrowest to the widest, and text that has none
-of them stays a string. In addition, references to `$defs` are followed.
+The rules are those of vLLM: the types of the schema are tried from the narrowest to the widest. Text that matches none
+of them becomes a string, or other JSON if the schema allows no string. In addition, references to `$defs` are followed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _NAMES: Mapping[type, str] = {
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema to which a local reference leads, or the schema itself. Anything else is an empty schema."""
+    """Returns the schema to which a local reference leads, or the schema itself. What is not an object becomes an empty
+    schema.
+    """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
             break
@@ -91,7 +93,7 @@ def _boolean(text: str) -> str | None:
 
 
 def _parsed(text: str) -> str | None:
-    """Returns text that is JSON on one line, and None for other text."""
+    """Returns JSON text on one line, or None if the text is not JSON."""
     try:
         return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The endpoints' answers about themselves: the model, the server, its load, the tokenizer's files."""
+"""Answers that describe an endpoint: the model, the server, its load, and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (
 
 
 class About:
-    """The facts about one gateway, for its endpoints of every role."""
+    """The source of the answers that describe one gateway, for the endpoints of all roles."""
 
     def __init__(self, assets: ModelAssets, directory: str, workers: Workers) -> None:
         self._assets = assets
@@ -42,7 +42,7 @@ class About:
         self._workers = workers
         self._started = time.monotonic()
         self._engine_id = secrets.token_hex(8)
-        """Prefills can be continued only at the gateway that made them, so routers pair endpoints with equal ids."""
+        """The id by which routers pair endpoints: a prefill can be continued only at the gateway that made it."""
 
     def model(self, max_model_len: int) -> pb.GetModelInfoResponse:
         assets, config = self._assets, self._config
@@ -79,7 +79,9 @@ class About:
         )
 
     def loads(self, role: Role) -> pb.GetLoadsResponse:
-        """Returns the load of all workers of the role as that of one engine. A `regular` endpoint has both roles."""
+        """Returns the load of the role's workers as the load of one engine. A `regular` endpoint reports the sequences
+        of the decode workers and the waiting tokens of the prefill workers.
+        """
         prefills, decodes = self._of_role("prefill"), self._of_role("decode")
         states = prefills if role == "prefill" else decodes
         running = sum(state.load.num_running for state in states)
@@ -100,7 +102,9 @@ class About:
         )
 
     def tokenizer(self) -> list[common_pb2.GetTokenizerChunk]:
-        """Returns a ZIP archive of the tokenizer's files in pieces. The last one has the SHA-256 of the archive."""
+        """Returns a ZIP archive of the tokenizer's files in chunks. The last chunk has the SHA-256 of the archive.
+        Raises NotFound if there are no files.
+        """
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in (self._directory / name for name in _TOKENIZER_FILES):
@@ -119,13 +123,14 @@ class About:
 
 
 def _tokens(states: list[WorkerState]) -> tuple[int, int]:
-    """Returns the number of token positions in all arenas, and how many of them are in use. Workers may share an
-    arena."""
+    """Returns the number of token positions in all arenas of the workers, and how many positions are in use. An arena
+    that several workers share counts once.
+    """
     arenas = {state.record.arena_id: state for state in states}.values()
     total = sum(state.load.total_blocks * state.record.block_size for state in arenas)
     return total, total - sum(state.load.free_blocks * state.record.block_size for state in arenas)
 
 
 def _id(value: Any) -> int:
-    """Returns a token id of a model's config, which may be missing or a list."""
+    """Returns a token id from a model's config, or 0 if it is missing or a list."""
     return value if isinstance(value, int) else 0

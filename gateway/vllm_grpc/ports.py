@@ -26,7 +26,7 @@ SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
 class VllmPorts:
-    """The servers of all roles. Each is bound by the constructor and serves once it has been started."""
+    """The gRPC servers of all roles. The constructor binds their ports, and the caller starts them."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class VllmPorts:
         protection: Protection,
     ) -> None:
         """`check_of` returns the check for the callers that an authenticator accepts. Raises StartupError if a port
-        cannot be bound, or if other machines could call one without a key.
+        cannot be bound, or if other machines could call a port without a key.
         """
         self._host, tenant = settings.vllm_grpc_host, settings.vllm_grpc_tenant
         if not is_loopback(self._host) and (tenant is not None or not authenticator.needs_key):
@@ -60,7 +60,7 @@ class VllmPorts:
 
     @property
     def addresses(self) -> list[str]:
-        """The address for whole requests, for prefill and for decode."""
+        """The addresses for whole requests, for prefill and for decode, in this order."""
         return [f"{self._host}:{server.port}" for server in self.servers]
 
     def add_services(self, front: Front, workers: Workers, model_directory: str) -> None:

@@ -34,7 +34,7 @@ class Replies:
         self._num_tokens = dict.fromkeys(self._open, 0)
 
     async def write(self, deltas: list[Delta]) -> None:
-        """Writes one message of an `Outlet`."""
+        """Writes the deltas of one message of an `Outlet`."""
         async with self._turn:
             for delta in deltas:
                 await self._add(delta)

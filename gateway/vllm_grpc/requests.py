@@ -1,5 +1,4 @@
-"""Converts vLLM's GenerateRequest into a `Wanted`. Fields that are not supported are refused, with an error that names
-them.
+"""Converts vLLM's GenerateRequest into a `Wanted`. The error for unsupported fields names them.
 
 Absent numbers have the same meaning as in vLLM's own server: proto3's 0 is "not given" for top_p, repetition_penalty
 and n, and the model's generation config does not apply, because the router has applied it.
@@ -34,8 +33,8 @@ _GRAMMARS: Mapping[str, Callable[[pb.SamplingParams], StructuredOutput]] = {
 
 
 def wanted_of(request: pb.GenerateRequest) -> Wanted:
-    """Converts a request without checking its values. Raises InvalidArgument, which names the fields that are not
-    supported with any value.
+    """Converts a request, whose values the validator checks later. Raises InvalidArgument, which names the unsupported
+    fields.
     """
     params = request.sampling_params
     _refuse_unsupported(request)
@@ -64,7 +63,7 @@ def wanted_of(request: pb.GenerateRequest) -> Wanted:
 
 
 def embed_wanted_of(request: pb.EmbedRequest) -> Wanted:
-    """Converts a request for an embedding without checking its values."""
+    """Converts a request for an embedding, whose values the validator checks later."""
     prompt = IdsPrompt(request.tokenized.input_ids) if request.HasField("tokenized") else None
     request_id = request.request_id or None
     return Wanted(prompt=prompt, prompt_field="tokenized", request_id=request_id, embeds=True, max_tokens=1)
@@ -86,7 +85,7 @@ def first_token_only(wanted: Wanted) -> None:
 
 def head_start_of(request: pb.GenerateRequest) -> str | None:
     """Returns the name of the prefill that the router carries to decode, or None if it carries none. Raises
-    InvalidArgument.
+    InvalidArgument if the router carries anything else.
     """
     text = request.kv_transfer_params_json
     if not text:

@@ -1,5 +1,5 @@
-"""VllmEngine over gRPC, for one role: `regular` takes whole requests, `prefill` and `decode` each take one half of a
-request.
+"""The gRPC service VllmEngine for one role: `regular` serves whole requests, `prefill` and `decode` each serve one half
+of a request.
 
 Every role uses the gateway's own path: limits, admission, recovery. A router carries only a name from prefill to decode
 (`gateway.request.head_start`). Without a usable name, decode prefills the request itself.
@@ -31,7 +31,7 @@ from gateway.vllm_grpc.requests import embed_wanted_of, first_token_only, head_s
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """The service of one endpoint."""
+    """The gRPC service of one role's endpoint."""
 
     def __init__(self, role: Role, front: Front, workers: Workers, about: About) -> None:
         self._role = role

@@ -312,7 +312,7 @@ async def test_a_request_that_smaller_successors_cannot_hold_is_told_so(make_rig
     request = await rig.validator.resolve(Wanted(prompt=IdsPrompt(PROMPT), max_tokens=200))
     rig.records[1:] = [replace(record, max_group_blocks=4) for record in rig.records[1:]]
     await until(lambda: {limit.max_blocks for limit in rig.workers.group_rooms} == {4})
-    with pytest.raises(Unavailable, match="no decode worker holds a group of this size"):
+    with pytest.raises(Unavailable, match="no decode worker has room for a group of this size"):
         await deltas_of(rig, request)
     assert rig.gate.inside == 0
 

@@ -203,7 +203,7 @@ def test_a_template_that_does_not_know_tools_is_not_given_any() -> None:
     simple = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(InvalidArgument, match="chat template does not support tools"):
         plan({"messages": [USER], "tools": [WEATHER]}, simple)
-    with pytest.raises(InvalidArgument, match="chat template does not know tool calls"):
+    with pytest.raises(InvalidArgument, match="chat template does not support tool calls"):
         plan({"messages": [USER, CALLED, ANSWERED]}, simple)
     for asks_for_nothing in ({"tools": []}, {"tool_choice": "auto"}, {"tools": [WEATHER], "tool_choice": "none"}):
         wanted, made = plan({"messages": [USER], **asks_for_nothing}, simple)
