@@ -1,1 +1,1 @@
-"""Parts for tests and fault injection: oracles, models of the ledger, faulty workers. Not installed."""
+"""Code for tests and fault injection: oracles, models of the ledger, faulty workers. Not installed."""

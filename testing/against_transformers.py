@@ -1,4 +1,4 @@
-"""For tests: the logits of a checkpoint by the transformers library, and their distance from ours."""
+"""For tests: the logits that the transformers library computes for a checkpoint, and their distance from ours."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def runner_of(directory: Path, **settings: Any) -> ModelRunner:
 
 
 def prompt(vocab_size: int, length: int = NUM_TOKENS) -> list[int]:
-    """Returns random tokens, always the same."""
+    """Returns random tokens of a vocabulary. The same arguments give the same tokens."""
     return torch.randint(5, vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def by_transformers(
     directory: Path, tokens: list[int], dtype: torch.dtype = torch.float32, *, one_by_one: bool = False
 ) -> torch.Tensor:
-    """Returns float64 [T, vocab]: logits of one pass, or of one pass for each token with transformers' cache."""
+    """Returns float64 [T, vocab]: the logits of one pass over all tokens, or of one pass for each token with
+    transformers' cache.
+    """
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(

@@ -36,7 +36,7 @@ DOMAIN = b"domain"
 
 @dataclass
 class Answer:
-    """The received output of one sample or beam."""
+    """A record of the received output of one sample or beam."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -45,11 +45,11 @@ class Answer:
 
 
 class Inbox:
-    """The gateway's end of a session."""
+    """A receiver of a worker's outputs: the gateway's end of a session."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[int, dict[int, Answer]] = defaultdict(dict)
-        """By handle and sample index. Includes the tokens that prefill drew."""
+        """The outputs by handle and sample index, including the tokens that prefill drew."""
         self.rejections: dict[int, Rejection] = {}
         self.loads: list[WorkerLoad] = []
         self.session = Session(self._hear)
@@ -72,13 +72,15 @@ class Inbox:
 
 
 class DecodeBench:
-    """A worker that tests step by hand. `attached` is its access to the block store; `prefill` is a second holder."""
+    """A decode worker that tests step by hand. `attached` is its access to the block store; `prefill` is a second
+    holder.
+    """
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64,
         reserve: int = 0,
     ) -> None:  # fmt: skip
-        """Sets up the worker. `reserve` is the number of blocks that it keeps allocated in advance."""
+        """Sets up the worker. `reserve` is the number of blocks that the worker keeps allocated in advance."""
         self.runner = runner
         self.block_size = runner.layout.block_size
         self.arena = Arena.create(directory, runner.layout, num_blocks)
@@ -118,7 +120,9 @@ class DecodeBench:
         stopping: StoppingParams,
         branches: Sequence[Branch] | None = None,
     ) -> Submission:
-        """Returns one ticket for all branches that continue. Equal outputs are computed once."""
+        """Prefills these branches (by default those of a new request), and returns one ticket for all branches that
+        continue. Equal outputs are computed once.
+        """
         is_search = sampling.beam_width is not None
         branches = branches or [Branch(index) for index in range(1 if is_search else sampling.num_sequences)]
         computed: dict[tuple[int, ...], tuple[Tokens, torch.Tensor]] = {}
@@ -168,14 +172,14 @@ class DecodeBench:
         return Ticket(self.arena.arena_id, id_, tables, tuple(sequence.num_computed for sequence in live))
 
     def run(self, max_steps: int = 500) -> int:
-        """Steps until there is nothing left to do. Returns the number of steps."""
+        """Steps until nothing is left to do. Returns the number of steps."""
         for step in range(max_steps):
             if self.worker.step() is None:
                 return step + 1
         raise AssertionError(f"not done after {max_steps} steps: {self.worker.load}")
 
     def held_by(self, sequences: Iterable[Tokens]) -> set[int]:
-        """Returns the distinct blocks in the sequences' tables."""
+        """Returns the numbers of the distinct blocks in the sequences' tables."""
         return {ref.block for sequence in sequences for ref in sequence.table}
 
     def close(self) -> None:

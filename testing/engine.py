@@ -1,5 +1,5 @@
-"""A scheduler of thirty lines for tests and benchmarks: it prefills prompts in chunks under a budget, and then decodes
-all sequences together.
+"""A small scheduler for tests and benchmarks: it prefills prompts in chunks under a token budget, and decodes the
+sequences that are complete.
 
 Blocks are taken in random order from an arena filled with NaN, and are never returned. Does not use the ledger.
 """
@@ -28,7 +28,7 @@ def poisoned_arena(runner: ModelRunner, num_blocks: int) -> torch.Tensor:
 
 @dataclass
 class Batch:
-    """Sequences that run together over a runner's arena, and the logits from which each output token was drawn."""
+    """A batch of sequences over a runner's arena, with the logits from which each output token was drawn."""
 
     runner: ModelRunner
     sequences: list[Sequence]

@@ -27,14 +27,14 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-"""The sizes of the models. Blocks of K types cover 256 values of a row."""
+"""The sizes of the models, which must suit K types: their blocks cover 256 values of a row."""
 
 
 def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Returns bytes [n_out, ...] of a type. They are random except for the fp16 scales, which make weights small and
+    """Returns random blocks of a type, bytes [n_out, ...]. Only the fp16 scales are chosen: they make weights small and
     about equally often negative.
 
-    It is for types that gguf can read but not write.
+    This is for types that gguf can read but not write.
     """
     rng = np.random.default_rng(seed)
     per_block, size = gguf.GGML_QUANT_SIZES[kind]

@@ -1,4 +1,5 @@
-"""The reference for all other paths: a single process, one sequence, no cache, no scheduler, but the same kernels.
+"""The reference for all other paths: a single process that runs one sequence without cache and scheduler, with the same
+kernels.
 
 The oracle lays out its own steps (without `engine.sequence`) over a private arena, so it shares no bookkeeping with the
 code under test.
@@ -20,7 +21,9 @@ from engine.step import StepInput
 
 
 class Oracle:
-    """Runs a runner's model over private memory. The runner's own arena stays bound."""
+    """A reference that runs a runner's model over private memory. The runner's own arena is bound again after each
+    call.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -50,9 +53,9 @@ class Oracle:
         chunk: int | None = None,
         begin: Callable[[], GrammarState] | None = None,
     ) -> list[Sampled]:
-        """Works like `generate`, and returns each token's log-probabilities if `sampling` asks for them.
+        """Returns the tokens that `generate` returns, with their log-probabilities if `sampling` requests them.
 
-        `begin` returns the start of the grammar. Every token is drawn by a new state, which follows all tokens.
+        `begin` returns the start of the grammar. Every token is drawn with a new state, which follows all tokens.
         """
         outputs, drawn = list[int](), list[Sampled]()
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
@@ -71,7 +74,7 @@ class Oracle:
     def beam_search(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, stopping: StoppingParams
     ) -> list[Hypothesis]:
-        """Returns the best beams, best first. Each beam is computed alone, over a separate arena."""
+        """Returns the requested number of beams, the best first. Each beam is computed alone, over a separate arena."""
         search = BeamSearch(sampling, stopping, len(prompt_ids), self._runner.max_model_len)
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
         arenas = [self._arena(len(prompt_ids) + limit)]
@@ -105,7 +108,9 @@ class Oracle:
         return self._runner.step(_one_sequence(outputs[-1:], position, self._runner.layout, last_only=True))
 
     def _prefill(self, token_ids: Sequence[int], chunk: int | None, *, last_only: bool) -> torch.Tensor:
-        """Computes the prompt in chunks. Returns logits [1, vocab] of the last token or [T, vocab] of all."""
+        """Computes the prompt in chunks. Returns the logits of the last token [1, vocab], or of all tokens [T,
+        vocab].
+        """
         size = chunk or len(token_ids)
         starts = range(0, len(token_ids), size)
         parts = [

@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One matrix [out, in] in a format: its tensors by suffix, and the numbers that they encode."""
+    """A matrix [out, in] in a format: its tensors by suffix, and the numbers that they encode."""
 
     tensors: dict[str, Tensor]
     numbers: Tensor
@@ -38,7 +38,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format's quantization_config and its writer."""
+    """A quantized format: its quantization_config, and a function that encodes a matrix."""
 
     config: dict[str, Any]
     store: Callable[[Tensor], Stored]

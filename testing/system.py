@@ -1,4 +1,4 @@
-"""For tests of a running system: seeded prompts, block accounting, waiting."""
+"""For tests of a running system: seeded prompts, checks of held blocks, and waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size: int = 256) -> list[list[int]]:
-    """Returns prompts of random token ids. `lengths` are the shortest and the longest; ids are 10..vocab_size-1."""
+    """Returns prompts of random token ids. `lengths` are the minimum and maximum lengths; ids are 10..vocab_size-1."""
     rng = random.Random(seed)
     return [[rng.randrange(10, vocab_size) for _ in range(rng.randint(*lengths))] for _ in range(num_prompts)]
 

@@ -1,9 +1,9 @@
-"""Chats with tools, by family of the chat template: `python -m testing.tool_chats --chats 200`.
+"""Runs chats with tools for each family of chat templates: `python -m testing.tool_chats --chats 200`.
 
-Each family is served with a tiny random model and its chat template, from which the server derives the format. Every
-chat enforces a call, with `required` or by name, and is repeated as a stream. A chat fails if the call does not match
-its schema, if there is content beside the calls, if the stream differs from the complete answer, or if the server
-refuses the history with the call and its result.
+Each family is served with a tiny random model and its chat template, from which the server derives the call format.
+Every chat enforces a call, with `required` or by name, and is repeated as a stream. A chat fails if a call does not
+match its schema, if there is content in addition to the calls, if the stream differs from the complete answer, or if
+the server refuses a history with the call and its result (which every fifth chat sends).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p
 
 
 def write_model(directory: Path, family: str) -> Path:
-    """Makes a random model with the template of a family. The markers of its calls are special tokens."""
+    """Writes a random model with the template of a family, and returns its directory. The markers of the family's calls
+    are special tokens.
+    """
     form, template = TEMPLATES[family]
     make_checkpoint(directory, "llama", seed=1, vocab_size=540)
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -58,7 +60,7 @@ def write_model(directory: Path, family: str) -> Path:
 
 
 def chat(http: httpx.Client, number: int) -> str:
-    """Runs one chat. Returns what is wrong, or an empty string."""
+    """Runs one chat. Returns a description of what is wrong, or an empty string."""
     names = list(_FUNCTIONS)
     named = {"type": "function", "function": {"name": names[number % 3]}}
     body = {
@@ -82,7 +84,7 @@ def chat(http: httpx.Client, number: int) -> str:
 
 
 def _wrong(function: dict[str, str]) -> str:
-    """Returns why a call does not match its schema, or an empty string."""
+    """Returns a description of how a call violates its schema, or an empty string."""
     try:
         given = json.loads(function["arguments"])
     except ValueError:
@@ -119,7 +121,7 @@ def _streamed(http: httpx.Client, body: dict[str, Any]) -> list[tuple[str, str]]
 
 
 def _sent_back(http: httpx.Client, message: dict[str, Any]) -> list[str]:
-    """Sends a call back with its result. Returns the errors."""
+    """Sends a history with a call and its result to the server. Returns the errors."""
     one = message | {"tool_calls": message["tool_calls"][:1]}  # Llama 3's template allows one
     told = {"role": "tool", "tool_call_id": one["tool_calls"][0]["id"], "content": "sun"}
     body = {"messages": [_ASK, one, told], "tools": TOOLS, "max_tokens": 2}
@@ -128,7 +130,7 @@ def _sent_back(http: httpx.Client, message: dict[str, Any]) -> list[str]:
 
 
 def run_family(family: str, num_chats: int) -> list[str]:
-    """Serves a family and runs its chats, some at once. Returns the failures."""
+    """Serves a family and runs its chats, up to eight at a time. Returns the failures."""
     with tempfile.TemporaryDirectory(prefix="ll-chats-") as scratch:
         model = write_model(Path(scratch) / family, family)
         with (

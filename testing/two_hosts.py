@@ -1,7 +1,8 @@
-"""Two hosts on one machine: prefill on host A, decode on host B, a gateway on A, one Redis.
+"""Two hosts on one machine: prefill on host A, decode on host B, a gateway on A, and one Redis or two.
 
-With namespaces (root only), each host has a network, mounts and shared memory of its own, and a veth pair joins them;
-the test itself is a third machine, connected to A. Without, the hosts are two groups of processes with an arena each.
+With namespaces (only as root), each host has a separate network, mounts and shared memory, and a veth pair joins them;
+the test acts as a third machine, connected to A. Without namespaces, the hosts are two groups of processes with an
+arena each.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 START_S = 120.0
-_SUBNET = f"10.77.{os.getpid() % 256}"  # so that two test processes can run beside each other
+_SUBNET = f"10.77.{os.getpid() % 256}"  # so that two test processes can run at the same time
 _LINK = (f"{_SUBNET}.1", f"{_SUBNET}.2")  # A, B
 _FRONT = (f"{_SUBNET}.5", f"{_SUBNET}.6")  # the test, A
 
@@ -63,7 +64,7 @@ class Namespace:
 
 
 def namespaces_work() -> bool:
-    """Returns whether this process may make namespaces."""
+    """Returns whether this process may create namespaces."""
     probe = f"ll-probe-{os.getpid()}"
     try:
         _run("ip", "netns", "add", probe)
@@ -74,7 +75,7 @@ def namespaces_work() -> bool:
 
 
 class Process:
-    """A service of one host."""
+    """A service process of one host."""
 
     def __init__(self, name: str, command: Sequence[str], ready: Path, log: Path) -> None:
         self.name = name
@@ -111,7 +112,7 @@ class Process:
 
 
 class TwoHosts:
-    """The running stack. It starts at construction and ends with `close`."""
+    """A running stack on two hosts. It starts at construction and ends with `close`."""
 
     def __init__(
         self, model: Path, *, namespaces: bool, redis_per_host: bool = False, num_blocks: int = 1024,
@@ -126,7 +127,7 @@ class TwoHosts:
         self.spaces: tuple[Namespace, Namespace] | None = None
         self.redis = RedisProcess(self._root)
         self.redis_of_b = self.redis
-        """The Redis server of host B's ledger."""
+        """The Redis server that stores host B's ledger."""
         if redis_per_host:
             (self._root / "b").mkdir()
             self.redis_of_b = RedisProcess(self._root / "b")
@@ -218,7 +219,7 @@ class TwoHosts:
             return response
 
     def _inspected(self, host: int) -> pb.InspectResponse | None:
-        """Does the same as `inspect`. Returns None while the ledger is being rebuilt."""
+        """Returns the result of `inspect`, or None while the ledger does not answer."""
         try:
             return self.inspect(host)
         except grpc.RpcError as error:

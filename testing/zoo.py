@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-"""transformers maps these names to the family's own names."""
+"""Settings of all families. transformers maps these names to the family's own names."""
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 WINDOW: dict[str, Any] = {"sliding_window": 24}
 MIXED: dict[str, Any] = {
@@ -37,14 +37,14 @@ MIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Animal:
-    """A checkpoint: a family and its special settings."""
+    """A description of a checkpoint: a family and its special settings."""
 
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     """The keys of COMMON that the family does not have."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Factors for parameters whose names contain the key."""
+    """Factors of the parameters whose names contain the key."""
 
 
 HEADS = ("num_key_value_heads",)
@@ -175,7 +175,9 @@ REFUSED: dict[str, Animal] = {
 
 
 def make_foreign(directory: str | Path, animal: Animal, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes the checkpoint with a tokenizer. Returns the directory. Equal arguments give equal weights."""
+    """Writes the checkpoint of an `Animal` with a tokenizer, and returns its directory. Equal arguments give equal
+    weights.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = Path(directory)

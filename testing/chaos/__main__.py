@@ -34,7 +34,7 @@ from testing.chaos.run import Run
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One scenario and its default number of trials."""
+    """A scenario: its function, and its default number of trials."""
 
     run: Callable[[Run], Report]
     trials: int
@@ -66,7 +66,7 @@ SCENARIOS = {
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status."""
+    """Runs the scenarios that the arguments name. Returns the exit status."""
     arguments = _parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds every `with`, so that no process keeps running
     names = list(SCENARIOS) if "all" in arguments.scenario else arguments.scenario

@@ -1,4 +1,4 @@
-"""The requests of a chaos run and the right answers: seeded requests with shared prefixes, answered by the oracle.
+"""The requests of a chaos run and their correct answers: seeded requests with shared prefixes, answered by the oracle.
 
 The oracle is a single process with a batch of one and no cache. It does not use the services.
 """
@@ -33,13 +33,13 @@ _KINDS = ("greedy", "drawn", "greedy", "samples", "drawn", "greedy", "drawn", "b
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request and its only right answer."""
+    """A request and its only correct answer."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int
     expected: tuple[tuple[int, ...], ...]
-    """The tokens of each sample, or of each beam, best first. Empty if the request must be refused."""
+    """The tokens of each sample, or of each beam with the best first. Empty if the request must be refused."""
 
     @property
     def streamed(self) -> bool:
@@ -47,7 +47,7 @@ class Case:
         return self.sampling.beam_width is None
 
     def options(self, salt: str) -> GenerateOptions:
-        """The options of the request for a client."""
+        """Returns the options of the request for a client."""
         options: GenerateOptions = {"max_tokens": self.max_tokens, "ignore_eos": True, "cache_salt": salt}
         options["n"] = self.sampling.num_sequences
         if self.sampling.beam_width is not None:
@@ -63,8 +63,8 @@ class Case:
 
 
 def make_model(directory: Path) -> Path:
-    """Returns a tiny random Llama in bf16. Its weights are drawn from a wide distribution, so one wrong KV block
-    changes tokens.
+    """Writes a tiny random Llama in bf16, and returns its directory. Its weights have a wide distribution, so that one
+    wrong KV block changes tokens.
     """
     return make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, max_position_embeddings=2048)
 
@@ -77,8 +77,8 @@ def make_book(
     output_lengths: tuple[int, int] = OUTPUT_LENGTHS,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> list[Case]:
-    """Returns `num_cases` cases. Of every eight, three are greedy, three are sampled, one has several samples, and one
-    is a beam search. Takes about 1.5 ms per output token.
+    """Returns `num_cases` cases, answered by the oracle. Of every eight, three are greedy, three are sampled, one has
+    several samples, and one is a beam search. Takes about 1.5 ms per output token.
     """
     rng = random.Random(seed)
     settings = RunnerSettings(model=str(model), max_model_len=max_model_len, num_threads=1, deterministic=True)

@@ -43,9 +43,9 @@ def cancels(run: Run) -> Report:
         took = [1000 * seconds for _, seconds in rounds]
         cut = sum(num_cut for num_cut, _ in rounds)
         report.told("requests cut off before their end", f"{cut:,} of {len(rounds) * TOGETHER:,}")
-        report.told("until nobody computes for them, p50", f"{percentile(took, 0.5):.0f} ms")
-        report.at_most("until nobody computes for them, p99", percentile(took, 0.99), LIMIT_MS, "ms")
-        report.told("until nobody computes for them, most", f"{max(took, default=0):.0f} ms")
+        report.told("until no worker computes for them, p50", f"{percentile(took, 0.5):.0f} ms")
+        report.at_most("until no worker computes for them, p99", percentile(took, 0.99), LIMIT_MS, "ms")
+        report.told("until no worker computes for them, most", f"{max(took, default=0):.0f} ms")
         with run.traffic(stack) as traffic:
             traffic.wait_for(2 * run.concurrency, timeout_s=60)
             judge(report, stack, traffic.stop())  # judges the requests after the cancels

@@ -1,8 +1,8 @@
 """Scenarios that kill a service of which there is only one, the block store or the gateway, with SIGKILL under load.
 
-The death of the store must not affect any request. The death of the gateway breaks its connections, and has no other
-effect: the gateway comes back on its ports and finds the blocks of earlier prompts, and the workers release the blocks
-of its requests.
+The death of the store must not affect any request. The death of the gateway may only break its connections. It comes
+back on the same ports and finds the blocks of earlier prompts, and the workers release the blocks of the requests that
+it lost.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def _is_ready(stack: Stack) -> bool:
 
 
 def _cached(stack: Stack) -> int:
-    """Sends the same prompt every time. Returns the number of its tokens that were cached."""
+    """Sends a fixed prompt. Returns the number of its tokens that were cached."""
     with Client(stack.addresses.grpc, timeout=60.0) as client:
         return client.generate(_WARM_PROMPT, max_tokens=1, temperature=0.0).usage.cached_tokens
 
 
 def _is_broken(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether the request failed because the gateway was down or the client had not reconnected yet."""
+    """Returns whether the request failed while the gateway was down or the client had not reconnected yet."""
     return answer.error is not None and any(
         answer.began < back + RECONNECT_S and kill < answer.ended for kill, back in outages
     )
@@ -144,7 +144,7 @@ def _tell_ledger(report: Report, stack: Stack) -> None:
         held = 0
     except AssertionError as still:
         held = 1
-        report.told("  namely", str(still).splitlines()[0][:100])
+        report.told("  first line of the error", str(still).splitlines()[0][:100])
     report.none("blocks that stay held at the end", held, 1, "looks")
     report.none("broken invariants at the end", len(check_running(stack.ledger())), 1, "looks")
 

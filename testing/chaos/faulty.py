@@ -1,7 +1,7 @@
 """Faults inside a worker. Only the suite's entry points use this module; no setting of a service enables a fault.
 
-`faulty_prefill` and `faulty_decode` become the services after `install`. The variable LOOSELEAF_CHAOS selects the
-faults, as JSON of `Faults`.
+The entry points `faulty_prefill` and `faulty_decode` call `install` and then run the service. The variable
+LOOSELEAF_CHAOS selects the faults, as JSON of `Faults`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ PACKAGES = {f"{role}_svc": f"testing.chaos.faulty_{role}" for role in ("prefill"
 """The entry points of workers with faults."""
 PHASES = ("fill", "before seal", "after seal", "hand-over")
 """The phases in which a prefill worker can be told to die. In "fill", KV has been stored but nothing has been
-published. In "before seal", the header says sealed, but the ledger does not know. In "after seal", only the ledger
-knows. In "hand-over", the ticket exists, but the gateway has not received it.
+published. In "before seal", the header says sealed, but the ledger does not know. In "after seal", only the worker and
+the ledger know. In "hand-over", the ticket exists, but the gateway has not received it.
 """
 DIED = "chaos: dies in phase "
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of a worker."""
+    """A selection of a worker's faults."""
 
     death_notes: str | None = None
-    """A directory. If it contains a file with the worker's name, the worker dies in the phase that the file names."""
+    """A directory. If it contains a file with the worker's name, the worker dies in the phase that the file names.
+    None: the worker does not kill itself.
+    """
     stop_notes: str | None = None
     """A directory. If it contains a file with the worker's name, the worker stops in its next step, just before
     computing.
@@ -47,7 +49,7 @@ class Faults:
     poison_token: int | None = None
     """A worker that computes this token dies."""
     lease_s: float | None = None
-    """The lease of workers, which is renewed six times as often."""
+    """The lease of workers in seconds, which is renewed six times as often; None: the default lease."""
     reader_rule: bool = True
     """Whether block tables are compared with the header."""
     late_counted: bool = False

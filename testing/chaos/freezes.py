@@ -1,5 +1,5 @@
-"""Scenario: a worker is stopped (SIGSTOP) until its lease has expired, and then woken. It is then a zombie that
-believes that it holds blocks.
+"""Scenario: a worker is stopped (SIGSTOP) until its lease has expired, and then woken. The woken worker still believes
+that it holds blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FENCED = r"is fenced: |starting over: the worker's lease was over"
 
 @dataclass(frozen=True, slots=True)
 class _Freeze:
-    """One worker that was stopped and woken."""
+    """A record of one worker that was stopped and woken."""
 
     found_after_s: float
     """The time until the gateway gave the worker up; infinite if the gateway did not."""
@@ -44,7 +44,7 @@ class _Freeze:
 
 
 def freeze(run: Run) -> Report:
-    """Stops workers of both roles under load, a pair at a time, for 10 s each."""
+    """Stops workers under load for 10 s each, a prefill and a decode worker at a time."""
     report = run.report("freeze")
     with run.stack(Plan(packages=PACKAGES, variables=Faults(late_counted=True).variables())) as stack:
         held = HeldAfter(stack)
@@ -88,7 +88,7 @@ def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None
         by_kind[f"{operation} {verdict}"] += times
     total = sum(calls.values())
     effective = sum(times for (_, _, verdict), times in calls.items() if verdict == EFFECTIVE)
-    report.none("woken that asked nothing late", sum(not f.num_late for f in freezes), len(freezes), "freezes")
+    report.none("woken that made no late call", sum(not f.num_late for f in freezes), len(freezes), "freezes")
     report.none("late ledger calls that had an effect", effective, total, "calls")
     for kind, times in sorted(by_kind.items()):
         report.told("  late " + kind, str(times))

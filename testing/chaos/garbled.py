@@ -1,8 +1,8 @@
-"""Scenario: Redis' values are changed at random under load. The changes affect whole keys, and all kinds of values in
+"""Scenario: values in Redis are changed at random under load. The changes affect whole keys, and all kinds of values in
 the ledger and the registry.
 
-No token may be wrong and no process may end. The changes may cause cache misses, repeated prefills and rebuilds. `fsck`
-finds the changes that have not been noticed by the end, and its repair makes the ledger consistent.
+No token may be wrong and no process may end. The changes may cause cache misses, repeated prefills and rebuilds. At the
+end, `fsck` repairs what the services have not noticed, and the ledger must then be consistent.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _repaired(stack: Stack) -> float:
 
 
 class Garbler:
-    """Changes values in one Redis. Uses the types of the values, not their meaning."""
+    """A source of random changes to the values in one Redis. It uses the types of the values, not their meaning."""
 
     def __init__(self, client: Any, rng: random.Random) -> None:
         self._client = client
@@ -101,8 +101,8 @@ class Garbler:
         self.changed[kind] += 1
 
     def _families(self) -> dict[bytes, list[bytes]]:
-        """Returns the existing keys, grouped by their names without numbers. A group of one key is thus chosen as often
-        as a group of a hundred.
+        """Returns the existing keys, grouped by their names without numbers. A group of one key is therefore chosen as
+        often as a group of a hundred.
         """
         families: dict[bytes, list[bytes]] = {}
         for key in sorted(self._client.scan_iter(count=1000)):

@@ -1,6 +1,5 @@
-"""Looks up in the ledger which blocks dead workers still hold some seconds after their death.
-
-Does not depend on the cause of death.
+"""Looks up in the ledger which blocks dead workers still hold some seconds after their death. Does not depend on the
+cause of death.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ AFTER_S = 9.0
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The blocks that remain unavailable although no live worker uses them."""
+    """The numbers of blocks that remain unavailable although no live worker uses them."""
 
     by_the_dead: int
     in_tickets: int
-    """The blocks in tickets that existed at the death and have not been claimed since."""
+    """The number of blocks in tickets that existed at the death and have not been claimed since."""
 
 
 class HeldAfter:
-    """Looks at the ledger once after each death, `AFTER_S` later."""
+    """A checker that reads the ledger once after each death, `AFTER_S` later."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -54,7 +53,7 @@ class HeldAfter:
             look.join()
         guilty = sum(left.by_the_dead > 0 for left in self.left)
         report.none(f"dead that hold blocks {AFTER_S:g} s after", guilty, len(self._looks), "deaths")
-        report.told("  blocks in tickets that nobody claimed, then", str(sum(left.in_tickets for left in self.left)))
+        report.told("  blocks in unclaimed tickets at that time", str(sum(left.in_tickets for left in self.left)))
 
 
 def held_by(now: Inspection, dead: HolderView) -> int:

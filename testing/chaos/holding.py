@@ -33,7 +33,7 @@ RESERVE = 64
 
 
 class Holding:
-    """The blocks of one worker."""
+    """A worker without a model, and the blocks that it holds."""
 
     def __init__(self, arena: Arena, redis_url: str, name: str) -> None:
         slot = arena.acquire_writer_slot()
@@ -72,8 +72,8 @@ class Holding:
         self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def num_different(self) -> int:
-        """Returns the number of blocks that only the holder or only the ledger knows, after the ledger has received all
-        calls.
+        """Returns the number of blocks that only the holder or only the ledger records, after all missed calls have
+        been repeated.
         """
         self.held.release(self._sequence)
         self.held.rejoining.settle_up()

@@ -112,8 +112,8 @@ def _tell_recovery(report: Report, stack: Stack, answers: Sequence[Answer], kill
 
 
 def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:
-    """Returns the longest gap of each streamed request that was in flight at a kill. Beam searches do not count,
-    because they start over and send nothing before their end.
+    """Returns, for each streamed request that was in flight at a kill, its longest gap in seconds. Beam searches do not
+    count, because they start over and send nothing before their end.
     """
     streamed = [answer for answer in answers if answer.case.streamed]
     return [answer.longest_gap_s for answer in streamed if any(answer.spans(kill) for kill in kills)]

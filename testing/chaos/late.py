@@ -1,7 +1,8 @@
-"""Counts the ledger calls that workers make after their lease has expired. The ledger counts them as each call runs.
+"""Counts the ledger calls that workers make after their lease has expired. The scripts themselves count.
 
-`count_late_calls` runs in a worker's process (`faulty`), `late_calls` in the suite's. The script itself can best tell
-whether a call came too late and whether it changed anything, because no log and no other clock is involved.
+`count_late_calls` runs in a worker's process (`faulty`), and `late_calls` in the suite's process. Only the script can
+tell reliably whether a call came too late and whether it changed anything, because it needs no log and no clock but
+Redis'.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _COUNTED = """
 local function operation()
 {operation}
 end
--- Whatever a holder can change shows in a counter, a length or a clock.
+-- Every change that a holder can make shows in a counter, a length or a clock.
 local function marks()
   local meta = call('HMGET', META, 'epoch', 'tick', 'reserved', 'sealed')
   return table.concat({{ meta[1], meta[2], meta[3], meta[4], call('LLEN', FREE_LIST), call('ZCARD', CACHED_SET),
@@ -42,7 +43,7 @@ return reply
 
 
 def count_late_calls() -> None:
-    """Makes every ledger that this process opens later use scripts that count. Call it once."""
+    """Makes every ledger that this process opens later use scripts that count. Call this once."""
     _replace_source(ledger_module.source)
 
 

@@ -1,7 +1,8 @@
-"""Scenarios that lose Redis under load: killed and back empty, flushed, frozen, slow, or back with older data.
+"""Scenarios that lose Redis under load: it is killed and comes back empty, is flushed, freezes, is slow, or comes back
+with older data.
 
-No process may end, and requests must continue (though they may have to wait). Within 10 s of Redis' return the ledger
-must be consistent again: all invariants hold, every worker has a lease, and blocks move.
+No process may end. Requests may have to wait, and at most MOST_FAILED of them may fail. Within 10 s of Redis' return
+the ledger must be consistent again: all invariants hold, and every worker has a lease.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def killed(run: Run) -> Report:
 
 
 def flushed(run: Run) -> Report:
-    """Runs FLUSHALL."""
+    """Deletes all data in Redis (FLUSHALL)."""
     return _scenario(run, "redis-flushed", flush)
 
 
@@ -98,7 +99,7 @@ def _scenario(run: Run, name: str, lose: Callable[[Stack], None]) -> Report:
 
 
 def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) -> Report:
-    """Lets `lose` take Redis away and bring it back, `trials` times, under load."""
+    """Calls `lose`, which takes Redis away and brings it back, `trials` times under load on an existing stack."""
     report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=60)
@@ -117,7 +118,7 @@ def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) 
     left = check_running(stack.ledger())
     report.none("broken invariants at the end", len(left), 1, "looks")
     for finding in left[:3]:
-        report.told("  namely", finding[:100])
+        report.told("  finding", finding[:100])
     return report
 
 

@@ -1,4 +1,6 @@
-"""Scenario without faults. If its answers differ from the oracle's, no other scenario means anything."""
+"""Scenario without faults. If answers already differ from the oracle's here, the results of the other scenarios mean
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Scenario: a request kills the worker that computes it. Two workers die, and then the request is refused. Other
-requests are not affected.
+"""Scenario: a request kills the worker that computes it. At most two workers may die before the request is refused.
+Other requests are not affected.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ START_S = 10.0
 
 
 class RedisProcess:
-    """One server on one unix socket. The process behind it may change."""
+    """A Redis server on a fixed Unix socket. The process behind the socket may change."""
 
     def __init__(self, directory: Path) -> None:
         """Starts the server, empty. `directory` contains the socket and the snapshots."""
@@ -69,7 +69,7 @@ class RedisProcess:
         self._process = self._start()
 
     def snapshot(self, name: str) -> Path:
-        """Saves all current data in a file."""
+        """Saves all current data in a file, and returns its path."""
         self.client.save()
         return Path(shutil.copy(self._directory / "dump.rdb", self._directory / name))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One finding."""
+    """A finding: a row of the table."""
 
     what: str
     found: str

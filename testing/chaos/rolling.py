@@ -1,4 +1,4 @@
-"""Scenario: a rolling restart under load. Every service but Redis restarts, one after the other, and no request is
+"""Scenario: a rolling restart under load. Every service except Redis restarts, one after the other, and no request is
 affected.
 
 A worker or the store gets SIGTERM, ends with status 0, and is started again. A new gateway binds the same ports

@@ -15,7 +15,7 @@ from testing.chaos.traffic import Answer, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one scenario."""
+    """The inputs of one run of a scenario."""
 
     model: Path
     book: Sequence[Case]
@@ -35,8 +35,8 @@ class Run:
         return Stack(self.model, plan or Plan())
 
     def traffic(self, stack: Stack, *, shared: bool = True, priorities: Sequence[int] = (0,)) -> Traffic:
-        """Returns clients of the stack. If `shared` is false, no request finds another request's prefix in the cache,
-        so blocks change hands often.
+        """Returns clients of the stack. If `shared` is False, no request finds another request's prefix in the cache,
+        so blocks are reallocated often.
         """
         return Traffic(
             stack.addresses.grpc,
@@ -65,4 +65,4 @@ def judge(report: Report, stack: Stack, answers: Sequence[Answer], *, most_faile
         for line, _ in stack.lines(r" ERROR |^\w*(Error|Exception)\b")[-5:]:
             report.told("  log of " + line.service, line.text[:150])
     if stack.failure is not None:
-        report.rows.append(Row("a service ended for good", stack.failure, "none", good=False))
+        report.rows.append(Row("a service ended permanently", stack.failure, "none", good=False))

@@ -26,8 +26,8 @@ RUN_IN_S = 2.0
 """The time between the last stream's first token and the loss of Redis, during which a beat fills the reserve."""
 MOST_S = 0.5
 MANY_STREAMS, SMALL_BLOCK = 96, 4
-"""Streams at full length hold 96 x 500 blocks. In an earlier version, a worker with 12,000 blocks never got its ledger
-back.
+"""Number of streams, and block size in tokens. The streams hold 96 x 500 blocks at full length. In an earlier version,
+a worker with 12,000 blocks never got its ledger back.
 """
 LOST_MOST_S = 5.0
 MAX_MODEL_LEN = 2048
@@ -40,7 +40,7 @@ Loss = Callable[[Stack], Awaitable[None]]
 
 @dataclass(slots=True)
 class Stream:
-    """One request as its client sees it."""
+    """A request's tokens as its client receives them, with the times of their arrival."""
 
     case: Case
     tokens: list[int] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """Scenarios with a ledger for the arena of a GPU, without a model. They measure the cost of each script in Redis, and
 how long the ledger is unavailable when Redis is killed while workers hold very many blocks.
 
-`trials` is the number of blocks. In one scenario, 64 workers hold all of them, and one of these workers holds a fifth
-(less in a small arena). In the other scenario, a single worker holds all blocks.
+`trials` is the number of blocks. In `ledger_size`, up to 64 workers hold all of them, and one of these workers holds a
+fifth. In `ledger_loss`, a single worker holds all blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The numbers of holders and of their blocks."""
+    """The numbers of holders and of their blocks: one holder with `big` blocks, and `num_others` with `each`."""
 
     big: int
     num_others: int
@@ -77,7 +77,7 @@ def ledger_loss(run: Run) -> Report:
 
 
 def within(report: Report, size: Size, slack: float) -> Report:
-    """Runs a scenario on a machine on which everything may take `slack` times as long."""
+    """Runs a scenario. `slack` is the factor by which the machine may exceed the time limits."""
     with _store(size.num_references + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
         used: int = store.redis.client.info("memory")["used_memory"]
@@ -99,7 +99,7 @@ def within(report: Report, size: Size, slack: float) -> Report:
 
 @dataclass(slots=True)
 class Store:
-    """An arena, its ledger in a private Redis, and the sweeps."""
+    """A store for the scenarios: an arena, its ledger in a private Redis, and the reaper."""
 
     arena: Arena
     redis: redis_server.RedisHandle
@@ -131,7 +131,9 @@ def _store(num_blocks: int) -> Iterator[Store]:
 
 @contextmanager
 def _workers(store: Store, size: Size) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts one process with the largest holder, and processes with the others. Yields when all hold their blocks."""
+    """Starts one process with the largest holder, and processes with the others. Yields the processes when all holders
+    have their blocks.
+    """
     shares = [size.num_others // PROCESSES + (i < size.num_others % PROCESSES) for i in range(PROCESSES)]
     started = [_worker(store, 1, size.big), *(_worker(store, share, size.each) for share in shares if share)]
     try:

@@ -1,4 +1,5 @@
-"""A whole stack under test: Redis, every service as a process, their log lines with times, and ways to disturb them.
+"""A whole stack under test: Redis, every service as a process, their log lines with times, and methods that disturb
+them.
 
 Manages processes and the ledger. Does not depend on the requests or on a scenario's checks.
 """
@@ -33,13 +34,15 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 BACK_S = 180.0
-"""The limit for a service to come back: ten seconds with torch on a loaded machine, a minute during a build."""
+"""Maximum time for a service to come back. It takes ten seconds with torch on a loaded machine, and a minute during a
+build.
+"""
 EXIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a service's log, with the time at which it was read."""
+    """A line of a service's log, with the time at which it was read."""
 
     at: float
     service: str
@@ -68,7 +71,7 @@ class Plan:
 
 
 class Stack:
-    """The running stack. It starts at construction and ends with `close`."""
+    """A running stack. It starts at construction and ends with `close`."""
 
     def __init__(self, model: Path, plan: Plan) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-chaos-")
@@ -88,7 +91,7 @@ class Stack:
 
     @property
     def failure(self) -> str | None:
-        """Returns why the launch failed, if it did."""
+        """The reason why the launch failed, or None if it has not failed."""
         return None if self._supervisor.failure is None else str(self._supervisor.failure)
 
     def _take(self, line: str) -> None:
@@ -96,7 +99,9 @@ class Stack:
         self._lines.append(Line(time.monotonic(), service.strip(), text.strip()))
 
     def lines(self, pattern: str, *, service: str = "", since: float = 0.0) -> list[tuple[Line, re.Match[str]]]:
-        """Yields log lines that match, of services whose name begins with `service`."""
+        """Returns the log lines that match, with their matches, of services whose name begins with `service`. `since`
+        is a `time.monotonic()` value.
+        """
         found = re.compile(pattern)
         return [
             (line, match)
@@ -132,7 +137,7 @@ class Stack:
         return self.launcher.pids
 
     def kill(self, name: str) -> float:
-        """Sends SIGKILL. Returns the time."""
+        """Sends SIGKILL to a service. Returns the time (`time.monotonic()`)."""
         return self._send(name, signal.SIGKILL)
 
     def freeze(self, name: str) -> float:
@@ -189,15 +194,15 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            print(f"the launch: {self.failure or 'in order'}; its last words:", file=sys.stderr)
+            print(f"the launch: {self.failure or 'in order'}; its last log lines:", file=sys.stderr)
             for line in self.tail():
                 print(f"  {line.service}: {line.text}", file=sys.stderr)
         self.close()
 
 
 class _Launcher(Launcher):
-    """A launcher with the suite's entry points and variables, ports that outlive a process, and no limit
-    on restarts.
+    """A launcher that starts the suite's entry points with its variables. Ports outlive a process, and the number of
+    restarts is not limited.
     """
 
     def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:
@@ -241,7 +246,7 @@ class _Launcher(Launcher):
         """Ends a service with SIGTERM and starts it again. With `overlap`, the new process starts before the old one
         ends.
 
-        Returns the old process' exit status when the new one is ready.
+        Returns the old process' exit status when the new process is ready.
         """
         with self._changing:
             old = self._named(name)

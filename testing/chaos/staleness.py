@@ -1,4 +1,4 @@
-"""Scenario of forced staleness: leases shorter than the delays, a tiny arena, and churn.
+"""Scenario of forced staleness: leases shorter than the delays, a tiny arena, and frequent reallocation of blocks.
 
 Workers are stopped for longer than their lease, until others have taken half of their blocks to write into. A worker
 that wakes in the middle of a step reads blocks that it has lost. The reader rule must detect this before a token is
@@ -24,8 +24,8 @@ from testing.chaos.stack import Plan, Stack
 
 LEASE_S = 0.5
 MOST_STOPPED_S = 20.0
-"""By this time, half of the blocks of a stopped worker should be reallocated; the worker is woken in any case. An idle
-machine takes a second, and a loaded one takes ten, because a reaped worker's blocks are evicted last.
+"""Maximum time for which a worker is stopped. Within it, half of the worker's blocks should be reallocated, which takes
+a second on an idle machine and ten on a loaded one, because a reaped worker's blocks are evicted last.
 """
 STEP_S = 1.0
 """A worker with work makes a step within this time."""
@@ -42,7 +42,7 @@ MOST_ATTEMPTS = 100
 CONCURRENCY = 20
 """More requests than fit, so a group is preempted now and then."""
 DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
-"""A detection in a step of either role. A group that was about to be swapped out counts as one."""
+"""A detection in a step of either role. A group that was about to be swapped out counts as one sequence."""
 SENT_AWAY = r"starting over: .*; (\d+) "
 UNRULED_VICTIMS = 300
 """Number of victims within which the run without the rule must produce a wrong token."""

@@ -28,7 +28,7 @@ REFUSED_PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of a finished request. Times are `time.monotonic()` values."""
+    """A record of a finished request. Times are `time.monotonic()` values."""
 
     case: Case
     began: float
@@ -46,7 +46,9 @@ class Answer:
 
 
 class Traffic:
-    """`concurrency` clients that send a request, wait for the end of the answer, and repeat until `stop`."""
+    """A group of `concurrency` clients. Each sends a request, waits for the end of the answer, and repeats this until
+    `stop`.
+    """
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ changes no token.
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request."""
+    """A request of the suite."""
 
     name: str
     prompt: tuple[int, ...]
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def options(self) -> GenerateOptions:
-        """The same options for a client."""
+        """The options of the request for a client."""
         given: dict[str, Any] = {name: getattr(self.sampling, name) for name in _OPTIONS}
         if self.sampling.beam_width is None:
             given = {name: value for name, value in given.items() if name not in ("length_penalty", "early_stopping")}
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(slots=True)
 class Text:
-    """One sample or beam."""
+    """The output of one sample or beam."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Text:
 
 
 Answer = list[Text]
-"""Samples by index, or beams, best first."""
+"""The samples by index, or the beams with the best first."""
 
 
 def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37, 32)) -> list[Case]:

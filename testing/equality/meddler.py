@@ -1,4 +1,6 @@
-"""A test helper for the reader rule: it takes away a block during a model step, before or after the model reads it."""
+"""A test helper for the reader rule: it takes away a block during a model step, before or after the model reads the
+block.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ When = Literal["before it is read", "after it is read"]
 
 
 class Meddler:
-    """Replaces `runner.step`. Takes away a block during one step of one role, before or after the real step."""
+    """A replacement of `runner.step` that takes away a block during one step, before or after the real step."""
 
     def __init__(
         self, runner: ModelRunner, take: Callable[[int], object], when: When, pick: Callable[[StepInput], int | None]
     ) -> None:
-        """Sets up the replacement. `take` takes a block; `pick` chooses the block of a step, or returns None to skip
-        the step.
+        """Sets up the replacement. `take` takes a block away; `pick` chooses the block of a step, or returns None to
+        skip the step.
         """
         self._step = runner.step
         self._take, self._when, self._pick = take, when, pick

@@ -47,7 +47,9 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RoughWorld:
-    """The workers and their faults. Moves are methods; `finish` ends every request and checks everything."""
+    """A world of a gateway and two workers with faults. Moves are methods; `finish` ends every request and checks
+    everything.
+    """
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, largest: Sequence[GroupNeed], spare_blocks: int,
@@ -74,11 +76,11 @@ class RoughWorld:
         self._start_decode()
         self.requests: list[Request] = []
         self.errors: list[str] = []
-        """Events that a worker must not report. They are not raised on the spot, because the worker would
-        catch them.
+        """Events that a worker must not report. They are not raised immediately, because the worker would catch
+        them.
         """
         self.seen: Counter[str] = Counter()
-        """How often each path was taken."""
+        """The number of times that each path was taken."""
         self._by_handle: dict[int, Request] = {}
 
     def _attached(self, role: Role) -> Any:
@@ -197,7 +199,7 @@ class RoughWorld:
                 request.handle = None
 
     def phase(self, request: Request) -> Phase:
-        """Returns the request's phase, for a count of the phases that occurred."""
+        """Returns the request's phase. Tests count the phases that occurred."""
         if request.job is not None:
             if request.job in self.prefill._parked:
                 return "parked"
@@ -209,8 +211,8 @@ class RoughWorld:
         return "under way" if request.arrived is not None else "nowhere"
 
     def bring(self, request: Request, phase: Phase, num_lost: int) -> None:
-        """Moves a request to a phase, unless another event intervenes. For a phase that needs a silent ledger, first
-        loses that many answers.
+        """Moves a request to a phase, as far as no other event intervenes. For a phase that needs a silent ledger,
+        loses `num_lost` answers first.
         """
         if phase != "queued":
             self.heal()
@@ -277,7 +279,7 @@ class RoughWorld:
         self.sweep()
 
     def steal(self, ref: BlockRef) -> None:
-        """Gives this block to another writer without the ledger's knowledge (`testing.ledger.block_thief`)."""
+        """Gives this block to another writer, which the ledger does not record (`testing.ledger.block_thief`)."""
         slot = self.arena.acquire_writer_slot()
         self.arena.raise_generations([BlockRef(ref.block, int(self.arena.generations[ref.block]) + 1)], slot.number)
         self.arena.data[ref.block] = 0x3D
@@ -297,7 +299,7 @@ class RoughWorld:
     # --- the end of a run
 
     def let_back(self) -> None:
-        """Sends waiting requests to prefill: all requests that fit, or one if decode is idle."""
+        """Sends waiting requests to prefill: those that fit, or one request if decode is idle."""
         for request in self.requests:
             if self.phase(request) == "nowhere" and not request.is_over:
                 load = self.decode.load
@@ -349,7 +351,9 @@ class RoughWorld:
         self._check_contents()
 
     def check(self) -> None:
-        """Checks that all invariants hold and that no worker reported an error."""
+        """Checks that all invariants hold and that no worker reported an error. Skips the invariants if the ledger does
+        not answer.
+        """
         assert not self.errors, self.errors
         try:
             found = invariants.check(self._ledger)

@@ -23,7 +23,7 @@ ledger.
 
 @dataclass(eq=False)
 class Request(Asked):
-    """One request and its phase."""
+    """A request, its output and its phase."""
 
     job: Job | None = None
     """The job, while the request is at prefill."""
@@ -48,7 +48,7 @@ class Request(Asked):
 
 
 class RoughAttachment(Attachment):
-    """An attachment whose connection to Redis can be disturbed."""
+    """An attachment to the block store whose connection to Redis can be disturbed."""
 
     def __init__(self, arena: Arena, client: Any, name: Role, sweep: Callable[[], object], reserve: int) -> None:
         self.line = LossyRedis(client)

@@ -49,14 +49,14 @@ NO_FLOORS: Mapping[str, int] = MappingProxyType({})
 
 
 class Attachment:
-    """A worker's access to the block store."""
+    """A worker's access to the block store, with the interface of `Attached`."""
 
     def __init__(
         self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
         budget_s: float = BUDGET_S, floor: int | None = None,
     ) -> None:  # fmt: skip
-        """Sets up the attachment. If `beat_s` is None, the holder beats only when `held.holder.probe` is called. If
-        `floor` is None, there are no floors, and a group may need the whole arena.
+        """Sets up the attachment. If `beat_s` is None, the holder beats only when `held.holder.lease.probe` is called.
+        If `floor` is None, there are no floors, and a group may need the whole arena.
         """
         self.arena = arena
         self.floor_blocks = arena.num_blocks if floor is None else floor
@@ -89,7 +89,7 @@ def need_of(case: Case) -> GroupNeed:
 
 @dataclass(slots=True)
 class Asked:
-    """One request and its output so far."""
+    """A request and its output so far."""
 
     case: Case
     number: int
@@ -98,7 +98,7 @@ class Asked:
     """The outputs by sample index, or by rank for a beam search."""
     attempts: int = 0
     cached_tokens: int = 0
-    """The cached tokens of the prompt in the first attempt."""
+    """The number of the prompt's tokens that were cached in the first attempt."""
 
     @property
     def answer(self) -> Answer:
@@ -124,7 +124,7 @@ class Asked:
 
 
 class Workers:
-    """One worker of each role. Tests only need `answer`."""
+    """A worker of each role, with a minimal gateway. Tests usually call only `answer`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Workers:
         self._returned: list[Asked] = []
         self.num_returned = 0
         self.rejections: list[tuple[int, Rejection]] = []
-        """The groups that decode rejected: (number of the request, reason)."""
+        """The rejections of groups by decode: (number of the request, reason)."""
         self.num_steps = 0
         """The number of decode steps."""
 
@@ -284,8 +284,8 @@ class Workers:
         self._returned.sort(key=lambda item: item.number)
 
     def _let_back(self) -> None:
-        """If there is room for the oldest request that came back, or if nothing else runs, sends this request to
-        prefill.
+        """Sends the requests that came back to prefill, the oldest first, while there is room for them. If decode is
+        idle, sends one in any case.
         """
         while self._returned:
             load = self.decode.load

@@ -39,7 +39,7 @@ MAX_GROWTH_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Outcome:
-    """The observations of a run."""
+    """A record of what a run observed."""
 
     num_inputs: int = 0
     seconds: float = 0.0
@@ -55,10 +55,10 @@ class Outcome:
 
 
 class Fuzzer:
-    """One run against one system."""
+    """A run of the fuzzer against one system."""
 
     def __init__(self, llm: LLM, seed: int, only: str = "") -> None:
-        """Inputs are sent only to targets whose names begin with `only`."""
+        """Prepares the run. Inputs are sent only to targets whose names begin with `only`."""
         self._llm, self._seed, self._grpc = llm, seed, GrpcSender()
         secret = trust_at(llm.addresses.block_store).metadata
         self._targets: list[tuple[str, Method | None]] = [("http", None)] * 4
@@ -80,7 +80,9 @@ class Fuzzer:
         self._targets += [(f"{service.name}.{m.descriptor.name}{label}", m) for m in found]
 
     async def run(self, num_inputs: int, num_at_once: int) -> None:
-        """Sends all inputs. Measures memory for the first time after a fifth of them."""
+        """Sends all inputs, `num_at_once` at a time, and checks the system after that. Measures memory after a fifth of
+        the inputs, and at the end.
+        """
         pids, queue = dict(self._llm.pids), iter(range(num_inputs))
         before: dict[str, int] = {}
 
@@ -124,16 +126,16 @@ class Fuzzer:
         ]
         [prompt] = prompts(1, seed=1, lengths=(20, 20))
         if len(self._llm.client.generate(prompt, max_tokens=5, ignore_eos=True).token_ids) != 5:
-            outcome.faults.append("it does not serve any more")
+            outcome.faults.append("the gateway no longer answers correctly")
 
 
 def _resident(pid: int) -> int:
-    """Returns the resident memory in bytes."""
+    """Returns the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "") -> Outcome:
-    """Runs against a system with a tiny model and one worker of each role."""
+    """Runs the fuzzer against a system with a tiny model and one worker of each role."""
     with tempfile.TemporaryDirectory(prefix="ll-fuzz-") as directory:
         model = make_checkpoint(Path(directory) / "tiny", "llama", seed=1)
         (model / "chat_template.jinja").write_text(HERMES, encoding="utf-8")  # the built-in template refuses tools
@@ -145,7 +147,7 @@ def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "") -> O
 
 
 def lines_of(outcome: Outcome) -> Iterable[str]:
-    """Returns the results as lines of markdown."""
+    """Yields the results as lines of markdown."""
     yield f"{outcome.num_inputs:,} inputs in {outcome.seconds:.0f} s, {outcome.rate:.0f} a second."
     yield ""
     yield "| target | inputs | statuses |"
@@ -161,7 +163,7 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=64)
-    parser.add_argument("--only", default="", help="only targets whose names begin so, such as http")
+    parser.add_argument("--only", default="", help="only targets whose names begin with this, such as http")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     outcome = fuzz(args.inputs, args.seed, args.at_once, args.only)

@@ -1,4 +1,5 @@
-"""Generates input: messages with any values, bytes that are almost messages, HTTP that is almost HTTP. Sends nothing.
+"""Generates inputs: messages with arbitrary values, bytes that are almost messages, HTTP that is almost valid. Sends
+nothing.
 
 A `random.Random` makes all choices, so the same seed gives the same inputs.
 """
@@ -96,7 +97,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/score": [{"text_1": "a", "text_2": ["b", "c"]}, {"text_1": ["a", "b"], "text_2": ["b", "c"]}],
     "/tokenize": [{"messages": [_ASK], "tools": [_TOOL], "add_generation_prompt": False}],
 }  # fmt: skip
-"""By path: bodies that are accepted."""
+"""Bodies that the gateway accepts, by path."""
 _ALL_BODIES = [body for bodies in BODIES.values() for body in bodies]
 RIGHT: dict[str, Message] = {
     "vllm.grpc.engine.EmbedRequest": vllm_engine_pb2.EmbedRequest(tokenized=_TOKENIZED),
@@ -120,11 +121,13 @@ RIGHT: dict[str, Message] = {
         )
     ),
 }  # fmt: skip
-"""By full name: messages that a service accepts, or that are complete except for the ticket."""
+"""Messages that a service accepts, or that are complete except for the ticket, by full name."""
 
 
 def message(draw: random.Random, kind: type[Message]) -> Message:
-    """Returns a message whose fields have arbitrary values of their types. Some fields are left out."""
+    """Returns a message whose fields have arbitrary values of their types, or a valid message with few changes. Some
+    fields are left out.
+    """
     right = RIGHT.get(kind.DESCRIPTOR.full_name)
     if right is not None and draw.random() < 0.6:
         return near(draw, right)
@@ -134,7 +137,7 @@ def message(draw: random.Random, kind: type[Message]) -> Message:
 
 
 def near(draw: random.Random, right: Message) -> Message:
-    """Returns a valid message with one or two fields changed, so that it gets past the first checks."""
+    """Returns a valid message with up to two fields changed, so that it usually passes the first checks."""
     made = type(right)()
     made.CopyFrom(right)
     for _ in range(draw.choice((0, 1, 1, 2))):
@@ -200,7 +203,7 @@ def _value(draw: random.Random, field: Any) -> Any:
 
 
 def almost(draw: random.Random, whole: bytes) -> bytes:
-    """Returns the bytes of a message with flipped, removed or duplicated parts, or random bytes."""
+    """Returns the bytes of a message with changed, removed or added parts, or random bytes."""
     match draw.randrange(5):
         case 0:
             return draw.randbytes(draw.choice((1, 3, 20, 300)))
@@ -236,7 +239,7 @@ def json_value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def disturbed(draw: random.Random, right: Any) -> Any:
-    """Returns JSON with up to four places changed, at any depth."""
+    """Returns a copy of a JSON value with up to four places changed, at any depth."""
     made = json.loads(json.dumps(right))
     for _ in range(draw.choice((0, 1, 1, 2, 4))):
         at, key = made, None

@@ -1,4 +1,4 @@
-"""Sends one input and returns the outcome. Does not depend on how inputs are made."""
+"""Sends single inputs, and returns their outcomes. Does not depend on how inputs are made."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TIMEOUT_S = 60.0
 `DEADLINE_EXCEEDED`.
 """
 _OWN_WORDS = "Internal error from Core"
-"""The message that `grpc.aio` itself generates if the server ends a stream while the client is still writing to it. The
-message does not come from the server.
+"""The message that `grpc.aio` itself generates, not the server, if the server ends a stream while the client is still
+writing to it.
 """
 CALL_S = 3.0
-"""The deadline of a call."""
+"""The deadline of a gRPC call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One RPC at one address."""
+    """An RPC at one address, with the metadata to send."""
 
     address: str
     service: str
@@ -55,13 +55,15 @@ def methods_of(address: str, service: ServiceDescriptor, metadata: Metadata) -> 
 
 
 class GrpcSender:
-    """A channel for each address."""
+    """A gRPC client with one channel for each address."""
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def send(self, draw: random.Random, method: Method) -> str:
-        """Returns the name of the status, or HANG if none came."""
+        """Sends one input. Returns the name of the status, with the server's message if it is UNKNOWN or INTERNAL, or
+        HANG if the call does not end in time.
+        """
         channel = self._channels.get(method.address)
         if channel is None:
             channel = self._channels[method.address] = grpc.aio.insecure_channel(method.address)
@@ -101,8 +103,9 @@ async def _status_of(call: Any) -> str:
 
 
 async def send_http(draw: random.Random, address: str) -> str:
-    """Returns the status of the response; CLOSED if the connection was closed without one; HANG if none came. The
-    status of an error of the server comes with the end of the response and the beginning of the request.
+    """Sends one HTTP input. Returns the status of the response; CLOSED if the connection was closed without one; HANG
+    if the server does not answer in time. A status of 500 or more is followed by the end of the response and the
+    beginning of the request.
     """
     host, port = address.rsplit(":", 1)
     request = inputs.http(draw)

@@ -1,1 +1,1 @@
-"""Parts for tests of the gateway: workers that follow a script, so that its parts run without real workers."""
+"""Code for tests of the gateway: workers that follow a script, so that the gateway runs without real workers."""

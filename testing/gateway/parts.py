@@ -1,8 +1,9 @@
-"""For tests: workers that speak the real protos over real sockets, with computed tokens and scripted faults.
+"""For tests: the model and the script of workers that use the real protos over real sockets, with computed tokens and
+scripted faults.
 
-This module has the model and the script; `testing.gateway.scripted_workers` has the workers. A token is a function of
-all earlier tokens and of the sample, so the right answer is known for every path. The beam of a given rank equals the
-sample of that number.
+`testing.gateway.scripted_workers` has the workers. A token is a function of the sequence's last eight tokens, its
+length and the sample, so the correct answer is known for every path. The beam of a given rank equals the sample of that
+number.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def make_assets(**overrides: Any) -> ModelAssets:
 
 
 def next_id(ids: Sequence[int], sample: int = 0) -> int:
-    """Returns the token after `ids`, which is never a special one."""
+    """Returns the token after `ids`, which is never a special token."""
     mixed = sum((i + 1) * t for i, t in enumerate(ids[-8:])) * 31 + len(ids) * 7 + sample * 101
     return 3 + mixed % (VOCAB_SIZE - 3)
 
@@ -80,7 +81,7 @@ def beam_score(rank: int) -> float:
 
 @dataclass(slots=True)
 class Fault:
-    """The fault of one submit: do `action` after `after` steps."""
+    """The fault of one submitted group: the worker does `action` after `after` steps."""
 
     action: str
     """One of: reject, die, gap, repeat, stray, silence (no more tokens), freeze (no heartbeats either)."""
@@ -90,7 +91,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Script:
-    """The faults in the order of the calls, and the observed calls."""
+    """The script of the workers: the faults in the order of the calls, and the calls that the workers observe."""
 
     submits: list[Fault] = field(default_factory=list)
     prefills: list[LooseleafError | float] = field(default_factory=list)
@@ -109,11 +110,11 @@ class Script:
     submitted: list[decode_pb2.Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     cancelled_samples: list[tuple[int, int]] = field(default_factory=list)
-    """(handle, sample)."""
+    """The cancelled samples, as (handle, sample)."""
     prefills_cancelled: int = 0
 
     def draw(self, prompt: Sequence[int], outputs: Sequence[int], sample: int) -> int:
-        """The token after these."""
+        """Returns the token after these."""
         return self.says[len(outputs)] if len(outputs) < len(self.says) else next_id([*prompt, *outputs], sample)
 
 

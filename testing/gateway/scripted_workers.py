@@ -82,8 +82,8 @@ def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch, script:
 
 
 def _tables(prompt_len: int, branch: pb.Branch, number: int) -> pb.BranchTables:
-    """Returns the block tables. The first branch has all its blocks. The other branches share blocks of the prompt: all
-    of its blocks if they have no outputs, or else its full blocks.
+    """Returns the block tables of a branch. The first branch lists all its blocks. The other branches share blocks of
+    the prompt: all of the prompt's blocks if they have no outputs, or else its full blocks.
     """
     num_outputs = len(branch.output_token_ids)
     shared = prompt_len // BLOCK_SIZE if num_outputs else blocks_of(prompt_len, BLOCK_SIZE)
@@ -159,7 +159,9 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.SequenceOutput]) -> None:
-    """Adds outputs to a response as decode workers do: an output that is only one token is added to the columns."""
+    """Adds outputs to a response as decode workers do. An output that contains only one token goes into the columns of
+    plain tokens.
+    """
     plain = response.plain_tokens
     for output in outputs:
         if len(output.token_ids) != 1 or output.logprobs or output.finish_reason or output.rejection:
@@ -173,14 +175,14 @@ def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.Sequence
 
 
 class _Group:
-    """One submitted group. Each step gives every live sample a token; a beam search gets all its tokens at its end."""
+    """A submitted group. Each step gives every live sample a token; a beam search gets all its tokens at its end."""
 
     def __init__(self, submit: decode_pb2.Submit, script: Script) -> None:
         self._submit = submit
         self._script = script
         self._beams = submit.sampling.num_sequences if submit.sampling.HasField("beam_width") else 0
         self.live = {b.sample_index: list(b.output_token_ids) for b in submit.branches}
-        """Outputs by sample."""
+        """The output tokens of each sample."""
         self.task: asyncio.Task[None] | None = None
 
     async def generate(
@@ -243,7 +245,7 @@ class _Group:
 
 
 class ScriptedWorker:
-    """One worker of either role on a free port."""
+    """A worker of either role on a free port."""
 
     def __init__(self, role: Role, name: str, script: Script, secret: str | None = None, **record: Any) -> None:
         """Starts the worker. `secret` is the secret that gateways must send."""

@@ -1,4 +1,4 @@
-"""For tests: a chat template of each family that calls tools, and the format that it asks for.
+"""For tests: a chat template of each family that calls tools, and the call format that the template implies.
 
 A short template offers the tools and writes the calls of a history as the family does, with the markers by which the
 family is recognized.
@@ -45,7 +45,7 @@ _TEMPLATE = """\
 
 
 def _template(call: str, opening: str = "", closing: str = "", asked: str = "") -> str:
-    """Returns a template. `call` is Jinja that writes one call; the rest is text."""
+    """Returns a template. `call` is Jinja code that writes one call; the other arguments are text."""
     texts = {"opening": opening, "closing": closing, "asked": asked}
     return _TEMPLATE.format(call=call, **{key: repr(text) for key, text in texts.items()})
 
@@ -100,4 +100,4 @@ TEMPLATES: Mapping[str, tuple[CallFormat, str]] = {
     "olmo3": (OLMO3, _template(_PYTHON, "<function_calls>", "</function_calls>")),
     "lfm2": (LFM2, _template(_PYTHON, "<|tool_call_start|>[", "]<|tool_call_end|>")),
 }  # fmt: skip
-"""By family: its format, and a chat template that asks for it."""
+"""The call format of each family, and a chat template that implies it."""

@@ -1,1 +1,1 @@
-"""Parts for tests of the ledger: random walks, an exhaustive small world, faulty writers."""
+"""Code for tests of the ledger: random walks, an exhaustive small world, faulty writers."""

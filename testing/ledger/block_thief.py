@@ -14,7 +14,7 @@ from testing.ledger.store import line, python
 
 
 class Thief:
-    """A process with its own mapping of the arena."""
+    """A process with its own mapping of the arena, which takes blocks."""
 
     def __init__(self, arena: Arena) -> None:
         code = "from testing.ledger.block_thief import main; main()"
@@ -32,7 +32,7 @@ class Thief:
 
 
 def main() -> None:
-    """Runs in the other process."""
+    """Takes the blocks whose numbers arrive on standard input. Runs in the other process."""
     arena = Arena.open(sys.argv[1])
     print("ready", flush=True)
     for text in sys.stdin:

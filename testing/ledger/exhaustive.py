@@ -1,8 +1,9 @@
-"""For tests: every state that two holders, two blocks and two hashes can reach, by the real scripts in a real Redis.
+"""For tests: every state that two holders, two blocks and two hashes can reach, found with the real scripts in a real
+Redis.
 
 The search is breadth-first. A state consists of block states, hashes, holders by role, and the orders of eviction and
-of free blocks; generations, clocks and call numbers are not part of it. In every state, each possible operation is
-called twice, and the invariants are checked after each call.
+of free blocks; generations, clocks and call numbers are not part of it. In every state, each possible operation of a
+live holder is called twice, and the invariants are checked after each move.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ for i = 1, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A holder: its incarnation, and whether it has been reaped."""
+    """A holder's incarnation, and whether it has been reaped."""
 
     slot: int
     epoch: Epoch
@@ -47,7 +48,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One state, and the moves that lead to it."""
+    """A state of the search, with the number of moves that lead to it."""
 
     saved: tuple[bytes, ...]
     roles: tuple[Role, ...]
@@ -60,7 +61,7 @@ RoleMove = tuple[str, Callable[[], object], Role]
 
 
 class SmallWorld:
-    """The search. `explore` returns the numbers of states and moves."""
+    """A search over the states. `explore` returns the number of states; `moves` counts the moves by name."""
 
     def __init__(self, store: TestStore) -> None:
         self.store = store

@@ -1,4 +1,4 @@
-"""For tests: a block store that stands for a host, with a Redis of its own, and a worker on that host."""
+"""For tests: a host with a block store, a separate Redis, and a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from testing.ledger.store import LAYOUT, StoreProcess, wait_until
 
 
 class Host:
-    """A store process and one worker (in this process) that writes and claims blocks there."""
+    """A store process, and one worker (in this process) that writes and claims blocks there."""
 
     def __init__(self, directory: Path, num_blocks: int, *flags: str, layout: KvLayout = LAYOUT) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,9 @@ class Host:
         """`HeldBlocks` is used by one thread at a time."""
 
     def fill(self, hashes: Sequence[bytes], *, partial: bool = False) -> tuple[list[BlockRef], list[BlockRef]]:
-        """Writes and seals a full block for every hash, and one partial block. Returns both kinds."""
+        """Writes and seals a full block for every hash and, if `partial` is True, one partial block. Returns both
+        kinds.
+        """
         refs = self.held.alloc(len(hashes) + partial)
         for number, ref in enumerate(refs):
             self.arena.data[ref.block] = (ref.block * 31 + number) % 251
@@ -64,13 +66,13 @@ class Host:
         return response
 
     def bytes_of(self, ticket: Ticket) -> list[list[bytes]]:
-        """Returns the bytes of every block, by branch and table, after a check of the generations."""
+        """Returns the bytes of every block, by table, after a check of the generations."""
         tables = [table for branch in ticket.tables for table in branch]
         assert all(self.arena.check_refs(table) for table in tables)
         return [[self.arena.read(ref.block) for ref in table] for table in tables]
 
     def claim_and_release(self, ticket: Ticket) -> None:
-        """Does what a decode worker does with a ticket, without decoding."""
+        """Claims a ticket and releases its blocks, as a decode worker does, but without decoding."""
         with self._lock:
             tables = self.held.claim(ticket)
             self.held.release_many(table for branch in tables for table in branch)
@@ -80,11 +82,11 @@ class Host:
             self.held.decline(ticket)
 
     def lease_ms(self, ticket: Ticket) -> int:
-        """Returns what is left of a ticket's lease."""
+        """Returns the time left on a ticket's lease, in ms."""
         return next(int(h.lease_ms) for h in self.store.inspect().holders if h.epoch == ticket.id.epoch)
 
     def assert_idle(self) -> None:
-        """Waits until nobody holds a block, apart from tickets that are being ended."""
+        """Waits until no holder has a sealed or reserved block. Raises AssertionError if this takes too long."""
         wait_until(lambda: self.store.inspect().sealed == 0 == self.store.inspect().reserved)
 
     def stop(self) -> None:

@@ -8,12 +8,14 @@ import redis
 
 
 class LossyRedis(redis.Redis):
-    """A real client of the same server. A lost answer belongs to a script that was executed."""
+    """A client of the same server that can lose the answers of scripts. The server has executed a script whose answer
+    is lost.
+    """
 
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(connection_pool=client.connection_pool)
         self.num_to_lose = 0
-        """The number of answers that are still to be lost."""
+        """The number of further answers to lose."""
         self.cuts_then = False
         """Whether commands stop arriving after these answers, until `heal` is called."""
         self.num_lost = 0

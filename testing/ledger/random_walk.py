@@ -1,7 +1,7 @@
-"""For tests: a walker that makes random operations on a ledger and checks each.
+"""For tests: a walk of random operations on a ledger, each of which is checked.
 
-It keeps a model of all holders. After every operation it checks the invariants. After an irregular operation (repeated,
-stale, fenced) it also compares the whole ledger with the state before.
+The walk keeps a model of all holders. After every operation it checks the invariants. After an irregular operation
+(repeated, stale, fenced) it also compares the whole ledger with the state before.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ QUOTAS = {"ax": CacheQuota(b"a" * 32, 34), "bx": CacheQuota(b"b" * 32, 9)}
 
 @dataclass(slots=True)
 class Mine:
-    """The walker's model of one holder."""
+    """A model of one holder."""
 
     caller: Caller
     held: dict[BlockRef, bytes | None] = field(default_factory=dict)
-    """Sealed references and the hash with which they were sealed."""
+    """Sealed references, with the hashes with which they were sealed."""
     unsealed: list[BlockRef] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Paper:
-    """The walker's model of one ticket."""
+    """A model of one ticket."""
 
     id: TicketId
     held: dict[BlockRef, bytes | None]
 
 
 class LedgerWalk:
-    """One walk. The operations take arbitrary integers, which choose among the existing objects."""
+    """A walk of operations. The operations take arbitrary integers, which choose among the existing objects."""
 
     def __init__(self, store: TestStore, successes: Counter[str], num_holders: int = 3) -> None:
         self.store = store
@@ -54,8 +54,8 @@ class LedgerWalk:
         self.zombies: list[Mine] = []
         self.seen: dict[int, int] = {}
         self._known: Inspection | None = None
-        """The ledger after the last operation. A stale copy could not hide an error. It could only cause a false alarm,
-        because it is compared with a fresh one.
+        """A copy of the ledger after the last operation. If it were stale, it could cause a false alarm, because it is
+        compared with a fresh one, but could not hide an error.
         """
 
     @property
@@ -63,7 +63,7 @@ class LedgerWalk:
         return self.store.ledger
 
     def _now(self) -> Inspection:
-        """Returns the state of the ledger. Makes no call if the state is known."""
+        """Returns the state of the ledger. Makes no call to Redis if the state is known."""
         self._known = self._known or self.store.moment()
         return self._known
 
@@ -206,7 +206,7 @@ class LedgerWalk:
         assert mine.caller.epoch in self._reap().reaped
         self._known = self.store.check(before)
         waiting = {block for block, slot in self._known.quarantine if slot == mine.caller.slot.number}
-        assert waiting == {ref.block for ref in mine.unsealed}, "unsealed blocks belong into quarantine"
+        assert waiting == {ref.block for ref in mine.unsealed}, "unsealed blocks belong in quarantine"
         self.zombies.append(mine)
         self.successes["reap"] += 1
 

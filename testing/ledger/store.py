@@ -1,5 +1,5 @@
-"""For tests: a real store (arena, Redis, ledger) in one line, in this process or in a separate one; helper processes;
-device memory of the stand-in for the CUDA driver.
+"""For tests: a real store (arena, Redis, ledger), in this process or in a separate one; helper processes; the device
+memory of the stand-in for the CUDA driver.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Caller:
 
     @property
     def last(self) -> CallId:
-        """Returns the id of the last call, with which a test can repeat the call."""
+        """The id of the last call, with which a test can repeat the call."""
         return CallId(self.epoch, self.number)
 
 
@@ -88,7 +88,7 @@ class TestStore:
         return HeldBlocks(holder, self.arena, slot, reserve)
 
     def expire(self, *epochs: Epoch) -> None:
-        """Puts these leases into the past."""
+        """Ends these leases: sets their deadlines to a time in the past."""
         self.client.zadd(self.ledger.tag + "leases", {str(epoch): 1 for epoch in epochs})
 
     def ticket_id(self, epoch: Epoch) -> TicketId:
@@ -133,7 +133,7 @@ def content(prefix_hash: bytes | None) -> np.ndarray[tuple[int, ...], np.dtype[n
 
 
 class StoreProcess:
-    """A running `python -m block_store`."""
+    """A block store in a separate process (`python -m block_store`)."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.directory = directory

@@ -23,7 +23,7 @@ _GARBAGE = 0xEE
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules. A value of False breaks one."""
+    """A choice of the rules that workers follow. A value of False breaks one."""
 
     enter_before_store: bool = True
     compare_with_table: bool = True
@@ -35,7 +35,7 @@ class Rules:
 
 @dataclass(slots=True)
 class Actor:
-    """One worker process and its current position in its program."""
+    """A worker process, with its current position in its program."""
 
     caller: Caller
     rebuild_count: int
@@ -45,7 +45,7 @@ class Actor:
 
 
 class World:
-    """Actors in one small arena. `choose(n)` returns a number below n and determines every event."""
+    """A small arena with actors. `choose(n)` returns a number below n; it determines every event."""
 
     def __init__(self, store: TestStore, rules: Rules, successes: Counter[str], num_actors: int = 3) -> None:
         self.store = store
@@ -176,7 +176,9 @@ class World:
             raise errors.StaleDataset("after entering")
 
     def _compare(self, cached: Sequence[BlockRef], before: Sequence[int], is_good: bool) -> None:
-        """Makes the second comparison. A block that passes it was read as it was sealed (I7)."""
+        """Makes the second comparison. A block that passes it was read as it was sealed (I7). Raises Stale
+        otherwise.
+        """
         expected = [ref.generation for ref in cached] if self.rules.compare_with_table else list(before)
         if self._readings(cached) != expected:
             self.successes["stale read found"] += 1
