@@ -1,9 +1,9 @@
 """`python -m bench.decode_worker`: measures a decode worker's step, excluding the forward pass.
 
 Runs a real worker with a real arena and a private Redis, but without RPC: schedule, reserve, lay out, reader rule,
-sample, seal, end, send. Prompts differ in length, so blocks fill in different steps. `outside` is the step thread's CPU
-time excluding the forward pass, as the mean over all steps. `ledger` is the CPU time and the wall time of ledger calls.
-The last line is one JSON object.
+sample, seal, end, send. Prompts differ in length, so the last blocks of the sequences become full in different steps.
+`outside` is the step thread's CPU time excluding the forward pass, as the mean over all steps. `ledger` is the CPU time
+and the wall time of ledger calls. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 
 RESERVE = 16
-"""Number of blocks that the worker allocates in advance, the same as a worker's default."""
+"""Number of blocks that the benchmark's worker allocates in advance, which is also the default of a decode worker."""
 
 
 class Stopwatch:
-    """The seconds spent inside some calls, measured by two clocks."""
+    """A stopwatch of the seconds spent inside chosen calls, in wall time and in CPU time."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
@@ -51,7 +51,9 @@ class Stopwatch:
 
 
 def steps(bench: DecodeBench, groups: int, samples: int, num_steps: int) -> dict[str, float]:
-    """Decodes `groups` requests of `samples` sequences for the given number of steps."""
+    """Decodes `groups` requests of `samples` sequences for the given number of steps. Returns the figures, in us per
+    step.
+    """
     size, vocab = bench.block_size, bench.runner.config.vocab_size
     sampling = SamplingParams(temperature=0.8, seed=1, num_sequences=samples)
     for handle in range(groups):

@@ -39,7 +39,9 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m
 
 
 def bytes_per_s(runner: ModelRunner) -> float:
-    """Returns the number of bytes per second that the runner's device can read, or, on a GPU, read and write."""
+    """Returns the number of bytes per second that the runner's device can read from memory or, on a GPU, read and
+    write.
+    """
     if runner.device.name == "cpu":
         return memory_limit(0.5) * 1e9
     source = torch.randint(255, (4 << 30,), dtype=torch.uint8, device=runner.device.torch_device)
@@ -63,7 +65,9 @@ def median_s(call: Callable[[], object], times: int) -> float:
 
 
 def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: float) -> dict[str, float]:
-    """Decodes `num_seqs` sequences at position `context`, repeating the same step."""
+    """Decodes `num_seqs` sequences at position `context`, repeating the same step. Returns the figures. `rate` is the
+    memory's rate in bytes per second.
+    """
     vocab = runner.config.vocab_size
     prompts = [[(token + STRIDE * number) % vocab for token in range(context)] for number in range(num_seqs)]
     batch = Batch.of(runner, prompts, 1)
@@ -114,7 +118,7 @@ def bytes_of_weights(runner: ModelRunner, batch: StepInput) -> int:
 
 
 def prefill(runner: ModelRunner, num_tokens: int) -> dict[str, float]:
-    """Computes one prompt of `num_tokens` in one chunk. Reports the best of three runs."""
+    """Computes one prompt of `num_tokens` in one chunk, three times. Returns the figures of the fastest run."""
     vocab, times = runner.config.vocab_size, []
     for _ in range(3):
         batch = Batch.of(runner, [[token % vocab for token in range(num_tokens)]], 1)
@@ -159,7 +163,7 @@ def main() -> None:
         run = decode(runner, size, sizes["context"], sizes["steps"], rate)
         runs.append(run)
         line = f"decode batch {size:3}: {run['ms']:8.2f} ms  {run['tokens_per_s']:8.1f} tok/s"
-        print(f"{line}  {run['of_floor']:.0%} of floor, {run['outside_us']:.0f} us beside the pass")
+        print(f"{line}  {run['of_floor']:.0%} of floor, {run['outside_us']:.0f} us outside the pass")
     prompt = prefill(runner, sizes["context"])
     print(f"prefill {prompt['tokens']} tokens: {prompt['ms']:.1f} ms  {prompt['tokens_per_s']:.0f} tok/s")
     print(json.dumps({

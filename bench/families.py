@@ -3,7 +3,7 @@ docs/models.md. A family that has a native implementation runs natively.
 
 Uses tiny random checkpoints in fp32 on this CPU. The distance is the largest difference between a logit and that of
 transformers, as a fraction of the logits' standard deviation, over 150 positions in chunks of 24. The table also shows
-whether a row has the same bits when tokens are computed one by one and in chunks.
+whether a row has the same bits when tokens are computed one by one and in chunks, in fp32 and in bf16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def rows() -> Iterator[str]:
-    """Returns the lines of the table."""
+    """Yields the lines of the table."""
     yield f"transformers {transformers.__version__}, torch {torch.__version__}."
     yield ""
     yield "| checkpoint | architecture | runs | attention | distance | rows fp32 | rows bf16 |"
@@ -78,7 +78,7 @@ def steady(runner: ModelRunner, ids: list[int]) -> bool:
 
 
 def peculiar(runner: ModelRunner) -> str:
-    """Describes the layers' attention where it differs from causal attention over all keys."""
+    """Returns a description of how the layers' attention differs from causal attention over all keys."""
     model, layers, found = runner.model, runner.config.layers, []
     if states := sum(layer.state_bytes > 0 for layer in layers):
         found.append(f"states in {states} of {len(layers)} layers")

@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Returns the bytes of one layer's keys and values in one block."""
+        """The number of bytes of one layer's keys and values in one block."""
         return 2 * self.kv_heads * self.block_size * self.head_dim * 2
 
 
@@ -65,7 +65,9 @@ TOY = Shape(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Calls that are timed in turn, and the bytes or operations of each. `limit` names the limit that applies."""
+    """A set of calls that are timed in turn, with the bytes or operations of each. `limit` names the limit that
+    applies.
+    """
 
     kernel: str
     provider: str
@@ -90,7 +92,7 @@ class Result:
 
 
 class Bench:
-    """Times cases on one device and measures the device's limits."""
+    """A measurement of one device: it times cases and measures the device's limits."""
 
     def __init__(self, device: torch.device, shape: Shape) -> None:
         self.device, self.shape = device, shape
@@ -187,7 +189,7 @@ def caches(bench: Bench, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def batch_of(bench: Bench, q_len: int, contexts: Sequence[int]) -> tuple[AttentionBatch, int]:
-    """Returns sequences over blocks in random order, and the number of these blocks."""
+    """Returns a batch of sequences over blocks in random order, and the number of these blocks."""
     num_blocks = [-(-context // bench.shape.block_size) for context in contexts]
     blocks = bench.permutation(sum(num_blocks)).int().cpu().numpy()
     table = np.zeros((len(contexts), max(num_blocks)), np.int32)
@@ -207,7 +209,9 @@ def spec_of(bench: Bench, *, deterministic: bool, max_model_len: int) -> Attenti
 
 
 def names_of(bench: Bench, library: str | None) -> list[tuple[ProviderName, bool]]:
-    """Returns (provider, deterministic) of every provider that is available here. Prints why the others are not."""
+    """Returns (provider, deterministic) for every provider that is available here. Prints why the others are not
+    available.
+    """
     found: list[tuple[ProviderName, bool]] = []
     for name in get_args(ProviderName):
         try:

@@ -25,8 +25,8 @@ class Ratio:
 
 
 def ratio_of(ours: Callable[[], object], other: Callable[[], object], seconds: float) -> float:
-    """Returns the best time of `ours` divided by the best time of `other`. They run in turn, for twice `seconds` in all
-    and at least five times each.
+    """Returns the best time of `ours` divided by the best time of `other`. The two run in turn, for about twice
+    `seconds` in total and at least five times each.
     """
     best = [float("inf"), float("inf")]
     end = time.perf_counter() + 2 * seconds
@@ -57,7 +57,7 @@ def _prefetch(seconds: float) -> Iterator[Ratio]:
 
 
 def _sharing(seconds: float) -> Iterator[Ratio]:
-    """Measures the gain if the blocks that a prompt's samples and beams share are read once for all of them."""
+    """Measures the gain of reading blocks that several sequences of a batch share only once."""
     for batch in (4, 16):
         shared, apart = paged_attention_work(batch, 1024, shared=768), paged_attention_work(batch, 1024)
         name = f"768 keys of 1,024 shared, over none: time of {apart.name}"

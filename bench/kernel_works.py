@@ -29,7 +29,9 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A call to time, and the amount that it moves or computes. `limit` names the limit with which it is compared."""
+    """A call to time, with the amount that it moves or computes. `limit` names the limit with which the call is
+    compared.
+    """
 
     name: str
     call: Callable[[], object]
@@ -43,8 +45,8 @@ def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
 
 
 def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
-    """Returns a step's layers in turn, so that keys and values come from memory and not from a cache. All sequences
-    have the first `shared` keys in the same blocks.
+    """Returns the decode attention of a step as work. Each call computes the next of twelve layers, so that keys and
+    values come from memory and not from a cache. All sequences have the first `shared` keys in the same blocks.
     """
     per_seq = context // BLOCK_SIZE
     arena = _arena(batch * per_seq)
@@ -63,7 +65,7 @@ def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
 
 
 def paged_prefill_work(length: int, chunk: int) -> Work:
-    """Returns a prompt in chunks. Each chunk attends to the blocks of all earlier chunks."""
+    """Returns the attention of a prompt in chunks as work. Each chunk attends to the blocks of all earlier chunks."""
     arena, q = _arena(length // BLOCK_SIZE, 1), torch.randn(length, HEADS, HEAD_DIM).to(BF16)
     table = torch.randperm(length // BLOCK_SIZE).int()[None]
     ends = [(end, torch.tensor([end], dtype=torch.int32)) for end in range(chunk, length + 1, chunk)]
@@ -131,7 +133,9 @@ def _linear(rows: int, n_out: int, provider: Provider) -> Work:
 
 
 def _lora(rows: int, num_adapters: int, rank: int = 16) -> Work:
-    """Returns the corrections of twelve sites in turn. The adapters are assigned to the rows in turn."""
+    """Returns LoRA corrections as work. Each call corrects the next of twelve sites. The adapters are assigned to the
+    rows in turn.
+    """
     n_out = 2304
     sites = [
         LoraWeights(

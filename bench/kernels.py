@@ -71,15 +71,15 @@ def compute_limit(seconds: float) -> float:
 
 
 def raise_limits(limits: dict[str, float], seconds: float) -> None:
-    """Updates the limits with a new measurement. Other processes can only lower it, so the best of all measurements is
-    closest to the machine's limit.
+    """Updates the limits with a new measurement. Other processes can only lower a measurement, so the best of all
+    measurements is closest to the machine's limit.
     """
     limits["memory"] = max(limits.get("memory", 0.0), memory_limit(seconds))
     limits["compute"] = max(limits.get("compute", 0.0), compute_limit(seconds))
 
 
 def measure(work: Work, seconds: float, limits: dict[str, float]) -> Result:
-    """Returns the cases without their shares, which `with_share` fills in when all limits are known."""
+    """Returns the result of a case without its share, which `with_share` fills in when all limits are known."""
     times = timed(work.call, seconds)
     raise_limits(limits, seconds / 4)
     amount, unit = (work.num_bytes / 1e9, "GB/s") if work.limit == "memory" else (work.flops / 1e12, "TFLOP/s")

@@ -30,7 +30,7 @@ EXACT = "float32"
 
 
 def runners_of(model: Path, max_len: int, directory: Path) -> dict[str, ModelRunner]:
-    """Returns a runner for each variant over the same random weights, for sequences of up to `max_len` tokens."""
+    """Returns a runner for each variant, all over the same random weights, for sequences of up to `max_len` tokens."""
     shape = json.loads((model / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": max_len}))
     settings = RunnerSettings(directory, load_format="dummy", device="cpu")

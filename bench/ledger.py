@@ -29,12 +29,12 @@ NUM_BLOCKS = 1024
 LEASE_S = 3600.0
 """Longer than any run, because this benchmark does not renew leases."""
 PINGS_WANTED = 5.0
-"""The limit for the median time of an operation on 64 blocks, in PINGs of the same run."""
+"""The limit for the median time of an operation on 64 blocks, in multiples of the median PING of the same run."""
 T = TypeVar("T")
 
 
 class Bench:
-    """One prefill holder and one decode holder. Each round makes the ledger calls of one request."""
+    """A prefill holder and a decode holder. Each round makes the ledger calls of one request."""
 
     def __init__(self, arena: Arena, ledger: LedgerScripts, table_len: int) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def _print_table(result: dict[str, dict[str, float]], table_len: int) -> None:
-    """Prints the table. The last column is the p50 of each call, in PINGs."""
+    """Prints the table. The last column is the median of each call in multiples of a PING."""
     print(f"{'operation':<12}{'p50 us':>10}{'p99 us':>10}{'pings':>8}   ({table_len} blocks; in parentheses: no Redis)")
     for name, row in result.items():
         pings = row["p50_us"] / result["ping"]["p50_us"]

@@ -1,8 +1,9 @@
-"""`python -m bench.lora`: the cost of LoRA adapters in a decode step on this CPU.
+"""`python -m bench.lora`: measures the cost of LoRA adapters in a decode step on this CPU.
 
-Times a batch of a model with Llama's architecture and 125M random parameters. No sequence has an adapter, all have the
-same one, or up to eight different ones are used. The variants alternate, one step at a time, so that other load on the
-machine affects all of them. `off` is a runner without --enable-lora. The last line is one JSON object.
+Times a batch of a model with Llama's architecture and 125M random parameters. In the variants, no sequence has an
+adapter, all have the same one, or the sequences use up to eight different ones. The variants alternate, one step at a
+time, so that other load on the machine affects all of them. `off` is a runner without --enable-lora. The last line is
+one JSON object.
 """
 
 from __future__ import annotations

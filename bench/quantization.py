@@ -38,7 +38,7 @@ SEED = 20_261_123
 
 
 class Decoding:
-    """One variant: `num_seqs` sequences at position `context`, repeating the same step."""
+    """A variant's sequences: `num_seqs` of them at position `context`, which repeat the same step."""
 
     def __init__(self, runner: ModelRunner, num_seqs: int, context: int) -> None:
         tokens = [token % runner.config.vocab_size for token in range(context)]
@@ -59,8 +59,8 @@ class Decoding:
 def decode_ms(
     runners: dict[str, ModelRunner], num_seqs: int, context: int, steps: int
 ) -> dict[str, tuple[float, float]]:
-    """Returns the median and the least duration of a step in milliseconds, by variant. Other load on the machine
-    affects the least duration less.
+    """Returns the median and the shortest duration of a step in milliseconds, by variant. Other load on the machine
+    affects the shortest duration less.
     """
     arms = {name: Decoding(runner, num_seqs, context) for name, runner in runners.items()}
     for _ in range(steps + 3):
@@ -95,7 +95,7 @@ def perplexity(quantization: Quantization, num_stories: int) -> tuple[float, int
 
 
 def stories(max_len: int, number: int) -> Iterator[list[int]]:
-    """Returns stories that the built-in model has not seen, as token ids."""
+    """Yields stories that the built-in model has not seen, as token ids, each cut to `max_len`."""
     tokenizer, rng = Tokenizer.from_file(str(MODELS / "storyteller" / "tokenizer.json")), random.Random(SEED)
     for _ in range(number):
         yield tokenizer.encode(story_document(rng)).ids[:max_len]

@@ -1,9 +1,9 @@
 """`python -m bench.states`: compares the speed of a model with recurrent states with that of transformers.
 
 The model has the architecture of Mamba-2 130M and random weights, and runs on this CPU with one thread per core.
-Prompts and decode steps alternate, at several context lengths: with states, a step takes the same time at any length.
-transformers uses its own cache and its own CPU code in float32, which is faster than its bf16. Our model runs in bf16.
-The last line is one JSON object.
+Prompts and decode steps alternate, at several context lengths: with states, the time of a step does not depend on the
+length. transformers uses its own cache and its own CPU code in float32, which is faster than its bf16. Our model runs
+in bf16. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "mamba2-130
 
 
 class Ours:
-    """Our engine, over blocks."""
+    """A runner of our engine, over blocks."""
 
     def __init__(self, model: Path) -> None:
         self._runner = ModelRunner(RunnerSettings(model, load_format="dummy", device="cpu"))
@@ -49,7 +49,7 @@ class Ours:
 
 
 class Theirs:
-    """transformers, with its own cache."""
+    """A model of transformers, with its own cache."""
 
     def __init__(self, model: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(model)

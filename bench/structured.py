@@ -74,7 +74,7 @@ def _grammar(schema: dict[str, Any]) -> StructuredOutput:
 
 
 class Arm:
-    """One variant: sequences whose next step is computed again and again, with new tokens each time."""
+    """A variant: sequences whose next step is computed repeatedly, with new tokens each time."""
 
     def __init__(
         self, runner: ModelRunner, grammars: Grammars, args: argparse.Namespace, schemas: list[dict[str, Any] | None]
@@ -144,7 +144,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def one(client: AsyncClient, number: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Runs one stream. Returns the milliseconds to the first token, and between tokens."""
+    """Runs one stream. Returns the milliseconds until the first token, and the mean milliseconds between tokens."""
     began, first, count, last = time.perf_counter(), 0.0, 0, 0.0
     async for delta in client.stream(f"Hero number {number}:", temperature=1.0, seed=number, max_tokens=120, **options):
         last = time.perf_counter()

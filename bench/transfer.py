@@ -1,8 +1,8 @@
-"""`python -m bench.transfer`: measures what it costs to copy blocks from one host's block store to another's.
+"""`python -m bench.transfer`: measures the cost of copying blocks from one host's block store to another's.
 
-Two real stores on this machine's loopback, each with a Redis of its own. A pull is everything between the request and
-the local ticket: hashes, allocation, copy, digests, seals, hand-over. CPU seconds are those of both store processes.
-The last line is one JSON object.
+Runs two real stores over this machine's loopback, each with a separate Redis. A pull is everything between the request
+and the local ticket: hashes, allocation, copy, digests, seals, hand-over. CPU seconds are those of both store
+processes. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def names(label: str, count: int) -> list[bytes]:
 
 
 def measure(directory: Path, layout: KvLayout, num_bytes: int, rounds: int) -> dict[str, Any]:
-    """Copies `num_bytes` once per round, and then single blocks."""
+    """Copies `num_bytes` once per round, and then single blocks. Returns the medians."""
     num_blocks = num_bytes // layout.block_bytes
     a = Host(directory / "a", 2 * num_blocks, layout=layout)
     b = Host(directory / "b", 2 * num_blocks, "--pull-blocks", layout=layout)

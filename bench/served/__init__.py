@@ -1,1 +1,3 @@
-"""Benchmarks of a whole stack that serves real requests. Some inspect a decode worker's blocks after every step."""
+"""Benchmarks of a whole stack that serves real requests. Some of them record a decode worker's blocks after every
+step.
+"""

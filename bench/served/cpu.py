@@ -28,13 +28,13 @@ PARTS = {
     "batching": (["loadtest.batching"], ["--rounds", "1"]),
     "latency": (["loadtest.latency"], ["--num-prompts", "1", "--refusals", "20", "--burst", "50"]),
 }
-"""By name: the command (for kernels, one run per kernel), and the flags that make it quick."""
+"""The command of each part (for kernels, one run per kernel), and the flags that make it quick."""
 PAGE = machine.RESULTS / "README.md"
 BEGIN, END = "<!-- newest run: written by make bench -->", "<!-- end of newest run -->"
 
 
 class CpuSettings(Settings):
-    """Runs the benchmarks of this machine's CPU."""
+    """The settings of the benchmarks of this machine's CPU."""
 
     model_config = settings_config("LOOSELEAF_BENCH_", "bench.served.cpu")
 
@@ -56,7 +56,9 @@ def run_part(name: str, *, quick: bool) -> Any:
 
 
 def last_line(command: Sequence[str]) -> Any:
-    """Returns the last line of a benchmark's output, parsed. Raises StartupError if the benchmark failed."""
+    """Runs a benchmark, and returns the last line of its output, parsed. Raises StartupError if the benchmark
+    failed.
+    """
     print(f"== python -m {' '.join(command)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -69,7 +71,7 @@ def last_line(command: Sequence[str]) -> Any:
 
 
 def shares(kernels: Any) -> Iterator[dict[str, Any]]:
-    """Returns every case that has a share of a limit, at any depth in the output of the kernel benchmark."""
+    """Yields every case that has a share of a limit, at any depth in the output of the kernel benchmark."""
     if isinstance(kernels, dict):
         if "share" in kernels and "name" in kernels:
             yield kernels
@@ -81,7 +83,7 @@ def shares(kernels: Any) -> Iterator[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns markdown tables of the newest run."""
+    """Returns the results of a run as markdown tables."""
     isa = ", ".join(result["isa"]) or "neither AVX2 nor AVX-512"
     lines = [
         f"{result['date']}, commit {result['commit']}, {result['cores']} cores of {result['cpu']} ({isa}), "
@@ -128,7 +130,7 @@ def put_between(page: str, text: str) -> str:
 
 
 def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> Path:
-    """Writes the result, and also the page's table if all parts were run."""
+    """Writes the result to a file, and also the page's table if all parts were run. Returns the file's path."""
     path = machine.keep("bench", result, origin, page.parent)
     if set(PARTS) <= set(result):
         page.write_text(put_between(page.read_text(), table({**origin, **result})))
@@ -136,7 +138,7 @@ def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> P
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """Returns the chosen parts. Raises StartupError if one does not exist."""
+    """Returns the chosen parts. Raises StartupError if a name is not that of a part."""
     for name in only:
         if name not in PARTS:
             raise StartupError(f"--only {name!r}: there are {', '.join(PARTS)}")

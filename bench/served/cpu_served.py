@@ -42,7 +42,7 @@ WORKLOADS = {
 
 
 class ServedSettings(Settings):
-    """Measures start-up, served workloads and memory, colocated and split."""
+    """The settings of measurements of start-up, served workloads and memory, colocated and split."""
 
     model_config = settings_config("LOOSELEAF_SERVED_", "bench.served.cpu_served")
 
@@ -99,12 +99,12 @@ def row(seen: Seen) -> dict[str, float]:
 
 
 def used(server: Served, model: Path) -> dict[str, float]:
-    """Returns the memory of all processes of the server. "beyond" excludes KV and one copy of the weights."""
+    """Returns the memory of all processes of the server, in MiB. "beyond" excludes KV and one copy of the weights."""
     return memory(server.pid, llama_bytes(json.loads((model / "config.json").read_text()))).row()
 
 
 def measure(settings: ServedSettings) -> dict[str, Any]:
-    """Returns, by roles: start-up, memory, and the median of every workload."""
+    """Returns, by roles: the start-up time, the memory, and the median of every workload."""
     rows: dict[tuple[str, str], list[dict[str, float]]] = {}
     with ExitStack() as stack:
         servers = {}

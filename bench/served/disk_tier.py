@@ -1,9 +1,9 @@
-"""Measures what a cache on disk saves and costs: `python -m bench.served.disk_tier`.
+"""Measures what a KV cache on disk saves and costs: `python -m bench.served.disk_tier`.
 
-One launch without a disk tier and one with it compute the same prompts. A third launch finds these prompts on disk. For
-some of them, the pages of the files are dropped from memory first. Between them, it computes new prompts of the same
-length. `behind` is the time to the first token of a prompt that is sent while another one is computed: its blocks come
-from disk meanwhile, or are already in the arena.
+A launch without a disk tier and a launch with one compute the same prompts. A third launch finds these prompts on disk.
+For some of them, the pages of the files are dropped from memory first. Between them, it computes new prompts of the
+same length. `behind` is the time to the first token of a prompt that is sent while another one is computed: the blocks
+of the first either come from disk meanwhile, or are already in the arena.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BEHIND = ("behind, disk", "behind, arena")
 
 
 class DiskTierSettings(Settings):
-    """Compares prompts whose KV is on disk with prompts that are computed."""
+    """The settings of a comparison of prompts whose KV is on disk with prompts that are computed."""
 
     model_config = settings_config("LOOSELEAF_DISK_TIER_", "bench.served.disk_tier")
 
@@ -53,7 +53,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 async def first_token_s(client: AsyncClient, prompt_ids: Sequence[int]) -> float:
-    """Returns the time to the first token of a prompt."""
+    """Sends a prompt, and returns the seconds until its first token."""
     start = time.perf_counter()
     async for delta in client.stream(list(prompt_ids), max_tokens=1, temperature=0.0):
         if delta.token_ids:
@@ -63,12 +63,12 @@ async def first_token_s(client: AsyncClient, prompt_ids: Sequence[int]) -> float
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A launch that computes all prompts."""
+    """The measurements of a launch that computes all prompts."""
 
     times: list[float]
     """Times to the first token of the prompts."""
     short: list[float]
-    """The same of short prompts between them."""
+    """Times to the first token of the short prompts that are sent between the prompts."""
     store_cpu_s: float
     """CPU time of the block store for each of the prompts."""
 
@@ -88,7 +88,7 @@ async def computed(addresses: Addresses, prompts: Sequence[Sequence[int]], store
 
 
 async def behind(client: AsyncClient, other: Sequence[int], ids: Sequence[int]) -> float:
-    """Returns the time to the first token of a prompt that is sent shortly after another one."""
+    """Returns the seconds until the first token of a prompt that is sent shortly after another one."""
     ahead = asyncio.create_task(first_token_s(client, other))
     await asyncio.sleep(AHEAD_S)
     seconds = await first_token_s(client, ids)
@@ -106,7 +106,7 @@ def drop_pages(directory: Path) -> None:
 
 
 async def restored(addresses: Addresses, directory: Path, prompts: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-    """Returns the times to the first token by the place of the prompt's KV."""
+    """Returns the times to the first token, by where the prompt's KV is."""
     found: dict[str, list[float]] = {name: [] for name in ("computed", "page cache", "disk", *_BEHIND)}
     length = len(prompts[0])
     async with AsyncClient(addresses.grpc) as client:

@@ -1,4 +1,4 @@
-"""`make bench-frontend`: measures the CPU time that gateway and decode front end use per streamed token.
+"""`make bench-frontend`: measures the CPU time that the gateway and decode's RPC front end use per streamed token.
 
 Uses real processes and sockets: clients, gateway, Redis, a decode service. Only the decode service's step loop is
 replaced by one that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each step adds one token to
@@ -40,7 +40,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class FrontendSettings(Settings):
-    """Measures the front ends' CPU time per streamed token."""
+    """The settings of a measurement of the front ends' CPU time per streamed token."""
 
     model_config = settings_config("LOOSELEAF_FRONTEND_", "bench.served.frontend")
 
@@ -53,7 +53,9 @@ class FrontendSettings(Settings):
 
 
 class Helper:
-    """A process of this benchmark that answers each line with a line of JSON. It ends when its input ends."""
+    """A process of this benchmark that answers each line of its input with a line of JSON. It ends when its input
+    ends.
+    """
 
     def __init__(self, module: str, *arguments: str) -> None:
         command = [sys.executable, "-m", f"bench.served.{module}", *arguments]
@@ -105,14 +107,14 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One measurement of one process, with idle time subtracted."""
+    """A measurement of one process, with idle time subtracted."""
 
     us_per_token: float
     kernel_share: float
 
 
 def watch(pid: int, seconds: float) -> tuple[Cpu, Cpu, float]:
-    """Returns (before, after, elapsed seconds)."""
+    """Waits for `seconds`. Returns the CPU time of a process before and after, and the elapsed seconds."""
     before, began = Cpu.of(pid), time.monotonic()
     time.sleep(seconds)
     return before, Cpu.of(pid), time.monotonic() - began
@@ -136,7 +138,7 @@ def gateway_command(model: str, redis_url: str, ready: Path) -> list[str]:
 
 
 def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:
-    """Returns the words of a ready file. Raises StartupError if the process ends before writing it, or
+    """Returns the words of a ready file. Raises StartupError if the process ends before it has written the file, or
     takes too long.
     """
     deadline = time.monotonic() + START_S
@@ -150,7 +152,7 @@ def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:
 
 
 class Stack:
-    """Redis, workers, gateway and the comparison servers. `with` starts and stops them."""
+    """A running stack: Redis, workers, gateway and the comparison servers. `with` starts and stops it."""
 
     def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
@@ -190,7 +192,7 @@ class Stack:
         return metrics_page.total(metrics_page.read(self.addresses["http"]), "looseleaf_generation_tokens_total")
 
     def clients(self, kind: str, address: str) -> Helper:
-        """Yields streams that have all begun, after a short delay."""
+        """Starts the clients, and returns them shortly after all streams have begun."""
         clients = Helper("frontend_clients", kind, address, str(self._settings.streams))
         deadline = time.monotonic() + START_S
         while clients.ask()["begun"] < self._settings.streams:
@@ -211,7 +213,7 @@ class Idle:
 
 
 class Measurement:
-    """Measurement rounds over a running stack."""
+    """The measurements of a running stack."""
 
     def __init__(self, stack: Stack, settings: FrontendSettings) -> None:
         self._stack = stack
@@ -229,7 +231,7 @@ class Measurement:
             setattr(self._idle, name, (Cpu.of(pid).total_ns - before[name].total_ns) / passed_ns)
 
     def served(self, kind: str, rate: float) -> dict[str, Any]:
-        """Measures gateway and decode front end with streams of `kind`."""
+        """Measures the gateway and decode's front end with streams of `kind`."""
         stack, settings = self._stack, self._settings
         stack.worker.ask(f"rate {rate}")
         with stack.clients(kind, stack.addresses[kind]) as clients:

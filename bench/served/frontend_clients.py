@@ -1,7 +1,8 @@
-"""Clients that only count: `python -m bench.served.frontend_clients KIND ADDRESS STREAMS`, KIND grpc or http.
+"""Clients that only count: `python -m bench.served.frontend_clients KIND ADDRESS STREAMS`, where KIND is grpc or http.
 
-Opens the streams. gRPC streams share one connection, as they do for clients in one process; each HTTP stream has its
-own. Answers each line of its input with a line of JSON: the number of streams that have begun and of messages received.
+Opens the streams. gRPC streams share one connection, as they do for clients in one process; each HTTP stream has a
+separate connection. Answers each line of its input with a line of JSON: the number of streams that have begun and of
+messages received.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Count:
 
 
 class HttpStream(asyncio.Protocol):
-    """One streamed completion over a separate connection."""
+    """A streamed completion over a separate connection."""
 
     def __init__(self, host: str, count: Count) -> None:
         body = json.dumps({"prompt": PROMPT_IDS, "max_tokens": MAX_TOKENS, "stream": True, "ignore_eos": True}).encode()

@@ -33,7 +33,7 @@ EVENT = (
 
 
 class Ticks:
-    """Wakes all streams together, `rate` times a second."""
+    """A clock that wakes all streams together, `rate` times a second."""
 
     def __init__(self) -> None:
         self.rate = 25.0

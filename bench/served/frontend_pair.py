@@ -35,11 +35,11 @@ with Stack(settings) as stack:
         found = measurement.served(kind, float(rate))
         print("found", found["gateway"]["us_per_token"], found["tokens_per_message"], flush=True)
 """
-"""Runs in each checkout and imports that checkout's bench.served.frontend."""
+"""A program that runs in each checkout and imports that checkout's bench.served.frontend."""
 
 
 class PairSettings(Settings):
-    """Compares the front end of this checkout with that of a different checkout."""
+    """The settings of a comparison of this checkout's front end with that of a different checkout."""
 
     model_config = settings_config("LOOSELEAF_PAIR_", "bench.served.frontend_pair")
 
@@ -86,7 +86,9 @@ class Checkout:
         return float(us), float(tokens)
 
     def _read(self, word: str) -> list[str]:
-        """Returns the driver's reply to a command. Raises StartupError if the driver ends."""
+        """Returns the words after `word` in the driver's next line that begins with it. Raises StartupError if the
+        driver ends.
+        """
         assert self._process.stdout is not None
         for line in self._process.stdout:
             first, *rest = line.split()

@@ -42,7 +42,7 @@ TEXT = (
 
 
 class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """Completes every prompt at once."""
+    """A prefill service that completes every prompt at once."""
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -57,7 +57,7 @@ class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CountingWorker:
-    """Replaces `decode_svc.worker.DecodeWorker`. A step gives every group the next token of a text."""
+    """A replacement of `decode_svc.worker.DecodeWorker`. A step gives every group the next token of a text."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.load = WorkerLoad()

@@ -32,19 +32,19 @@ MIB = 1 << 20
 
 
 class HostileSettings(Settings):
-    """Measures what hostile bodies cost other streams."""
+    """The settings of a measurement of what hostile bodies cost other streams."""
 
     model_config = settings_config("LOOSELEAF_HOSTILE_", "bench.served.hostile")
 
     repeats: int = Field(5, ge=1, le=100, description="how often each body is sent")
-    quiet_s: float = Field(0.2, gt=0, description="time watched each time, in quiet and with the body")
-    only: str = Field("", description="send only bodies whose name holds this")
-    streams: int = Field(2, ge=1, le=64, description="streams that go on meanwhile")
+    quiet_s: float = Field(0.2, gt=0, description="seconds for which streams are watched, without and with each body")
+    only: str = Field("", description="send only bodies whose name contains this")
+    streams: int = Field(2, ge=1, le=64, description="streams that run meanwhile")
 
 
 @dataclass(slots=True)
 class Row:
-    """The results for one body."""
+    """A row of results for one body."""
 
     name: str
     num_bytes: int
@@ -53,11 +53,11 @@ class Row:
     quiet_gap_ms: float
     gap_ms: float
     rss_mib: float
-    """How far the gateway's peak memory exceeded its memory before the first body."""
+    """The amount by which the gateway's peak memory exceeded its memory before the first body."""
 
 
 class Watched:
-    """Streams that run one after the other, and the longest gap in any of them."""
+    """A set of streams that are repeated, and the longest gap in any of them."""
 
     def __init__(self, address: str, count: int) -> None:
         self._address = address
@@ -106,7 +106,7 @@ def send(address: str, path: str, body: bytes) -> tuple[int, float, str]:
 
 
 def largest(address: str, path: str) -> int:
-    """Returns the size of the largest accepted body in bytes. It is taken from the error for a larger one."""
+    """Returns the size of the largest accepted body in bytes, which the error for a larger body names."""
     connection = http.client.HTTPConnection(address, timeout=10)
     connection.putrequest("POST", path)
     connection.putheader("content-length", str(1 << 40))
@@ -119,7 +119,7 @@ def largest(address: str, path: str) -> int:
 
 
 class Memory:
-    """A process' resident memory and its peak."""
+    """A reader of a process' resident memory and its peak."""
 
     def __init__(self, pid: int) -> None:
         self._root = Path(f"/proc/{pid}")
@@ -129,7 +129,7 @@ class Memory:
         (self._root / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Returns how far the peak exceeded the memory at the start."""
+        """Returns by how many MiB the peak exceeded the memory at the start."""
         return (self._kib("VmHWM") - self.before) / 1024
 
     def _kib(self, name: str) -> int:
@@ -169,7 +169,7 @@ def _row(
 
 
 def models_p50_ms(address: str, count: int = 200) -> float:
-    """Measures GET /v1/models over one connection."""
+    """Returns the median time of GET /v1/models over one connection, in ms."""
     connection, times = http.client.HTTPConnection(address, timeout=10), []
     for _ in range(count):
         began = time.monotonic()

@@ -18,7 +18,7 @@ class HostileBody:
 
 
 def _filled(before: str, unit: str, after: str) -> Callable[[int], bytes]:
-    """Repeats `unit` as often as it fits."""
+    """Returns a function that repeats `unit` as often as fits into a given size."""
 
     def make(size: int) -> bytes:
         head, middle, tail = before.encode(), unit.encode(), after.encode()
@@ -36,7 +36,7 @@ def _nested(before: str, opening: str, closing: str, after: str) -> Callable[[in
 
 
 def _numbered(before: str, unit: Callable[[int], str], after: str) -> Callable[[int], bytes]:
-    """Generates units that differ, so that none overwrites another."""
+    """Returns a function that generates units that differ, so that no unit overwrites another."""
 
     def make(size: int) -> bytes:
         parts, left, number = [before], size - len(before) - len(after), 0
@@ -49,7 +49,7 @@ def _numbered(before: str, unit: Callable[[int], str], after: str) -> Callable[[
 
 
 def _text_batch(size: int) -> bytes:
-    """Generates as many long texts as are accepted. The last one is rejected."""
+    """Generates as many long texts as are accepted, followed by an empty text, which is rejected."""
     text = "mill " * (size // 64 // 5 - 4)
     return json.dumps({"prompt": [text] * 63 + [""]}).encode()
 

@@ -57,7 +57,7 @@ def machine_slug(cpu: str, cores: int) -> str:
 
 
 def keep(name: str, result: Mapping[str, Any], origin: Mapping[str, Any], directory: Path = RESULTS) -> Path:
-    """Writes `result` with its origin to DATE-MACHINE-COMMIT-NAME.json."""
+    """Writes `result` with its origin to DATE-MACHINE-COMMIT-NAME.json. Returns the path."""
     slug = machine_slug(origin["cpu"], origin["cores"])
     path = directory / f"{origin['date']}-{slug}-{origin['commit']}-{name}.json"
     directory.mkdir(parents=True, exist_ok=True)

@@ -32,15 +32,17 @@ from common.settings import Settings, settings_config
 
 MOST_BEYOND_MIB, MOST_FIRST_TOKEN_S = 1024.0, 5.0
 APART_S = 900.0
-"""The time reserved for transformers, the S model and quantized weights. The rounds use the remaining time."""
+"""The time in seconds reserved for transformers, the S model and quantized weights. The rounds use the remaining
+time.
+"""
 TRANSFORMERS_LIMIT_S = 600.0
-"""The limit for each of the ways in which transformers runs without a server. A static batch runs until its longest
-output is complete.
+"""The time limit in seconds for each of the ways in which transformers runs without a server. A static batch runs until
+its longest output is complete.
 """
 
 
 class PeersSettings(Settings):
-    """Compares Looseleaf with the peers that are installed under `root`."""
+    """The settings of a comparison of Looseleaf with the peers that are installed under `root`."""
 
     model_config = settings_config("LOOSELEAF_PEERS_", "bench.served.peers")
 
@@ -98,7 +100,7 @@ def wanted_peers(settings: PeersSettings) -> list[str]:
 
 
 def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, Any]:
-    """Runs all tests on M. Returns the results that concern only our servers, and the check of outputs; the other
+    """Runs all tests on model M. Returns the results that concern only our servers, and the check of outputs; the other
     results are in `rounds`.
     """
     groups = [group for group in GROUPS if group in settings.parts]
@@ -120,7 +122,7 @@ def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, An
 
 
 def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
-    """Runs the served workload on S against vLLM alone, with separate rounds."""
+    """Runs the served workload on model S against vLLM alone, with separate rounds."""
     small = Rounds(replace(rounds.harness, size="S"), rounds.load, rounds.deadline + APART_S)
     small.rows, small.failures = rounds.rows, rounds.failures
     with ExitStack() as stack:
@@ -143,7 +145,9 @@ def compare_quantized(rounds: Rounds, settings: PeersSettings, logs: Path) -> No
 
 
 def same_in_float32(harness: Harness, rounds: Rounds, logs: Path) -> dict[str, int] | None:
-    """Compares our output in float32 with transformers' in float32. Every character must agree."""
+    """Returns how many characters of our output in float32 agree with transformers' output in float32, and how many
+    there are. All of them must agree. Returns None if the comparison fails.
+    """
     exact = replace(harness, dtype="float32")
     with our_server(exact.model, "both", logs / "looseleaf-float32.log", ("--dtype", "float32")) as target:
         return rounds.quality(target)
@@ -187,7 +191,7 @@ def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> d
     busy, told = peers_report.disturbed(rounds.rows)
     print(f"\n{origin}\n\n{peers_report.medians_table(medians)}\n\n{peers_report.table(figures)}\n")
     print(f"same characters as transformers in float32: {found['same_chars']}")
-    print(f"{busy} of {told} repetitions beside processes of others that took more than 0.2 cores")
+    print(f"{busy} of {told} repetitions during which other processes used more than 0.2 cores")
     for name, why in rounds.failures.items():
         print(f"not measured: {name}: {why}")
     rows = peers_report.rows_of(figures)
@@ -198,8 +202,8 @@ def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> d
 
 
 def main(settings: PeersSettings) -> int:
-    """Returns exit status 1 if outputs in float32 differ from transformers'. A missed goal is printed, but does not
-    count as an error.
+    """Runs the chosen parts. Returns exit status 1 if outputs in float32 differ from transformers'. A missed goal is
+    printed, but does not count as an error.
     """
     if settings.quick:
         smaller = {"rounds": 1, "requests": 8, "transformers_requests": 16, "quiet": 0.0, "keep": False}

@@ -22,14 +22,14 @@ AFTER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The milliseconds between two events of a stream."""
+    """The gaps between two events of a stream, in ms."""
 
     usual_ms: float
-    """The median before the prompt."""
+    """The median before the long prompt was sent."""
     worst_ms: float
-    """The worst gap of all streams, from the moment the prompt was sent until shortly after its first token."""
+    """The longest gap of all streams, from the moment the long prompt was sent until shortly after its first token."""
     ttft_ms: float
-    """The prompt's time to first token."""
+    """The long prompt's time to first token."""
 
 
 async def events(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
@@ -85,7 +85,7 @@ async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: 
 async def reached(
     stamps: Sequence[list[float]], tasks: Sequence[asyncio.Task[None]], enough: Callable[[list[float]], bool]
 ) -> None:
-    """Waits until every stream has `enough` tokens. Raises RuntimeError if a stream has ended."""
+    """Waits until `enough` is true for every stream. Raises RuntimeError if a stream has ended."""
     while not all(map(enough, stamps)):
         for task in tasks:
             if task.done():

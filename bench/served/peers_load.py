@@ -20,20 +20,20 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The client's workload. Each repetition of a test is one run."""
+    """The workload of the client. Each repetition of a test is one run of the client."""
 
     requests: int = 64
     clients: int = 16
     quiet_s: float = 10.0
-    """The longest wait for an idle machine before a repetition."""
+    """The longest wait for an idle machine before a repetition, in seconds."""
     redo: int = 0
     """Number of times that a repetition is repeated if other processes have disturbed it."""
     limit_s: float = 300.0
-    """The limit for one run of the client."""
+    """The time limit for one run of the client, in seconds."""
 
 
 class Failed(Exception):
-    """The client or its target failed. The message says where it stopped."""
+    """Raised if the client or its target failed. The message says where."""
 
 
 def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int, load: Load) -> list[Row]:

@@ -16,7 +16,7 @@ PEERS = ("vllm", "llamacpp", "openvino")
 SERVERS = ("vllm", "llamacpp")
 """The peers that answer over HTTP. OpenVINO runs inside the client's process."""
 QUANTIZED = {"int8": ("looseleaf-int8", "llamacpp-q8"), "int4": ("looseleaf-int4", "llamacpp-q4")}
-"""By `--quantization`: our server, and llama.cpp with the same weights in Q8_0 or Q4_0."""
+"""Our server and llama.cpp's with the same weights in Q8_0 or Q4_0, by the value of `--quantization`."""
 MEASURES = (
     "tok_s",
     "out_tok_s",
@@ -31,12 +31,12 @@ MEASURES = (
 )
 
 Medians = Mapping[tuple[str, str, str], Mapping[str, float]]
-"""By (model, test, peer): the median of each measure over the repetitions, and their number as "reps"."""
+"""The median of each measure over the repetitions, and their number as "reps", by (model, test, peer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal. `wanted` is the smallest acceptable ratio ours / theirs, or the largest one for measures where less is
+    """A goal: the smallest acceptable ratio ours / theirs (`wanted`), or the largest one for measures where less is
     better.
     """
 
@@ -75,7 +75,9 @@ GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A goal and its measurement. `ratio` is None if our server or the peer was not measured."""
+    """A goal with its measurement. `ratio` is None if our server or the peer was not measured, or if the goal has no
+    peer.
+    """
 
     what: str
     wanted: str
@@ -87,7 +89,7 @@ class Figure:
 
 
 def medians(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Returns the medians of all rows by test and measure. Disturbed repetitions are included."""
+    """Returns the medians of all rows, by model, test and peer. Disturbed repetitions are included."""
     found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"].split("-")[0], row["test"], row["peer"]), []).append(row)
@@ -123,7 +125,7 @@ def figure(goal: Goal, found: Medians) -> Figure:
 
 
 def absolute(what: str, value: float | None, most: float, unit: str) -> Figure:
-    """Returns the figure for a limit that concerns only our server."""
+    """Returns the figure of a limit that concerns only our server."""
     holds = None if value is None else value <= most
     return Figure(what, f"<= {most:g} {unit}", value, None, None, None, holds)
 

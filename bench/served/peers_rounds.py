@@ -33,14 +33,16 @@ STREAMS = 16
 
 @dataclass(slots=True)
 class Rounds:
-    """The measurements and the failures."""
+    """A collector of the rounds' measurements and failures."""
 
     harness: Harness
     load: Load
     deadline: float
-    """A time by time.monotonic(). No round is begun that would end later."""
+    """A `time.monotonic()` value. No round is begun that would probably end later."""
     prompt_len: int = 4095
-    """The length of the interrupting prompt. The models' limit is 4,096 tokens, one of which is the answer."""
+    """The length of the interrupting prompt, in tokens. The models' limit is 4,096 tokens, one of which is the
+    answer.
+    """
     rows: list[Row] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -89,7 +91,7 @@ class Rounds:
         self.add({"peer": target.name, "model": self.harness.model.name, "test": "gap", **asdict(found)})
 
     def quality(self, target: Target) -> dict[str, int] | None:
-        """Compares greedy output with transformers in float32. Returns None if that was not possible."""
+        """Compares greedy output with that of transformers in float32. Returns None if the comparison fails."""
         try:
             with target.awake():
                 return same_output(self.harness, target.url)

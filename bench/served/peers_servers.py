@@ -1,5 +1,5 @@
-"""The servers in the comparison: which of them are installed, how they are started, and the rule that only one of them
-runs at a time.
+"""The servers in the comparison: which of them are installed, how they are started, and how all but one are stopped
+during a measurement.
 
 A peer's command line comes from the harness (`run_peer.py`, table SERVERS). All servers stay up during the whole
 comparison, so that repetitions can be interleaved. A peer that is not being measured is stopped by SIGSTOP, so it uses
@@ -29,7 +29,7 @@ from common.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """The peers' harness and the environments that its README describes."""
+    """The directories of the peers' harness and of the environments that its README describes."""
 
     scripts: Path
     root: Path
@@ -42,11 +42,11 @@ class Harness:
 
     @property
     def python(self) -> Path:
-        """Returns the Python of the environment with the packages of the load client and transformers."""
+        """The Python of the environment with the packages of the load client and transformers."""
         return self.root / "base" / "bin" / "python"
 
     def missing(self, peer: str) -> str | None:
-        """Returns why this peer cannot be measured, or None if it can."""
+        """Returns the reason why this peer cannot be measured, or None if it can."""
         llamacpp = self.root / "llamacpp_build/bin/llama-server"
         needs = {
             "vllm": [self.root / "vllm/bin/python", self.root / "vllm/lib/python3.11/site-packages/vllm"],
@@ -68,8 +68,8 @@ def check(harness: Harness) -> None:
 
 
 def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]]:
-    """Returns the table SERVERS of the harness' run_peer.py. Executes only its definitions, since importing the script
-    runs it. "llamacpp-q4", which the harness lacks, is its "llamacpp-q8" with the other file.
+    """Returns the table SERVERS of the harness' run_peer.py. Executes only the script's definitions, since importing
+    the script runs it. "llamacpp-q4", which the harness lacks, is its "llamacpp-q8" with a different file.
     """
     path = harness.scripts / "run_peer.py"
     module = ast.parse(path.read_text())
@@ -100,7 +100,7 @@ class Target:
     """The process of a peer, which may be stopped while others are measured."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Lets this target run inside the context."""
+        """Returns a context in which this target runs."""
         return nullcontext() if self.process is None else self._running(self.process.pid)
 
     @contextmanager
@@ -146,7 +146,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], ready_s: float, log
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the whole process group, even if it is stopped or its leader has ended."""
+    """Ends the whole process group, even if it is stopped or its leader has ended."""
     for number, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -168,6 +168,6 @@ def first_token_s(model: Path, starts: int = 3) -> float:
 
 @contextmanager
 def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = (), name: str = "") -> Iterator[Target]:
-    """Yields `looseleaf serve` with these roles, under a name that says so or under the given one."""
+    """Yields a running `looseleaf serve` with these roles, under `name`, or under a name that contains the roles."""
     with Served(str(model), ["--roles", roles, *flags], log) as served:
         yield Target(name or f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)

@@ -19,7 +19,7 @@ from typing import Any
 
 BATCH = 16
 Request = tuple[str, list[int], int]
-"""Text, token ids, number of requested tokens."""
+"""A request: text, token ids, number of requested tokens."""
 
 
 def served(scripts: Path, data: Path, count: int) -> list[Request]:

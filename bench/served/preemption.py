@@ -36,7 +36,7 @@ MODES = ("swap", "give-back", "auto")
 
 
 class PreemptionSettings(Settings):
-    """Compares swapping and giving back with an arena that has room for all requests."""
+    """The settings of a comparison of swapping and giving back with an arena that has room for all requests."""
 
     model_config = settings_config("LOOSELEAF_PREEMPTION_", "bench.served.preemption")
 
@@ -49,7 +49,7 @@ class PreemptionSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of all requests."""
+    """The results of one run of all requests."""
 
     num_blocks: int
     seconds: float
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def most_held(self) -> int:
-        """Returns the largest number of blocks that sequences of the decode worker used at one time."""
+        """The largest number of blocks that sequences of the decode worker used at one time."""
         return max(step.held_blocks for step in self.steps)
 
 
@@ -94,8 +94,8 @@ def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) 
 
 
 def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """Returns twice the blocks that all requests need at full length. Floors reserve half of them for workers that have
-    none.
+    """Returns twice the number of blocks that all requests need at full length, because floors may reserve half of them
+    for other workers.
     """
     lens = [(len(r.prompt_ids) + r.options["max_tokens"]) * r.options["n"] for r in wanted]
     return 2 * sum(-(-length // block_size) + 2 for length in lens)
@@ -151,7 +151,7 @@ def show(values: dict[str, Any], *, header: bool) -> None:
 
 
 def main(settings: PreemptionSettings) -> int:
-    """Returns exit status 1 if an answer differed."""
+    """Measures and prints the rows. Returns exit status 1 if an answer differed."""
     rows = measure(settings)
     machine = platform.processor() or platform.machine()
     print(json.dumps({"benchmark": "preemption", "rows": rows, "machine": machine}))

@@ -1,8 +1,8 @@
 """Measures how clients are affected if the only decode worker is killed with SIGKILL: `python -m bench.served.recovery
 --model DIR`.
 
-Runs several trials with a spare worker, and several without one. Each kill is during a stream, and the streams are
-compared with undisturbed ones.
+Runs several trials with a spare worker, and several without one. Each trial kills the worker during streams, and the
+streams are compared with undisturbed ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOADED_S = 300.0
 
 
 class RecoverySettings(Settings):
-    """Kills the decoding worker during a stream."""
+    """The settings of trials that kill the decoding worker during streams."""
 
     model_config = settings_config("LOOSELEAF_RECOVERY_", "bench.served.recovery")
 
@@ -51,7 +51,7 @@ class RecoverySettings(Settings):
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as its client received it."""
+    """A stream as its client received it."""
 
     token_ids: list[int] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
@@ -64,14 +64,14 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The trials of one launch."""
+    """The results of the trials of one launch."""
 
     roles: str
     spare: int
     gaps_s: list[float]
-    """The longest gap of all streams, by trial."""
+    """The longest gap of all streams in seconds, by trial."""
     usual_s: float
-    """The longest gap of all undisturbed streams."""
+    """The longest gap of all undisturbed streams in seconds."""
     num_different: int
 
     def row(self) -> str:
@@ -88,7 +88,7 @@ async def follow(client: AsyncClient, prompt: Sequence[int], max_tokens: int, se
 
 
 async def streams(address: str, prompts: Sequence[Sequence[int]], max_tokens: int, victim: int | None) -> list[Stream]:
-    """Runs all streams at once. `victim` dies when each has WARM_TOKENS tokens."""
+    """Runs all streams at once. The process `victim` is killed when each stream has WARM_TOKENS tokens."""
     seen = [Stream() for _ in prompts]
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         for prompt, stream in zip(prompts, seen, strict=True):
@@ -101,7 +101,7 @@ async def streams(address: str, prompts: Sequence[Sequence[int]], max_tokens: in
 
 
 class Trials:
-    """The kills in one launch."""
+    """The trials of one launch."""
 
     def __init__(self, settings: RecoverySettings, launcher: Launcher, addresses: Addresses) -> None:
         rng = random.Random(1)

@@ -21,15 +21,17 @@ from looseleaf.serve.children import Child
 from looseleaf.serve.launcher import Addresses, Launcher
 
 STORY_LEN = 448
-"""Longest prompt of `stories`."""
+"""Maximum length of a prompt of `stories`, in tokens."""
 
 
 class WatchedServer(Launcher):
-    """Block store, gateway, one prefill worker and one watched decode worker. A worker that dies is not restarted."""
+    """A launcher of a block store, a gateway, one prefill worker and one watched decode worker. A worker that dies is
+    not restarted.
+    """
 
     def __init__(self, model: str | None, settings: Mapping[str, Any], decode: Mapping[str, str] | None = None) -> None:
-        """Starts the stack. `settings` are the settings of `LLM`; `decode` are variables of the decode worker, without
-        their prefix.
+        """Prepares the stack. `settings` are the settings of `LLM`; `decode` are environment variables of the decode
+        worker, without their prefix.
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-bench-")
         self._file = Path(self._scratch.name) / "steps.jsonl"
@@ -69,7 +71,7 @@ class WatchedServer(Launcher):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a benchmark."""
+    """A request of a benchmark."""
 
     prompt_ids: Sequence[int]
     options: GenerateOptions = field(default_factory=GenerateOptions)
@@ -88,8 +90,8 @@ async def send_all(address: str, requests: Sequence[Request], at_once: int) -> l
 
 
 async def stories(address: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Returns different prompts of these lengths (at most STORY_LEN). They are beginnings of stories by the model
-    itself.
+    """Returns different prompts of these lengths (at most STORY_LEN). The prompts are beginnings of stories that the
+    served model generates.
     """
     async with AsyncClient(address) as client:
         beginning = list(await client.tokenize("Once upon a time"))

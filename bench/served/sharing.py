@@ -40,7 +40,9 @@ COPIES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Lengths like those of a data set, and the paper's savings on it with n or a width of 2 to 6 (figure 15)."""
+    """A distribution of lengths like those of a data set, with the paper's savings on it for n or a width of 2 to 6
+    (figure 15).
+    """
 
     name: str
     prompt: Lengths
@@ -65,7 +67,7 @@ DATA_SETS = (
 
 
 class SharingSettings(Settings):
-    """Measures the sharing between samples and beams of a request."""
+    """The settings of a measurement of the sharing between samples and beams of a request."""
 
     model_config = settings_config("LOOSELEAF_SHARING_", "bench.served.sharing")
 
@@ -84,7 +86,7 @@ KINDS: Mapping[str, Callable[[int], GenerateOptions]] = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The prompts of one data set, their output lengths, and the server."""
+    """The prompts of one data set, with their output lengths, and the server."""
 
     server: WatchedServer
     prompts: Sequence[Sequence[int]]
@@ -122,7 +124,7 @@ def saved_share(steps: Sequence[StepRecord]) -> float:
 
 
 def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
-    """Returns what requests with n samples cost until decode has them, and the number of blocks that decode copies
+    """Returns the cost of requests with n samples until decode has them, and the number of blocks that decode copies
     afterwards. All figures are means per request.
     """
     server, num = load.server, len(load.prompts)

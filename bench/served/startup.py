@@ -29,11 +29,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Served:
-    """A running `looseleaf serve`. Leaving the context ends it."""
+    """A running `looseleaf serve` process. Leaving the context ends it."""
 
     def __init__(self, model: str, flags: Sequence[str] = (), log: Path | None = None, start_s: float = 120.0) -> None:
-        """Starts the server, whose output goes to `log`. Raises StartupError if no token came within
-        `start_s` seconds.
+        """Starts the server, whose output goes to `log`. Raises StartupError if no token has come within `start_s`
+        seconds.
         """
         self.port, self.grpc_port = free_ports(2)
         ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]
@@ -104,7 +104,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def tree(pid: int) -> Iterator[int]:
-    """Returns `pid` and all its descendants."""
+    """Yields `pid` and the pids of all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -113,7 +113,9 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns user and system time of a process tree, including children that have ended and been reaped."""
+    """Returns the user and system time of a process tree in seconds, including children that have ended and been
+    reaped.
+    """
     ticks = 0
     for member in tree(pid):
         with contextlib.suppress(OSError):
@@ -123,7 +125,7 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Proportional set sizes of a process tree in MiB. Shared memory counts once."""
+    """The proportional set sizes of a process tree in MiB. Shared memory counts once."""
 
     total: float
     arena: float
@@ -133,7 +135,7 @@ class Memory:
 
     @property
     def beyond(self) -> float:
-        """Returns the memory, excluding KV and one copy of the weights."""
+        """The memory that is neither KV nor one copy of the weights."""
         return self.total - self.arena - self.weights
 
     def row(self) -> dict[str, float]:
@@ -152,7 +154,7 @@ def memory(pid: int, weights_bytes: int) -> Memory:
 
 
 def mappings(smaps: str) -> Iterator[tuple[str, int]]:
-    """Returns (file or "", proportional KiB) of every mapping in a text like /proc/PID/smaps."""
+    """Yields (file or "", proportional KiB) for every mapping in a text like /proc/PID/smaps."""
     name = ""
     for line in smaps.splitlines():
         if found := _MAPPING.match(line):

@@ -1,4 +1,4 @@
-"""Counts of a decode worker's block tables after one step. `watching` writes them, and the benchmarks read them."""
+"""Counts of a decode worker's block tables after one step. `watching` writes them, and benchmarks read them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 from engine.block_table import BlockTable
 
 VARIABLE = "LOOSELEAF_BENCH_STEPS"
-"""The file to which a watched worker writes: one line of JSON per `StepRecord`."""
+"""The environment variable with the file to which a watched worker writes: one line of JSON per `StepRecord`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A decode worker after one step. Block counts cover running and waiting groups together."""
+    """A record of a decode worker after one step. Block counts cover running and waiting groups together."""
 
     at_ns: int
-    """Monotonic clock, the same for all processes of a machine."""
+    """Time of the monotonic clock, which is the same for all processes of a machine."""
     num_running: int
     """The number of running sequences."""
     num_waiting: int
@@ -42,7 +42,7 @@ class StepRecord:
     num_tickets: int
     """The number of tickets received since the start."""
     ticket_bytes: int
-    """The size of their messages in bytes."""
+    """The size in bytes of the messages of these tickets."""
     ticket_blocks: int
     """The number of different blocks in each ticket, summed over all tickets."""
     preemption: Mapping[str, float]

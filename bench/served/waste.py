@@ -58,19 +58,23 @@ MIX: Sequence[tuple[int, GenerateOptions]] = (
     (5, {"beam_width": 2, "n": 1}),
     (5, {"beam_width": 4, "n": 2}),
 )
-"""(share in percent, options)."""
+"""The mix of requests: (share in percent, options)."""
 SATURATED = (0.2, 0.6)
-"""The interval of the measurement, as shares of answered requests. The other requests are running or waiting."""
+"""The interval of the measurement, as shares of answered requests. During it, the requests that have not been answered
+yet are running or waiting.
+"""
 
 
 class WasteSettings(Settings):
-    """Measures unused KV memory under a mixed load."""
+    """The settings of a measurement of unused KV memory under a mixed load."""
 
     model_config = settings_config("LOOSELEAF_WASTE_", "bench.served.waste")
 
     requests: int = Field(360, ge=10, le=1000, description="how many requests in all")
     rate: float = Field(50.0, gt=0, description="requests a second")
-    num_blocks: int = Field(4096, ge=300, description="blocks of the arena; a third of what all requests take at once")
+    num_blocks: int = Field(
+        4096, ge=300, description="blocks of the arena; the default is a third of what all requests take at once"
+    )
     block_size: int = Field(16, ge=1, description="token positions in a block")
     preemption: str | None = Field(None, description="auto, swap or give-back; default: the decode worker's")
     seed: int = Field(0, description="of arrivals, lengths and samples")
@@ -78,7 +82,7 @@ class WasteSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """The ledger at one moment."""
+    """The state of the ledger at one moment."""
 
     at_ns: int
     referenced: int
@@ -86,7 +90,7 @@ class Poll:
 
 
 async def poll(address: str, polls: list[Poll]) -> None:
-    """Polls the ledger until cancelled."""
+    """Reads the ledger's counts every POLL_S seconds until cancelled."""
     shown = trust_at(address).metadata
     async with open_channel(address) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
@@ -120,8 +124,8 @@ async def run_load(address: str, block_store: str, settings: WasteSettings) -> t
 
 
 def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float, float, float]:
-    """Returns (share of slots without KV in used blocks, the same in theory, mean length of a sequence in tokens), over
-    all steps.
+    """Returns (share of slots without KV in used blocks, that share in theory, mean length of a sequence in tokens),
+    over all steps.
 
     In theory, the last block of a sequence has (block_size - 1) / 2 empty positions on average, and there is no other
     loss.
@@ -182,7 +186,7 @@ def measure(settings: WasteSettings) -> dict[str, Any]:
 
 
 def tiny_model(directory: str) -> Path:
-    """Returns a model that is fast and produces nonsense, because only blocks matter here."""
+    """Writes a model that is fast and produces nonsense, because only blocks matter here, and returns its directory."""
     return make_checkpoint(directory, dtype=torch.bfloat16, max_position_embeddings=MAX_MODEL_LEN)
 
 

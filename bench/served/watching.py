@@ -1,7 +1,7 @@
 """Makes a decode worker record its blocks after every step. Only the benchmarks' entry points use this module.
 
-`watched_decode` becomes the service after `install`; no setting of a service enables it. The step thread does the
-counting, so a watched worker is a little slower than a worker in service.
+The entry point `watched_decode` calls `install` and then runs the service; no setting of a service enables this. The
+step thread does the counting, so a watched worker is a little slower than a worker in service.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def record(worker: Any, totals: Totals) -> StepRecord:
 
 
 def install() -> None:
-    """Patches this process. Call it once, before the service's `main`."""
+    """Patches this process. Call this once, before the service's `main`."""
     totals = Totals()
     file = open(os.environ[VARIABLE], "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process
 
