@@ -1,4 +1,4 @@
-"""The user's imports: `Client`, `AsyncClient`, `LLM`, their results and errors. Everything loads on first use."""
+"""The public names: `Client`, `AsyncClient`, `LLM`, their results and errors. Each is imported on first use."""
 
 from __future__ import annotations
 

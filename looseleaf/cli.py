@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(module: str, argv: Sequence[str]) -> int:
-    """Reports expected failures in one sentence."""
+    """Runs a command's module and returns the exit status. Reports expected failures in one sentence on stderr."""
     from common.errors import LooseleafError, StartupError
 
     try:

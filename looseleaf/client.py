@@ -1,4 +1,4 @@
-"""Clients of the gateway over gRPC: `Client` blocks, `AsyncClient` awaits; both stream.
+"""Clients of the gateway over gRPC: `Client` is blocking, `AsyncClient` is for asyncio, and both can stream.
 
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
@@ -7,10 +7,10 @@
         for sample in client.generate("Once upon a time", n=4).samples:
             print(sample.text)
 
-With `n` or `beam_width`, a stream contains deltas of several samples, and `delta.index` says which sample a delta
-belongs to.
+With `n` or `beam_width`, a stream contains deltas of several samples, and `delta.index` is the number of a delta's
+sample.
 
-A refused or failed call raises a subclass of `LooseleafError` with the one-sentence message of the gateway. Ending a
+A refused or failed call raises a subclass of `LooseleafError` with the gateway's message of one sentence. Ending a
 stream early (break, `close`, garbage collection) cancels the request at the gateway.
 """
 
@@ -54,7 +54,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 class _Base:
-    """The parts that both clients share: address, credentials, time limit."""
+    """The base class of both clients, with the address, the credentials and the time limit."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class _Base:
         timeout: float = 600.0,
         tls_ca: str | Path | None = None,
     ) -> None:
-        """Connects to the gateway. `address` is its host:port. `timeout` limits every call, in seconds. `tls_ca` is a
-        PEM file with the CA of the gateway's certificate and enables TLS.
+        """`address` is the gateway's host:port. `timeout`, in seconds, limits each call that has no timeout of its own.
+        `tls_ca` is a PEM file with the CA of the gateway's certificate, and enables TLS.
         """
         self.address = address
         self._timeout = timeout
@@ -111,7 +111,9 @@ class Client(_Base):
     def generate(
         self, prompt: Prompt, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Completion | Iterator[Delta]:
-        """Continues a prompt (text, token ids, or chat turns). Returns a Completion, or with `stream` its deltas."""
+        """Continues a prompt (text, token ids, or chat turns). Returns a completion or, with `stream`, an iterator of
+        deltas.
+        """
         deltas = self._deltas(build_request(prompt, options), options)
         return deltas if stream else join(deltas)
 
@@ -126,7 +128,9 @@ class Client(_Base):
     def chat(
         self, messages: str | Sequence[Message], *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Completion | Iterator[Delta]:
-        """Returns the assistant's next turn after `messages`. A string counts as one user turn."""
+        """Returns the assistant's next turn after `messages`, or, with `stream`, an iterator of its deltas. A string
+        counts as one user turn.
+        """
         deltas = self._deltas(build_request(turns_of(messages), options), options)
         return deltas if stream else join(deltas)
 
@@ -178,7 +182,7 @@ class Client(_Base):
 
 
 class AsyncClient(_Base):
-    """The same client for asyncio: `await client.generate(...)`, `async for delta in client.stream(...)`."""
+    """An asyncio client with one connection: `await client.generate(...)`, `async for delta in client.stream(...)`."""
 
     def __init__(
         self,

@@ -35,16 +35,16 @@ _PORTS = ("port", "grpc_port", "vllm_grpc_port", "vllm_grpc_prefill_port", "vllm
 
 
 class LLM:
-    """A served model. Its services are started by the constructor. They end when `close` is called, or when the `with`
-    block or the Python process ends.
+    """A served model. The constructor starts its services. They end when `close` is called, or when the `with` block or
+    the Python process ends.
     """
 
     def __init__(self, model: str | None = None, *, verbose: bool = False, **settings: Any) -> None:
-        """Serves `model` (a Hugging Face directory; default as in `looseleaf serve`).
+        """Serves `model`, a Hugging Face directory or name. The default is that of `looseleaf serve`.
 
-        `settings` are the flags of `looseleaf serve` with underscores. By default, ports are any free ones, and `spare`
-        is 0. `verbose` forwards the services' logs to stderr. Raises StartupError with a message of one sentence, or
-        TypeError for an unknown setting.
+        `settings` are the flags of `looseleaf serve` with underscores. By default, the ports are any free ones, and
+        `spare` is 0. `verbose` forwards the services' logs to stderr. Raises StartupError with a message of one
+        sentence, or TypeError for an unknown setting.
         """
         self._launcher = Launcher(serve_settings(model, settings), *([] if verbose else [_drop]))
         self.addresses = self._launcher.start()
@@ -68,7 +68,7 @@ class LLM:
         return self._all([cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts), options)
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
-        """Returns the assistant's next turn."""
+        """Returns the assistant's next turn after `messages`."""
         return self.client.chat(messages, **options)
 
     def _all(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[Completion]:
@@ -81,8 +81,8 @@ class LLM:
             return list(pool.map(lambda prompt: self._patiently(prompt, options), prompts))
 
     def _patiently(self, prompt: Prompt, options: GenerateOptions) -> Completion:
-        """Runs one prompt of a batch. A prompt in a batch can wait, so it retries as long as the gateway
-        tells it to.
+        """Runs one prompt of a batch. If the gateway refuses it with a retry time, waits and tries again until the
+        timeout, because a prompt of a batch can wait.
         """
         until = time.monotonic() + options.get("timeout", _PATIENCE_S)
         while True:
@@ -122,7 +122,9 @@ class LLM:
 
 
 def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
-    """Returns settings of a launch on free ports. Raises TypeError for unknown names, StartupError for bad values."""
+    """Returns the settings of a launch, by default on free ports. Raises TypeError for an unknown name and StartupError
+    for a bad value.
+    """
     unknown = sorted(set(given) - set(ServeSettings.model_fields))
     if unknown:
         raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(ServeSettings.model_fields))}")
@@ -139,4 +141,4 @@ def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _drop(line: str) -> None:
-    """Discards the services' logs. The last lines are kept for `ChildDied`."""
+    """Discards a log line. `Child` keeps its last lines for `ChildDied`."""

@@ -12,7 +12,7 @@ TIMEOUT_S = 30.0
 
 
 def read(http_address: str) -> list[Sample]:
-    """Returns the current samples of the gateway at `host:port`. Raises OSError."""
+    """Returns the current samples of the gateway at this host:port. Raises OSError if it does not answer."""
     with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=TIMEOUT_S) as reply:
         text = reply.read().decode()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

@@ -1,7 +1,7 @@
 """The options of one generation, and their conversion to a GenerateRequest. No I/O.
 
-Values are not checked here: the gateway checks its limits, and its error names the field. Names are checked: a misspelt
-one raises TypeError before anything is sent.
+This module checks the names of options: a misspelt name raises TypeError before anything is sent. The gateway checks
+the values against its limits, and its error names the field.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_str_in_outp
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` and `chat`. An absent option uses the model's or the gateway's default."""
+    """The options of `generate` and `chat`. An absent option uses the model's or the gateway's default."""
 
     temperature: float
     top_k: int
@@ -54,7 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     """The only tokens that may be drawn."""
     seed: int
     logprobs: int
-    """Return the log-probability of each token, and of this many most likely ones."""
+    """Return the log-probability of each output token, and those of this many most likely tokens."""
     prompt_logprobs: int
     n: int
     """Number of samples of the prompt, which is computed once; in a beam search, the number of the best beams to
@@ -65,7 +65,7 @@ class GenerateOptions(TypedDict, total=False):
     length_penalty: float
     """The sum of a beam's log-probabilities is divided by the beam's length to this power. The default is 1."""
     early_stopping: bool | Literal["never"]
-    """When a beam search ends, as in transformers."""
+    """The condition that ends a beam search, as in transformers."""
     structured_output: StructuredOutput
     """What the text must match: a JSON schema, any JSON object, a regular expression, a choice or a Lark grammar."""
     max_tokens: int
@@ -88,7 +88,9 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def check_names(options: Mapping[str, object], known: Collection[str] = GenerateOptions.__annotations__) -> None:
-    """Checks the names of options. Raises TypeError for an unknown option, and names the closest known one."""
+    """Checks the names of options. Raises TypeError for an unknown option, with the closest known one if there is
+    one.
+    """
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -97,8 +99,8 @@ def check_names(options: Mapping[str, object], known: Collection[str] = Generate
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Returns the message for `prompt` and `options`. Raises TypeError for unknown options and for values of the wrong
-    type.
+    """Returns the message for `prompt` and `options`. Raises TypeError for an unknown option or a value of the wrong
+    type, and ValueError for a value that the field cannot represent.
     """
     check_names(cast(Mapping[str, object], options))
     request = pb.GenerateRequest()
@@ -126,7 +128,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Options of `embed`."""
+    """The options of `embed`."""
 
     dimensions: int
     """Number of leading dimensions to keep. The shortened vector is scaled to length 1 again."""
@@ -136,7 +138,7 @@ class EmbedOptions(TypedDict, total=False):
     priority: int
     cache_salt: str
     timeout: float
-    """In seconds."""
+    """The time limit in seconds."""
 
 
 def build_embed_request(text: str | Sequence[int], options: EmbedOptions) -> pb.EmbedRequest:

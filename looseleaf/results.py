@@ -22,7 +22,7 @@ class Usage:
     """Prompt tokens whose KV was found under its prefix hash."""
     computed_tokens: int
     transferred_tokens: int
-    """Token positions whose KV was copied to the host of the decode worker, because prefill ran on another one."""
+    """Token positions whose KV was copied to the decode worker's host, because prefill ran on another host."""
     handed_over_tokens: int
     """Token positions whose KV went from prefill to decode."""
 
@@ -126,7 +126,7 @@ class ModelInfo:
     pooling: str
     """How a text's hidden states become its embedding: last or mean."""
     parent: str | None = None
-    """The model that it adapts, if it is a LoRA adapter."""
+    """The base model if this model is a LoRA adapter, or None."""
 
 
 def delta_from_pb(message: pb.GenerateResponse) -> Delta:
@@ -187,7 +187,7 @@ def join(deltas: Iterable[Delta]) -> Completion:
 
 
 def _sample(parts: list[Delta]) -> Sample:
-    """Joins all deltas of one sample, in order. Raises Internal."""
+    """Joins all deltas of one sample, in order. Raises Internal if the last one has no finish reason."""
     last = parts[-1]
     if last.finish_reason is None:
         raise Internal(f"the stream ended without a finish reason of sample {last.index}")

@@ -3,8 +3,8 @@
 The weights are loaded once. Each role has a runner, a step thread and an attachment; one gRPC server serves both. To
 other services, they are a prefill worker and a decode worker at the same address.
 
-On a GPU, each role steps independently, on its own stream. On a CPU, the roles take turns, and each uses all cores,
-because two thread pools at the same time have a lower throughput (docs/log).
+By default, each role steps independently on a GPU, on its own stream. On a CPU, the roles take turns, and each uses all
+cores, because two thread pools at the same time have a lower throughput (docs/log).
 """
 
 from __future__ import annotations

@@ -30,18 +30,18 @@ class Loaded:
 
     @classmethod
     def of(cls, settings: WorkerSettings, *, both: bool) -> Loaded:
-        """Loads the model."""
+        """Loads the model. If `both` is set, adds the second runner."""
         runner = load_model(settings)
         return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None)
 
     def measure(self, settings: BothSettings) -> None:
-        """Measures the memory that either role will request. The runners keep the results."""
+        """Measures the memory that each role will request. The runners keep the results."""
         prefill.needs_of(self.runner, settings, "")
         decode.needs_of(self.sharing or self.runner, settings, "")
 
 
 def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
-    """Attaches both roles to the block store, which answers when all expected workers have asked."""
+    """Attaches both roles to the block store and returns them. Waits until all expected workers have attached."""
     runner, sharing = loaded.runner, loaded.sharing
     assert sharing is not None
     name = worker_name("worker", settings.worker_id)
@@ -70,8 +70,8 @@ async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) ->
 
 
 async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
-    """Turns this process into the worker that `python -m package flags` would start, with the model that has already
-    been loaded in a single thread.
+    """Turns this process into the worker that `python -m package flags` would start. The model has already been loaded,
+    for one thread.
     """
     if package == "prefill_svc":
         of_prefill = PrefillSettings.load(flags)
@@ -85,7 +85,7 @@ async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
 
 
 def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
-    """Returns `loaded`, or loads the model again if a variable of one role requires other settings."""
+    """Returns `loaded` with the threads that `settings` require, or loads the model again if other settings differ."""
     wanted = RunnerSettings.of(settings)
     if replace(wanted, num_threads=1) == loaded.runner.settings:
         for runner in (loaded.runner, loaded.sharing):

@@ -39,7 +39,7 @@ class SpareSettings(BothSettings):
     """Flags of `python -m looseleaf.both_roles.spare`, which are those of the workers that it may replace."""
 
     model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles.spare")
-    place: Literal["both", "split"] = Field("split", description="of workers that host both roles, or of either role")
+    place: Literal["both", "split"] = Field("split", description="replaces workers of both roles, or of either role")
 
 
 def load(settings: SpareSettings) -> Loaded:
@@ -55,7 +55,7 @@ def load(settings: SpareSettings) -> Loaded:
 
 
 def behind_others(settings: SpareSettings) -> Future[Loaded]:
-    """Runs `load` in a thread that gets only CPU time that no other thread needs."""
+    """Runs `load` in a thread that gets only CPU time that no other thread needs. Returns the future of its result."""
     loaded: Future[Loaded] = Future()
 
     def run() -> None:
@@ -93,7 +93,7 @@ async def main(settings: SpareSettings) -> None:
     loaded = await asyncio.wrap_future(behind_others(settings))
     write_ready_file(settings.ready_file, [settings.place])
     package, flags = await order()
-    from looseleaf.both_roles.roles import stand_in  # it has been loaded by now
+    from looseleaf.both_roles.roles import stand_in  # `load` has imported its modules
 
     await stand_in(loaded, package, flags)
 

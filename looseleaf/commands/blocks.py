@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
-    """Returns the store's map of blocks. Raises Unavailable, or the store's own error."""
+    """Returns the store's map of blocks. Raises Unavailable if the store does not answer or refuses the call."""
     with open_blocking_channel(address, trust) as channel:
         stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
         request = pb.InspectRequest(include_blocks=True)
@@ -67,8 +67,8 @@ def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
 
 
 def lines(map_: pb.InspectResponse, with_free: bool) -> Iterator[str]:
-    """Returns the lines of the table. A holder has one reference per block; only the worker knows how many sequences
-    share it.
+    """Yields the lines of the report. A holder has one reference per block, however many of its sequences share the
+    block.
     """
     if not map_.arena_id:
         yield "no arena yet: no worker has attached"

@@ -61,14 +61,14 @@ _FILES = ("ca.pem", "inside.pem", "inside.key", "front.pem", "front.key")
 
 
 def make(directory: Path, hosts: Iterable[str], life: datetime.timedelta) -> None:
-    """Creates the CA, if there is none yet, and two certificates that it issues."""
+    """Creates the CA if there is none in the directory, and issues two certificates."""
     authority = _Authority(directory, life)
     authority.issue("inside", [INSIDE_NAME])
     authority.issue("front", ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts])
 
 
 class _Authority:
-    """A CA in a directory."""
+    """A CA whose key and certificate are files in a directory."""
 
     def __init__(self, directory: Path, life: datetime.timedelta) -> None:
         self._directory = directory

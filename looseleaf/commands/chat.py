@@ -40,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def converse(client: Client, turns: list[Message], options: GenerateOptions) -> int:
-    """Reads lines and answers them until there are no more. A refused turn is reported and left out of the
-    conversation.
+    """Reads lines and answers them until an empty line or the end of the input. A refused turn is reported and left out
+    of the conversation.
     """
     while text := read_line():
         turns.append({"role": "user", "content": text})
@@ -54,7 +54,7 @@ def converse(client: Client, turns: list[Message], options: GenerateOptions) -> 
 
 
 def read_line() -> str:
-    """Returns the user's next line, empty at the end. The prompt sign is shown only on a terminal."""
+    """Returns the user's next line, or "" at the end of the input. The prompt sign is shown only on a terminal."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
-    """Prints the samples one after the other. If `numbered` is set, prints the index of each and, for a beam, its
+    """Prints the samples one after the other. If `numbered` is set, each begins with its index and, for a beam, its
     score.
     """
     begun = -1

@@ -48,12 +48,12 @@ class DoctorSettings(Settings):
 
 
 class Problem(Exception):
-    """A problem and its solution."""
+    """The error of a failed check. Its text describes the problem and the solution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `look` returns the finding, or raises."""
+    """A check and its name in the report. `look` returns the finding, or raises an error."""
 
     name: str
     look: Callable[[], str]
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def report(check: Check) -> bool:
-    """Prints one line. Returns whether the check passed. A check that fails in an unknown way is also a problem."""
+    """Runs a check, prints its line, and returns whether it passed. An unexpected exception counts as a problem."""
     try:
         state, text = "ok     ", check.look()
     except (Problem, StartupError) as error:
@@ -117,7 +117,9 @@ def cpu_kernels() -> str:
 
 
 def gpu() -> str:
-    """Returns the devices that torch sees. The driver may see other devices, which this torch cannot use."""
+    """Returns the GPUs that torch can use, or why there are none. Raises Problem if the driver sees a GPU that torch
+    cannot use.
+    """
     if (obstacle := why_no_gpu()) is not None:
         return f"none, the CPU computes: {obstacle}"
     cuda: Any = importlib.import_module("torch").cuda

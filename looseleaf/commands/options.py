@@ -31,7 +31,7 @@ class ClientSettings(Settings):
         return Client(self.address, api_key=self.api_key, timeout=self.timeout, tls_ca=self.tls_ca)
 
     def options(self, *more: str) -> GenerateOptions:
-        """Returns the given options, and `more`, for `Client.generate`."""
+        """Returns the options for `Client.generate` that the user has set. `more` names options of a subclass."""
         names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed", "priority", *more)
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(GenerateOptions, given | {"stop": self.stop})

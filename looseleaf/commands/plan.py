@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
-    """Returns the lines. Raises ModelError for a model that is not supported."""
+    """Yields the lines of the plan. Raises ModelError for a model that is not supported."""
     from engine.config import ModelConfig
 
     config = ModelConfig.from_directory(directory)
@@ -127,13 +127,13 @@ def _hosts(settings: PlanSettings, weights: int, sequence: int) -> Iterator[str]
 
 
 def _hand_over(sequence: int) -> Iterator[str]:
-    """The time that the KV of one sequence needs on a link between two hosts, at the link's full rate."""
+    """Yields the time that the KV of one sequence needs on a link between two hosts, at the link's full rate."""
     times = ", ".join(f"{sequence * 8 / (gbit * 1e9):.3g} s at {gbit} Gbit/s" for gbit in (1, 10, 100))
     yield f"hosts    a prefill on another host sends {sizing.gib(sequence)} for such a prompt, at most once: {times}"
 
 
 def stored_bytes(directory: Path) -> int:
-    """Returns the bytes of the tensors in the checkpoint's files; 0 if there are none."""
+    """Returns the bytes of the tensors in the checkpoint's files, or 0 if there are no files."""
     from engine.checkpoint import GGUF_NAME, weight_files
 
     if not any(directory.glob("*.safetensors")) and not (directory / GGUF_NAME).exists():
@@ -142,8 +142,8 @@ def stored_bytes(directory: Path) -> int:
 
 
 def num_parameters(directory: Path, config: ModelConfig) -> int:
-    """Counts the parameters in the checkpoint's files, or computes them from the configuration if there are no
-    files.
+    """Returns the number of parameters, counted in the checkpoint's files. If there are no safetensors files, or if
+    they are quantized, computes it from the configuration.
     """
     from engine.checkpoint import weight_files
     from engine.tiny import parameter_shapes

@@ -42,11 +42,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Interrupted(BaseException):
-    """A signal that arrived before the launch was complete."""
+    """The exception for a signal that arrives before the launch is complete."""
 
 
 class StopSignals:
-    """Handles SIGTERM and SIGINT, which end the launch in an orderly way. A second signal kills the services at once.
+    """The handler of SIGTERM and SIGINT, which end the launch in an orderly way. A second signal kills the services.
 
     On SIGHUP, the gateway reads its key file again. If SIGHUP means that the terminal was closed, it ends the launch.
     """
@@ -75,7 +75,7 @@ class StopSignals:
             raise Interrupted
 
     def raise_if_set(self) -> None:
-        """Makes all further signals only set the event."""
+        """Raises Interrupted if a signal has arrived. From now on, a signal sets the event instead of raising."""
         self._launched = True
         if self.event.is_set():
             raise Interrupted
@@ -105,7 +105,7 @@ def banner(addresses: Addresses, seconds: float) -> str:
 def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str:
     """Returns a line that the services have just generated, safe for a terminal."""
     if addresses.is_tls and tls_ca is None:
-        return "  says  nothing yet: no --tls-ca to check the certificate in front with"
+        return "  says  nothing yet: verifying the gateway's certificate needs --tls-ca"
     from looseleaf.client import Client  # imported here, so that services are started before gRPC is loaded
 
     with Client(addresses.grpc, api_key=api_key, timeout=60.0, tls_ca=tls_ca if addresses.is_tls else None) as client:
@@ -114,5 +114,5 @@ def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str
 
 
 def one_line(text: str) -> str:
-    """Returns the text with white space as single blanks, and unprintable characters as escapes."""
+    """Returns the text with each run of white space as one blank, and unprintable characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))

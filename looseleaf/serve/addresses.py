@@ -8,7 +8,7 @@ from common.errors import StartupError
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Checks that the port can be bound now. Raises StartupError otherwise. Port 0 is always free."""
+    """Raises StartupError if the port cannot be bound now. Port 0 means any free port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -21,6 +21,6 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def reachable(address: str) -> str:
-    """Returns the `host:port` by which a client on this machine reaches it."""
+    """Returns the `host:port` by which a client on this machine reaches a server that listens at `address`."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address

@@ -1,6 +1,6 @@
 """`python -m looseleaf.serve.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
 
-A flag `@ready:FILE:LINE` stands for that line of another service's ready file. The service's imports run before it
+A flag `@ready:FILE:LINE` is replaced by that line of another service's ready file. The service's imports run before it
 waits for the file, so services start in parallel even if one needs another's address. Python's garbage collector is off
 during the imports, because repeated visits to torch's objects would take a fifth of a worker's import time.
 
@@ -29,7 +29,7 @@ _READY = "@ready:"
 
 
 def _follow(parent: int) -> None:
-    """Sends this process SIGTERM when the parent has ended, and SIGKILL if it is still running after that."""
+    """Sends this process SIGTERM when the parent has ended, and SIGKILL after a further `_GRACE_S` seconds."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -38,24 +38,24 @@ def _follow(parent: int) -> None:
 
 
 def later(ready_file: Path, line: int) -> str:
-    """Returns the flag that stands for one line of a ready file. Lines are counted from 0."""
+    """Returns a flag that `filled` replaces by one line of a ready file. Lines are counted from 0."""
     return f"{_READY}{ready_file}:{line}"
 
 
 def filled(flags: Sequence[str]) -> list[str]:
-    """Returns `flags` with these lines filled in. Waits until the files exist."""
+    """Returns `flags` with those made by `later` replaced by lines of ready files. Waits until the files exist."""
     return [_line(flag) if flag.startswith(_READY) else flag for flag in flags]
 
 
 def _line(flag: str) -> str:
     name, _, line = flag.removeprefix(_READY).rpartition(":")
-    while not (file := Path(name)).exists():  # a parent that has given up ends us
+    while not (file := Path(name)).exists():  # if the launch fails, the parent ends this process
         time.sleep(_READY_POLL_S)
     return file.read_text(encoding="utf-8").split()[int(line)]
 
 
 def _import_for(package: str) -> None:
-    """Imports everything that the service's main module imports, then unloads that module, because it will be run."""
+    """Imports everything that the service's main module imports, then unloads that module, because `main` runs it."""
     spec = importlib.util.find_spec(package)
     is_package = spec is not None and spec.submodule_search_locations is not None
     name = f"{package}.__main__" if is_package else package

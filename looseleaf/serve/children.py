@@ -31,7 +31,7 @@ Echo = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A process to start."""
+    """The specification of a process to start."""
 
     name: str
     """Unique name, used as the prefix of its log lines."""
@@ -41,15 +41,17 @@ class ServiceSpec:
     inherited_fd: int
     """A descriptor that the process keeps open until it ends (the launcher's lock)."""
     takes_orders: bool = False
-    """Whether the process reads from stdin which process to replace (`Child.become`)."""
+    """Whether the process waits on stdin for the process that it is to replace (`Child.become`)."""
 
 
 class ChildDied(StartupError):
-    """A service ended unexpectedly. The message names it and ends with its last log lines."""
+    """The error for a service that has ended unexpectedly. Its message names the service and ends with the service's
+    last log lines.
+    """
 
 
 class Restarts:
-    """Counts restarts of each service. A service that ends more than `_MAX_RESTARTS` times in `_RESTART_WINDOW_S`
+    """A counter of each service's restarts. A service that ends more than `_MAX_RESTARTS` times in `_RESTART_WINDOW_S`
     seconds is not restarted.
     """
 
@@ -91,14 +93,14 @@ class Child:
         return self._process.pid
 
     def later(self, line: int) -> str:
-        """Returns a flag for a service that starts before this one is ready. That service waits for this line of the
-        ready file.
+        """Returns a flag for a service that starts before this one is ready. The other service waits for this line of
+        the ready file.
         """
         return later(self._ready_file, line)
 
     @property
     def status(self) -> int | None:
-        """Exit status, negative if a signal killed it; None while it runs."""
+        """The exit status, negative if a signal ended the service, or None while the service runs."""
         return self._process.poll()
 
     def become(self, spec: ServiceSpec) -> bool:
@@ -160,7 +162,7 @@ class Child:
 
 
 def _ready_file(directory: Path, spec: ServiceSpec) -> Path:
-    """Returns the file with which a service reports that it is ready. Removes the predecessor's file first."""
+    """Returns the path of the file with which a service reports that it is ready. Removes the predecessor's file."""
     file = directory / f"{spec.name}.ready"
     file.unlink(missing_ok=True)
     return file
@@ -186,8 +188,8 @@ def wait_ready(waited: Sequence[Child], all_children: Sequence[Child], seconds: 
 
 
 def end(children: Sequence[Child], grace_s: float) -> None:
-    """Sends SIGTERM to all children and, after `grace_s` seconds, SIGKILL to those that are still running. Returns when
-    all have ended.
+    """Sends SIGTERM to all children and, after `grace_s` seconds, SIGKILL to those that are still running. Waits until
+    they have ended, but only briefly after SIGKILL.
     """
     for child in children:
         child.terminate()

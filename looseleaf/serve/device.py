@@ -37,7 +37,7 @@ def why_no_gpu() -> str | None:
     if torch_cuda() is None:
         return "the torch that is installed here was not built for CUDA"
     # In a separate process: a process that has called the driver cannot fork others that use it, and `LLM` does not
-    # control # what else its process does.
+    # control what else its process does.
     command = [sys.executable, "-m", "looseleaf.serve.device"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode != 0:

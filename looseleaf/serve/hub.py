@@ -21,7 +21,7 @@ def is_name(given: str) -> bool:
 
 
 def cached(name: str) -> Path | None:
-    """Returns the model's directory in the local cache, if it contains the configuration and the weights."""
+    """Returns the model's directory in the local cache, or None if the configuration or the weights are not there."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:

@@ -59,7 +59,7 @@ _PORT_FLAGS = {
         "--port", "--grpc-port", "--vllm-grpc-port", "--vllm-grpc-prefill-port", "--vllm-grpc-decode-port",
     ),
 }  # fmt: skip
-"""Flags that correspond to the lines of a ready file, for services whose addresses others keep."""
+"""The flags that correspond to the lines of a ready file, for services that must keep their addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class Addresses:
     grpc: str
     block_store: str
     services: Mapping[str, str]
-    """The gRPC address of every service, by name. Each answers the health service."""
+    """The gRPC address of every service, by name. All services answer health checks."""
     vllm_grpc: tuple[str, ...] = ()
-    """The addresses of vLLM's protocol, if it is served: whole requests, prefill, decode."""
+    """The addresses of vLLM's protocol for whole requests, prefill and decode, or none if it is not served."""
     is_tls: bool = False
     """Whether HTTP and gRPC for clients use TLS."""
     notice: str | None = None
-    """A note about the model for the user."""
+    """A note about the model for the user, or None."""
 
 
 def echo_to_stderr(line: str) -> None:
@@ -84,7 +84,7 @@ def echo_to_stderr(line: str) -> None:
 
 
 class Launcher:
-    """One launch. Call `start`, then `check` from time to time, then `stop`; or use it as a context manager."""
+    """The processes of one launch. Call `start`, then `check` from time to time. `stop`, or a `with` block, ends it."""
 
     def __init__(self, settings: ServeSettings, echo: Echo = echo_to_stderr) -> None:
         self._settings = settings
@@ -141,7 +141,7 @@ class Launcher:
         return self._addresses(ready, source.notice)
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
-        """Starts to keep a spare worker, if there is enough memory. `flags` are the flags that all workers get."""
+        """Starts a spare worker if `standby.wanted` says so. `flags` are the flags of all workers."""
         from block_store.server.sizing import (
             available_memory,  # imported here, so that services are started before numpy is loaded
         )
@@ -158,8 +158,8 @@ class Launcher:
         self._standby.check()
 
     def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
-        """Reads the addresses from the ready lines of all services. The gateway's are HTTP, gRPC, and those of vLLM's
-        protocol.
+        """Reads the addresses from the ready lines of all services. The gateway's lines are the addresses of HTTP, of
+        gRPC and of vLLM's protocol.
         """
         lines = {child.name: lines for child, lines in zip(self._children, ready, strict=True)}
         for child in self._children:
@@ -211,7 +211,7 @@ class Launcher:
 
     @property
     def _secret_file(self) -> Path:
-        """Writes the secret that all internal calls of this launch must carry. The file is in the arena's directory: a
+        """The file of the secret that all internal calls of this launch must carry. It is in the arena's directory: a
         process that can write there needs no secret.
         """
         assert self._shared is not None
@@ -235,7 +235,7 @@ class Launcher:
     def check(self) -> None:
         """Restarts services that have ended. Raises ChildDied if one keeps ending.
 
-        The private Redis is restarted by its own thread; this method only checks that the restarts still work.
+        A thread restarts the private Redis; this method only raises its failure.
         """
         if self._redis is not None and self._redis.failure is not None:
             raise ChildDied(str(self._redis.failure))
@@ -265,15 +265,15 @@ class Launcher:
                 child.hang_up()
 
     def kill(self) -> None:
-        """Sends SIGKILL to every service, for callers that do not wait for `stop`."""
+        """Sends SIGKILL to every service and to the private Redis, for callers that do not wait for `stop`."""
         for child in [*self._children, *self._spare]:
             child.kill()
         if self._redis is not None:
             self._redis.kill()
 
     def stop(self, most_s: float | None = None) -> None:
-        """Ends the services, first the gateway and last Redis. A second call does nothing. Services that have not ended
-        after `most_s` (by default the grace period plus a margin) are killed.
+        """Ends the spare worker, the gateway, the workers, the store and Redis, in this order. A second call does
+        nothing. Services that do not end within `most_s` (by default the grace period plus a margin) are killed.
         """
         if most_s is None:
             most_s = self._settings.drain_delay + self._settings.grace_s + _ENDING_S

@@ -30,13 +30,13 @@ class ModelSource:
 
     directory: Path
     notice: str | None = None
-    """A note about the model for the user."""
+    """A note about the model for the user, or None."""
     is_tiny: bool = False
 
 
 def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
-    """Returns the directory of the model: of `given` (a directory or a name on the Hugging Face Hub) if it is set, else
-    of the built-in model, else of a small random one. Raises StartupError if it is not a model.
+    """Returns the directory of the model `given` (a directory, a GGUF file or a name on the Hugging Face Hub). If it is
+    None, returns the built-in model's directory, or else that of a small random model. Raises StartupError.
 
     With `dummy` weights, the directory needs only a config.json: the small random model's tokenizer replaces a missing
     one.
@@ -45,7 +45,7 @@ def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
         directory = hub.fetch(given) if hub.is_name(given) else _checked(Path(given))
         if dummy and not (directory / "tokenizer.json").exists():
             return ModelSource(
-                with_tokenizer(directory, cache_directory()), f"{directory} has no tokenizer: taking another"
+                with_tokenizer(directory, cache_directory()), f"{directory} has no tokenizer: using another one"
             )
         return ModelSource(directory)
     if BUILT_IN.is_dir():

@@ -23,8 +23,8 @@ _TORCHLESS = ("block_store", "gateway")
 
 
 def settled(settings: ServeSettings) -> ServeSettings:
-    """Returns `settings` with device and roles filled in. Raises StartupError if the device is unavailable or the
-    counts differ.
+    """Returns `settings` with device and roles filled in. Raises StartupError if the device is unavailable, or if each
+    process is to host both roles and the counts differ.
     """
     device = resolve_device(settings.device)
     paired = settings.prefill == settings.decode
@@ -42,8 +42,8 @@ def settled(settings: ServeSettings) -> ServeSettings:
 
 
 def is_small() -> bool:
-    """Returns whether this machine does more work if two roles take turns, with all cores for each, than if they run at
-    the same time.
+    """Returns whether the machine has so few cores that two roles do more work if they take turns, with all cores for
+    each, than if they run at the same time.
     """
     return usable_cores() < SPLIT_FROM_CORES
 
@@ -72,7 +72,7 @@ def describe(asked: ServeSettings, settings: ServeSettings) -> str:
 
 
 def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
-    """Returns (name, package) of every worker process of settled `settings`."""
+    """Returns the name and the package of every worker process of settled `settings`."""
     if settings.roles == "both":
         return [(name, "looseleaf.both_roles") for name in numbered("worker", settings.prefill)]
     counts = {"prefill": settings.prefill, "decode": settings.decode}
@@ -114,7 +114,8 @@ def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[
 
     Idle OpenMP threads sleep, because if there are few cores, spinning threads slow down others. numpy's OpenBLAS gets
     no thread pool, because no service computes with it. Weights use huge pages if the system offers them on request
-    (glibc 2.35 and later), because they are read completely for every token. Variables that the user has set are kept.
+    (glibc 2.35 and later), because they are read completely for every token. The user's values of these variables are
+    kept, except OMP_NUM_THREADS, which is set to `threads`.
     """
     environment = dict(base)
     environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)

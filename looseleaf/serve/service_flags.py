@@ -111,12 +111,12 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
 
 
 def vllm_grpc_ports(settings: ServeSettings) -> list[int]:
-    """Returns the ports of vLLM's protocol, if it is to be served."""
+    """Returns the ports of vLLM's protocol, or none if it is not to be served."""
     return [getattr(settings, name) for name in _VLLM_GRPC_PORTS] if settings.vllm_grpc else []
 
 
 def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:
-    """Returns the flags with which services authenticate each other."""
+    """Returns the flags for internal calls: authentication, TLS and reflection."""
     names = ("tls_cert", "tls_key", "tls_ca")
     flags = flags_of({"secret_file": secret_file, **{name: getattr(settings, name) for name in names}})
     return flags if settings.reflection else [*flags, "--no-reflection"]
@@ -130,8 +130,8 @@ def store_secrets(redis_url: str) -> dict[str, str]:
 
 
 def salt_secret(settings: ServeSettings) -> str:
-    """Returns the secret of the launch's cache salts. With a disk tier, it is kept beside the blocks, because after a
-    restart tenants would otherwise not find theirs.
+    """Returns the secret of the launch's cache salts. With a disk tier, the secret is kept beside the blocks, because
+    tenants would otherwise not find their blocks after a restart.
     """
     return (
         secrets.token_hex(32)

@@ -1,5 +1,5 @@
-"""The launcher's directory in shared memory. It is created for a launch and removed after the launch. If a launch has
-been killed, the directory is removed later.
+"""The launcher's directory in shared memory. It is created for a launch and removed after the launch. If a launch is
+killed, a later launch removes the directory.
 
 The launcher locks the directory (flock), and so does every service that it starts, through an inherited descriptor. A
 free lock proves that all of them have ended, even if other processes now have their pids.

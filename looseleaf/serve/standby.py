@@ -15,9 +15,9 @@ PACKAGE = "looseleaf.both_roles.spare"
 WORKERS = ("prefill_svc", "decode_svc", "looseleaf.both_roles")
 """Packages whose workers a spare worker can replace."""
 FREE_WEIGHTS = 4
-"""A default spare worker needs this many times the size of the weights as free memory."""
+"""By default, there is a spare worker only if free memory is at least this many times the size of the weights."""
 _LEAST_BYTES = 1 << 30
-"""Free memory that it always needs, for its process, even with a small model."""
+"""The least free memory for a default spare worker's process, even with a small model."""
 
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
@@ -36,7 +36,9 @@ def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tupl
 
 
 class Standby:
-    """At most one spare worker. It is started when all workers serve, and again after it has replaced one."""
+    """The owner of a launch's spare worker. `check` starts the worker, and the next one after it has replaced another
+    worker and serves.
+    """
 
     def __init__(self, start: Callable[[], Child], may_restart: Callable[[], bool], echo: Echo) -> None:
         self._start = start
@@ -66,8 +68,8 @@ class Standby:
         return child
 
     def check(self) -> None:
-        """Starts the spare worker, or the next one. If it keeps dying, it is not started again; other services are not
-        affected.
+        """Starts a spare worker if there is none, unless its predecessor is still starting. If spare workers keep
+        dying, none is started any more; other services are not affected.
         """
         if self._has_failed or (self._successor is not None and self._is_starting(self._successor)):
             return

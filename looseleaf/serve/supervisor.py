@@ -7,7 +7,7 @@ import threading
 from looseleaf.serve.launcher import Launcher
 
 CHECK_S = 0.05
-"""The longest time until a death is noticed. This time is part of the pause that the death causes."""
+"""Interval between checks for deaths. It is part of the pause that a death causes."""
 
 
 def supervise(launcher: Launcher, ended: threading.Event) -> None:
@@ -17,7 +17,7 @@ def supervise(launcher: Launcher, ended: threading.Event) -> None:
 
 
 class Supervisor(threading.Thread):
-    """Runs `supervise` in a thread, until `end` or a death that cannot be repaired (`failure`)."""
+    """A thread that runs `supervise` until `end` is called or a service cannot be restarted (`failure`)."""
 
     def __init__(self, launcher: Launcher) -> None:
         super().__init__(name="supervisor", daemon=True)
