@@ -1,1 +1,1 @@
-"""Code that all services share: types, errors, RPC helpers, base of the settings, telemetry. No torch, no redis."""
+"""Code that all services share: types, errors, RPC helpers, settings, telemetry. It imports neither torch nor redis."""

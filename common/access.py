@@ -56,7 +56,7 @@ POLICY: Mapping[str, Access] = {
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The first interceptor of every server except the gateway's: methods that are not public need the secret."""
+    """An interceptor for internal servers. It refuses calls of non-public methods without the secret."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()

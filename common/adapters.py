@@ -35,7 +35,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class AdapterError(ValueError):
-    """An adapter cannot be served. The message is one sentence that names the file and the field."""
+    """The error for an adapter that cannot be served. Its message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class AdapterRef:
     name: str
     """The name that clients give as their model."""
     path: str
-    """Its directory, on the gateway and on every worker."""
+    """The adapter's directory, on the gateway and on every worker."""
     digest: str
-    """Hex of the SHA-256 of its content."""
+    """The SHA-256 of the adapter's content, in hex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class LoraConfig:
 
 
 def _matching(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Returns the value of the first key that is the module's name or its end, as PEFT matches: keys may be regular
-    expressions.
+    """Returns the value of the first key that matches the module's name or the end of it, or `default`. As in PEFT,
+    keys may be regular expressions.
     """
     for key, value in (pattern or {}).items():
         if re.match(rf"(.*\.)?({key})$", module):
@@ -80,7 +80,7 @@ def _matching(pattern: Mapping[str, float] | None, module: str, default: float) 
 
 
 def read_config(directory: str | Path) -> LoraConfig:
-    """Reads adapter_config.json. Raises AdapterError for anything that cannot be served."""
+    """Reads adapter_config.json. Raises AdapterError if the file cannot be read or the adapter cannot be served."""
     path = Path(directory) / CONFIG_FILE
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -144,7 +144,9 @@ def digest_of(directory: str | Path) -> str:
 
 
 def read_adapter(name: str, directory: str) -> AdapterRef:
-    """Returns a checked reference. Reads all of the adapter's files. Raises AdapterError."""
+    """Returns a reference to an adapter, after it has read both files of the adapter. Raises AdapterError for a bad
+    name or an adapter that cannot be served.
+    """
     if not _NAME.fullmatch(name):
         raise AdapterError(
             "an adapter's name has up to 128 letters, digits and . _ : / -, and starts with a letter or digit"
@@ -155,7 +157,7 @@ def read_adapter(name: str, directory: str) -> AdapterRef:
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """Splits "name=path". Raises AdapterError."""
+    """Splits "name=path". Raises AdapterError if a part is missing."""
     name, separator, path = text.partition("=")
     if not (name and separator and path):
         raise AdapterError("must be name=path")

@@ -37,19 +37,19 @@ class TenantLimits:
     best_priority: int | None = None
     """The lowest number that a request may give as its priority. Lower numbers go first."""
     cache_percent: int | None = None
-    """The largest share of an arena's blocks that stays cached for the tenant while none of its requests uses them."""
+    """The largest share of an arena's blocks, in percent, that stays cached for the tenant without being in use."""
     operator: int | None = None
-    """1: its keys may also change what is served (load and unload adapters)."""
+    """1 if the tenant may also load and unload adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Every accepted key. If there are none, clients need no key."""
+    """The accepted keys, with their tenants. If there are none, clients need no key."""
 
     tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Tenants by key."""
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)
-    """Limits by tenant, for tenants of a file."""
+    """Limits by tenant, for the tenants in the file."""
 
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:

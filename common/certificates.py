@@ -1,7 +1,7 @@
 """Certificates of services, from PEM files that are read again when they change. Does not depend on services.
 
 For internal calls, client and server both present a certificate of the same CA with the name `INSIDE_NAME`, because the
-addresses of workers change. For clients, only the server presents one.
+addresses of workers change. In calls of clients, only the gateway presents one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("certificates")
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """The files of a server's or a service's certificate. The methods raise StartupError."""
+    """The files of a server's or a service's certificate."""
 
     cert: Path
     """PEM, with the chain."""
@@ -34,7 +34,7 @@ class CertificateFiles:
     """The CAs that must have issued a peer's certificate. If it is None, a client need not present one."""
 
     def check(self) -> None:
-        """Checks that the files can be used and that only their owner can read the key."""
+        """Raises StartupError if the files cannot be used. Warns if other users can read the key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.cert, self.key)
@@ -46,7 +46,7 @@ class CertificateFiles:
 
     @property
     def stamp(self) -> Stamp:
-        """Returns a stamp that changes when a file changes."""
+        """Returns a stamp that changes when a file changes. Raises OSError if a file is missing."""
         return tuple(path.stat().st_mtime_ns for path in (self.cert, self.key, self.ca) if path is not None)
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -69,7 +69,7 @@ class CertificateFiles:
 
 def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
     """Returns credentials for a gateway over TLS whose certificate was issued by a CA in this PEM file. Raises
-    StartupError.
+    StartupError if the file cannot be read.
     """
     try:
         return grpc.ssl_channel_credentials(Path(ca).read_bytes())
@@ -78,7 +78,7 @@ def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
 
 
 class _Fetch:
-    """The callback of gRPC at each handshake: returns a new configuration, or None if nothing has changed."""
+    """The callback that gRPC calls at each handshake. It returns a new configuration, or None if nothing changed."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -89,7 +89,7 @@ class _Fetch:
 
 
 class Changed:
-    """Detects whether the files have changed since the last call and can be used."""
+    """A callable that returns whether the files have changed since the last call and can be used."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -120,7 +120,7 @@ class Changed:
 
 
 def front_context_watch(files: CertificateFiles, context: ssl.SSLContext) -> Callable[[], None]:
-    """Returns a function to call from time to time. It loads changed files into a context that serves HTTP."""
+    """Returns a function to call from time to time, which loads changed files into a context that serves HTTP."""
     changed = Changed(files)
 
     def look() -> None:

@@ -27,7 +27,7 @@ def hidden(words: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def hide_values(flags: Collection[str]) -> None:
-    """Hides the values in this process's command line."""
+    """Hides the values of these flags in this process's command line."""
     shown = hidden(sys.orig_argv, flags)
     if shown != sys.orig_argv:
         import setproctitle  # imported only here, because it moves the environment

@@ -1,4 +1,4 @@
-"""Converts between protobuf and `common.types`; no other module does. Purely mechanical: the gateway validates."""
+"""Converts between protobuf messages and `common.types`. Validating values is the gateway's task."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
 
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
-    """Converts a ticket. Blocks that a branch shares with the first one are not repeated, so a ticket hardly grows with
-    `n`.
+    """Converts a ticket. Blocks that a branch shares with the first branch are not repeated, so a ticket hardly grows
+    with `n`.
     """
     branches = []
     for index, (groups, num_tokens) in enumerate(zip(ticket.tables, ticket.num_tokens, strict=True)):
@@ -86,13 +86,13 @@ def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
 
 
 def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
-    """Returns the length of the common beginning."""
+    """Returns the number of blocks that two tables have in common at their beginning."""
     pairs = zip(first, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch claims to share more blocks than the first branch has."""
+    """Converts a ticket. Raises ValueError if a branch shares more blocks than the first branch has."""
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:
         own = [table_from_pb(group) for group in branch.groups]
@@ -121,7 +121,7 @@ def quota_to_pb(quota: CacheQuota) -> pb.CacheQuota:
 
 
 def quota_from_pb(message: pb.CacheQuota) -> CacheQuota:
-    """Converts a quota. Raises ValueError, which names the value that is out of range."""
+    """Converts a quota. Raises ValueError if a value is out of range."""
     if len(message.owner) != 32 or message.percent > 100:
         raise ValueError("must have an owner of 32 bytes and a percent of at most 100")
     return CacheQuota(message.owner, message.percent)

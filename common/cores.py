@@ -1,4 +1,4 @@
-"""Counts the cores that this process may use. Does not depend on threads."""
+"""Counts the cores that this process may use."""
 
 from __future__ import annotations
 

@@ -11,9 +11,11 @@
     ├── Unimplemented        known, not supported                UNIMPLEMENTED        400
     ├── Aborted              fenced, stale, lost KV (inside)     ABORTED              500
     ├── DeadlineExceeded     out of time                         DEADLINE_EXCEEDED    504
+    ├── Cancelled            the client has disconnected         CANCELLED            499
     └── Internal             a bug of ours                       INTERNAL             500
 
-A message is one sentence for the client: it names the field and the limit, never an exception's text.
+A message is one sentence for the client. It names the field and the limit if there are any, and does not contain the
+text of an unexpected exception.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class FieldViolation:
     field: str
     description: str
     reason: str | None = None
-    """OpenAI's own code, for the few mistakes for which there is one."""
+    """OpenAI's own code, or None for mistakes for which OpenAI has none."""
 
 
 class LooseleafError(Exception):
@@ -38,7 +40,7 @@ class LooseleafError(Exception):
     http_status = 500
     kind = "internal_error"
     own_code: str | None = None
-    """The code that HTTP clients see; None: the name of the gRPC status, in lower case."""
+    """The code that HTTP clients see, or None for the name of the gRPC status in lower case."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class NotFound(LooseleafError):
 
 
 class ModelNotFound(NotFound):
-    """A model that is not served. OpenAI has its own code for it."""
+    """The error for a model that is not served. OpenAI has its own code for this error."""
 
     kind, own_code = "invalid_request_error", "model_not_found"
 
@@ -100,8 +102,8 @@ class FailedPrecondition(LooseleafError):
 
 
 class Unimplemented(LooseleafError):
-    """A valid parameter that this version does not support. HTTP answers 400, as OpenAI clients expect for a bad
-    parameter.
+    """The error for a valid parameter that this version does not support. The HTTP status is 400, as OpenAI clients
+    expect for a bad parameter.
     """
 
     grpc_code, http_status, kind = "UNIMPLEMENTED", 400, "invalid_request_error"
@@ -146,4 +148,4 @@ BY_GRPC_CODE: dict[str, type[LooseleafError]] = {error.grpc_code: error for erro
 
 
 class StartupError(Exception):
-    """A service cannot start. The message is one sentence that names the setting or file and the remedy."""
+    """The error for a service that cannot start. Its message is one sentence, for the user."""

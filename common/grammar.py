@@ -38,7 +38,9 @@ MAX_REASON_CHARS = 200
 
 
 class GrammarError(Exception):
-    """A grammar cannot be used. The message follows the name of the client's field."""
+    """The error for a grammar that cannot be used. Its message is the part of a sentence that follows the name of the
+    client's field.
+    """
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
@@ -59,7 +61,7 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the model's end-of-sequence tokens: those in the first file that names any. The gateway applies the same
+    """Returns the end-of-sequence tokens in the first of the model's files that names any. The gateway applies the same
     rule.
     """
     for name in ("generation_config.json", "config.json"):

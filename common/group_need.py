@@ -48,7 +48,7 @@ def most_held(rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
 
 
 def _most_in(group: Retention, rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
-    """Returns the same for one KV group.
+    """Returns `most_held` for one KV group.
 
     The prompt's full blocks are shared. Each sequence has private blocks for its other positions, but never more blocks
     than it holds in this group. The tokens of a prefill step are those of all sequences together, so their blocks are
@@ -73,7 +73,7 @@ def floor_of(role: Role, max_model_len: int, rules: KvRules) -> int:
 
 
 class GroupRoom(NamedTuple):
-    """The largest sequence group that a decode worker accepts."""
+    """The limits on the size of a sequence group that a decode worker accepts."""
 
     max_sequences: int
     max_blocks: int
@@ -89,7 +89,7 @@ class GroupRoom(NamedTuple):
         return need.width <= self.max_sequences and (not self.max_blocks or need.blocks(self.rules) <= self.max_blocks)
 
     def max_tokens(self, prompt_len: int, width: int, wanted: int) -> int:
-        """Returns how many tokens, up to `wanted`, each of `width` sequences may produce within max_blocks."""
+        """Returns how many tokens, up to `wanted`, each of `width` sequences may produce within `max_blocks`."""
 
         def blocks(max_tokens: int) -> int:  # never falls as max_tokens grows
             return GroupNeed(prompt_len, max_tokens, width).blocks(self.rules)

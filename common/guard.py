@@ -1,4 +1,5 @@
-"""Runs before every method of every service. Checks the caller, parses the message, and calls the method.
+"""The guard that runs before every method of every service. It checks the caller, parses the message, and calls the
+method.
 
 Only this module converts exceptions to gRPC statuses. A service never returns UNKNOWN or an exception's text.
 """
@@ -33,7 +34,7 @@ def anybody(method: str, context: Context) -> None:
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Methods that receive their requests as bytes. The bytes are parsed after the check and inside the guard.
+    """An interceptor that makes every method receive its requests as bytes, and parses them after the check.
 
     To gRPC, each method accepts a stream of requests, and no request is received before it is read. A message from an
     unauthorized caller therefore never gets into memory.
@@ -51,7 +52,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Call:
-    """One call of a method."""
+    """The handler of one call of a method."""
 
     def __init__(self, name: str, handler: Any, check: Check) -> None:
         self._name = name

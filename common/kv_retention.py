@@ -1,5 +1,5 @@
-"""What KV groups keep of a sequence, in blocks: how much a sequence holds at most, and which cached prefix it can
-continue.
+"""The rules by which KV groups keep blocks of a sequence: how many blocks a sequence holds at most, and which cached
+prefix it can continue.
 
 Workers, the block store and gateways decide by the same rules. Does not depend on the bytes of a block.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What one KV group keeps: everything, or what a window reads."""
+    """The retention rule of one KV group: it keeps all positions, or only those that a window reads."""
 
     window: int | None = None
-    """The number of positions that a position reads, itself included; None for all. A recurrent state counts as a
+    """The number of positions that a position reads, including itself, or None for all. A recurrent state counts as a
     window of 1, because it is read from the block of the position before.
     """
 
@@ -59,7 +59,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class KvRules:
-    """What all KV groups of a model keep."""
+    """The retention rules of all KV groups of a model."""
 
     block_size: int
     groups: tuple[Retention, ...] = (Retention(),)
@@ -69,9 +69,9 @@ class KvRules:
     """
 
     def usable_length(self, present: Mapping[int, Sequence[bool]], start: int = 0) -> int:
-        """Returns the length, in blocks, of the longest prefix that groups can continue from; 0 if there is none.
+        """Returns the length, in blocks, of the longest prefix from which the groups in `present` can continue, or 0.
 
-        `present` says for each of these groups which blocks are cached, from block `start` on.
+        `present` has, for each group, whether each block is cached, from block `start` on.
         """
         best, runs = 0, dict.fromkeys(present, 0)  # number of blocks without a gap, up to the current one
         for place in range(min(map(len, present.values()), default=0)):

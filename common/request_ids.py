@@ -1,6 +1,4 @@
-"""Ids of requests. They are accepted from clients within limits, and shown in a request's log lines. Does not depend on
-protocols.
-"""
+"""Ids of requests. Ids from clients are accepted within limits. The log lines of a request show its id."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""gRPC at the edge of every service: a server with health and reflection, channels, signals.
+"""The parts of gRPC that every service uses: a server with health and reflection, channels, signals.
 
-There is one event loop, in which the model never runs. `guard` runs before every method.
+A process has one event loop, in which the model never runs. `guard` runs before every method.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ HEARTBEAT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a server for unauthenticated callers. None means no limit but gRPC's own."""
+    """The limits of a server, which also apply to unauthenticated callers. None means no limit but gRPC's own."""
 
     message_bytes: int = MAX_MESSAGE_BYTES
     rpcs: int | None = None
-    """Concurrent calls."""
+    """Concurrent calls on the server. Further calls are refused."""
     streams: int | None = None
-    """Concurrent calls on one connection; further calls wait at the client."""
+    """Concurrent calls on one connection. Further calls wait at the client."""
     handshake_s: float | None = None
     """Time from the start of a connection to its first bytes of HTTP/2."""
     idle_s: float | None = None
@@ -85,7 +85,7 @@ PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """The access check of a server, and the information that it reveals about itself."""
+    """The protection of a server: its access check, encryption, reflection and limits."""
 
     door: Door | None = None
     """None admits all callers, unless a service itself requires credentials."""
@@ -144,7 +144,7 @@ class RpcServer:
             )
 
     async def start(self) -> None:
-        """Starts to serve, but does not report that it is ready. Binds first if `bind` has not been called."""
+        """Starts serving, but does not report that the service is ready. Binds first if `bind` has not been called."""
         if self.port == 0:
             self.bind()
         if self._protection.reflection:
@@ -169,7 +169,7 @@ class RpcServer:
 
 
 def open_channel(address: str, trust: Trust = NO_TRUST, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
-    """Returns a channel that notices a frozen or vanished peer in about 5 s. `options` come after the usual ones."""
+    """Returns a channel that notices a frozen or vanished peer in about 5 s. `options` are added to the usual ones."""
     if trust.certificates is None:
         return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *options])
     credentials = trust.certificates.channel_credentials()
@@ -177,7 +177,7 @@ def open_channel(address: str, trust: Trust = NO_TRUST, options: Sequence[tuple[
 
 
 def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel:
-    """Returns the same kind of channel for threads."""
+    """Returns a channel like that of `open_channel` for blocking calls."""
     if trust.certificates is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(address, trust.certificates.channel_credentials(), options=_INSIDE_OPTIONS)
@@ -192,10 +192,10 @@ class _Pooled:
 
 
 class ChannelPool:
-    """One channel for each address, shared by all calls to it."""
+    """A pool with one channel per address, which all calls to the address share."""
 
     def __init__(self, trust: Trust = NO_TRUST, options: Sequence[tuple[str, int]] = ()) -> None:
-        """`options` are added to those that every channel has."""
+        """`options` are added to the usual options of channels."""
         self._trust = trust
         self._options = options
         self._pooled: dict[str, _Pooled] = {}
@@ -214,7 +214,9 @@ class ChannelPool:
             pooled.num_uses -= 1
 
     async def keep(self, addresses: Iterable[str] | None = None) -> None:
-        """Closes unused channels to all addresses but these (None: all are kept), and those with old certificates."""
+        """Closes unused channels to addresses other than these (None keeps all), and unused ones with old
+        certificates.
+        """
         wanted, stamp = set(self._pooled if addresses is None else addresses), self._trust.stamp
         idle = [(address, pooled) for address, pooled in self._pooled.items() if not pooled.num_uses]
         stale = [a for a, pooled in idle if a not in wanted or (stamp and pooled.stamp != stamp)]
@@ -260,7 +262,9 @@ def reachable_address(host: str, port: int) -> str:
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:
-    """Atomically writes a file that tells the parent of this process the addresses at which it is ready."""
+    """Atomically writes the file by which the parent of this process learns that the process is ready, and its
+    addresses. Does nothing if `path` is None.
+    """
     if path is None:
         return
     temporary = f"{path}.{os.getpid()}"

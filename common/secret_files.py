@@ -1,4 +1,4 @@
-"""Secrets in files that only their user can read. Cheap to import."""
+"""Reads and writes secrets in files that only one user can read. Importing this module takes little time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ logger = logging.getLogger("secrets")
 
 
 def read_secret(path: Path, name: str = "--secret-file") -> str:
-    """Returns the first line of a file. Warns if other users can read the file. Raises StartupError."""
+    """Returns the secret in a file. Warns if other users can read the file. Raises StartupError if the file cannot be
+    read or does not contain a secret.
+    """
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -27,8 +29,8 @@ def read_secret(path: Path, name: str = "--secret-file") -> str:
 
 
 def warn_if_readable(path: Path, name: str) -> None:
-    """Logs one line if too many users may read a secret file. Only its owner may; if that is root and this process is
-    not, the group may read it too, as in a Secret that Kubernetes mounts.
+    """Logs a warning if too many users may read a secret file. Only its owner may read it. If root owns the file and
+    this process is not root, the group may also read it, as in a Secret that Kubernetes mounts.
     """
     state = path.stat()
     forbidden = 0o037 if state.st_uid == 0 != os.geteuid() else 0o077
@@ -37,7 +39,7 @@ def warn_if_readable(path: Path, name: str) -> None:
 
 
 def lasting_secret(path: Path) -> str:
-    """Returns the secret in a file. Creates the file, and its directory, if it does not exist. Raises StartupError."""
+    """Returns the secret in a file. Creates the file and its directory if they do not exist. Raises StartupError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return write_secret(path)

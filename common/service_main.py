@@ -29,10 +29,10 @@ _LAST_MESSAGES_S = 0.5
 
 
 class Role(Protocol):
-    """One role of a worker's process, ready to be served. All methods except `drain` block. None is called twice."""
+    """The interface of one role of a worker's process. Methods other than `drain` block. No method is called twice."""
 
     weights_bytes: int
-    """Bytes of the weights that the role has loaded; 0 if a different role of the process has loaded them."""
+    """Bytes of the weights that the role has loaded, or 0 if a different role of the process has loaded them."""
 
     def add_to(self, server: RpcServer) -> None:
         """Registers the role's service."""
@@ -41,7 +41,7 @@ class Role(Protocol):
         """Starts the step thread. If an exception ends it, `on_failure` is called, in any thread."""
 
     def announce(self, address: str) -> None:
-        """Lets gateways find the role at `address`, host:port."""
+        """Publishes `address` (host:port), so that gateways find the role."""
 
     def withdraw(self) -> None:
         """Makes gateways stop sending new requests."""

@@ -1,8 +1,8 @@
-"""The base of every service's settings. It derives variables and flags from one definition, and rejects mistakes.
+"""The base class of every service's settings. It derives variables and flags from one definition, and rejects mistakes.
 
 A field `max_num_seqs` of a service with the prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
 LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags override variables, and variables override defaults. pydantic-settings ignores a
-mistyped variable even with extra="forbid"; this base does not.
+mistyped variable even with extra="forbid"; this base class rejects it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KV_DISK_DIR = Path("~/.cache/looseleaf/kv")
 
 
 class Settings(BaseSettings):
-    """The base class. Derive from it, give `model_config = settings_config("LOOSELEAF_X_", "x")`, declare fields, call
-    `load(argv)`.
+    """The base class of a program's settings. A subclass sets `model_config = settings_config("LOOSELEAF_X_", "x")` and
+    declares fields; a program calls its `load(argv)`.
 
     The values of fields with `repr=False` are secrets: `load` removes them from the command line that other users see.
     """
@@ -54,7 +54,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def refuse_unknown_variables(cls) -> None:
-        """Exits with status 2 if a variable with our prefix matches no field."""
+        """Exits with status 2 if an environment variable with the class's prefix matches no field."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         known = {prefix + name.upper() for name in cls.model_fields}
         unknown = sorted(name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known)
@@ -108,13 +108,13 @@ class VllmGrpcSettings(Settings):
 
 
 class ServerSettings(Settings):
-    """The addresses on which a service listens."""
+    """The settings that all servers share: addresses, credentials and logs."""
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """gRPC port; 0 chooses any free one."""
     ready_file: str | None = None
-    """A file into which the bound host:port is written when the service is ready."""
+    """A file that is written when the service is ready. Its first line is the bound host:port."""
     secret_file: Path | None = Field(
         None,
         description="a file with the deployment's secret, the same for all services; every internal call must carry it",

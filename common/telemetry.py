@@ -1,5 +1,5 @@
-"""Logs of every service: one line per event, with the service's name and without prompts. A line that belongs to a
-request contains the request's id. Does not depend on the meaning of metrics.
+"""Logs and fallback counts of every service. Log lines have the service's name and contain no prompts. A line that
+belongs to a request contains the request's id.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _LineFormatter(logging.Formatter):
-    """Formats plain lines for people. Control characters are escaped so that an event stays one line."""
+    """A formatter of plain lines for people. Control characters are escaped, so that an event without an exception
+    stays one line.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = REQUEST_ID.get()
@@ -50,7 +52,7 @@ class _LineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
-    """Sets up the root logger of a process: JSON lines if `json_lines`, else lines for people."""
+    """Sets up the root logger of a process. It writes JSON lines if `json_lines` is set, and otherwise plain lines."""
     handler = logging.StreamHandler(sys.stderr)
     if json_lines:
         handler.setFormatter(_JsonFormatter())
@@ -64,8 +66,8 @@ def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
 
 
 class Fallbacks:
-    """Counts fallbacks by name and logs each at most once in LOG_EVERY_S, so that no fallback is silent and none floods
-    the log.
+    """A counter of fallbacks by name. It logs each name at most once in LOG_EVERY_S, so that no fallback is silent and
+    none floods the log.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -84,12 +86,12 @@ class Fallbacks:
 
 
 class Burst(Generic[T]):
-    """Collects items that arrive in bursts and logs one event per burst, shortly after the first `note`. The event
-    contains all items noted up to that moment. Callers do not wait for it.
+    """A collector of items that arrive in bursts. It makes one call per burst, with all items of the burst, for example
+    to log them. Callers of `note` do not wait for this call.
     """
 
     def __init__(self, tell: Callable[[list[T]], object], wait_s: float = 1.0) -> None:
-        """Starts a separate thread that passes the items of each burst to `tell`."""
+        """`tell` is called in a separate thread, `wait_s` after the first item of a burst."""
         self._tell = tell
         self._wait_s = wait_s
         self._lock = threading.Lock()

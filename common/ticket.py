@@ -1,6 +1,6 @@
 """The ticket that a prefill worker hands over to a decode worker, through the gateway.
 
-`block_store/ledger/lua/hand_over.lua` creates one; `claim.lua` and `give_up.lua` end it.
+`block_store/ledger/lua/hand_over.lua` creates a ticket; `claim.lua` and `give_up.lua` end it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from common.types import BlockRef, Epoch
 
 @dataclass(frozen=True, slots=True)
 class TicketId:
-    """The id of a ticket in the ledger, and the secret that proves that it was issued to the caller."""
+    """The id of a ticket in the ledger, and the secret that proves that the caller was given the ticket."""
 
     epoch: Epoch
     """The ticket's holder epoch."""
@@ -29,7 +29,7 @@ class Ticket:
 
     arena_id: str
     id: TicketId
-    """In the ledger of `arena_id`."""
+    """The ticket's id in the ledger of `arena_id`."""
     tables: tuple[tuple[tuple[BlockRef, ...], ...], ...]
     num_tokens: tuple[int, ...]
     """For each branch, the number of token positions whose KV is in its tables (the prompt and all outputs except the

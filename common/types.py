@@ -52,7 +52,7 @@ class BlockRef(NamedTuple):
 
 
 class KvKind(str, Enum):
-    """The past positions that a KV group keeps."""
+    """The kind of a KV group: which past positions it keeps."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -62,7 +62,7 @@ class KvKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """A KV group of a model: what its blocks hold, for all layers of the group."""
+    """The description of a KV group: the content of its blocks, for all layers of the group."""
 
     num_layers: int
     num_kv_heads: int
@@ -70,9 +70,9 @@ class KvSpec:
     dtype: DType
     kind: KvKind = KvKind.FULL
     window: int | None = None
-    """Sliding window in tokens; None for full attention."""
+    """Sliding window in tokens, or None for full attention."""
     state_bytes: int = 0
-    """Size of one layer's recurrent state; 0 for attention."""
+    """Size of one layer's recurrent state, or 0 for attention."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -89,7 +89,7 @@ class KvSpec:
 
     @property
     def retention(self) -> Retention:
-        """What the group keeps of a sequence. Schedulers and the ledger use no other property of its kind."""
+        """The group's retention rule. Schedulers and the ledger use no other property of a group's kind."""
         return Retention(1 if self.kind is KvKind.STATE else self.window)
 
 
@@ -114,7 +114,7 @@ class KvLayout:
         return max(g.block_bytes(self.block_size) for g in self.groups)
 
     def rules(self, prefill_step: int = 0) -> KvRules:
-        """Returns what the groups keep, for counting blocks."""
+        """Returns the retention rules of the groups, for counting blocks."""
         return KvRules(self.block_size, tuple(group.retention for group in self.groups), prefill_step)
 
     @property
@@ -124,7 +124,7 @@ class KvLayout:
 
     @property
     def kv_dtype(self) -> DType | None:
-        """Returns the type of the keys and values; None if blocks hold recurrent states only."""
+        """Returns the type of the keys and values, or None if blocks contain only recurrent states."""
         return next((g.dtype for g in self.groups if g.kind is not KvKind.STATE), None)
 
     @property
@@ -134,12 +134,12 @@ class KvLayout:
 
     @property
     def has_states(self) -> bool:
-        """Whether a step changes blocks in place, so that it cannot be repeated over them."""
+        """Whether a group has recurrent states. A step changes them in place, so it cannot be repeated on them."""
         return any(g.kind is KvKind.STATE for g in self.groups)
 
     @property
     def fingerprint(self) -> bytes:
-        """Returns the SHA-256 of the layout. Two processes may share an arena only if theirs are equal."""
+        """Returns the SHA-256 of the layout. Processes share an arena only if their fingerprints are equal."""
         text = json.dumps(asdict(self), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).digest()
 
@@ -163,7 +163,7 @@ class StructuredOutput:
 
     @property
     def digest(self) -> bytes:
-        """Returns the SHA-256 of the grammar: equal ones need to be compiled once."""
+        """Returns the SHA-256 of the grammar, under which it is cached."""
         return hashlib.sha256(json.dumps((self.kind, self.source, self.options)).encode()).digest()
 
 
@@ -197,13 +197,13 @@ class SamplingParams:
     length_penalty: float = 1.0
     """A beam's score is the sum of its log-probabilities / length ** length_penalty."""
     early_stopping: EarlyStopping = False
-    """As in transformers."""
+    """The condition that ends a beam search, as in transformers."""
     structured: StructuredOutput | None = None
-    """What the output must match; None for free text."""
+    """The grammar that the output must match, or None for free text."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences that the output may not contain, none of them empty."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be drawn, at least one; None: all."""
+    """The only tokens that may be drawn, at least one, or None for all tokens."""
 
     @property
     def named_ids(self) -> Iterator[int]:
@@ -237,7 +237,7 @@ class StoppingParams:
     """
 
     def finish_reason(self, token_id: int, num_outputs: int) -> FinishReason | None:
-        """Returns whether, and why, the newest of `num_outputs` tokens ends the sequence by these conditions."""
+        """Returns why the newest of `num_outputs` tokens ends the sequence, or None if it does not."""
         if token_id in self.stop_token_ids and num_outputs >= self.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_outputs >= self.max_tokens else None
@@ -252,7 +252,7 @@ class TokenLogprob:
     rank: int
     """1 for the most likely token."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, log-probability), most likely first."""
+    """Pairs of token id and log-probability, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,39 +318,39 @@ class WorkerRecord:
     worker_id: str
     role: Role
     address: str
-    """host:port of its gRPC server."""
+    """host:port of the worker's gRPC server."""
     model: str
     arena_id: str
     block_size: int
     pairing: str
-    """Hex fingerprint of model, layout and numerics. Only workers with equal ones exchange tickets."""
+    """Hex fingerprint of model, layout and numerics. Workers exchange tickets only if their fingerprints are equal."""
     hash_domain: str
     """Hex of the domain with which every prefix hash of this worker starts (before the tenant's salt)."""
     max_model_len: int
     max_num_seqs: int
     max_group_blocks: int = 0
-    """The most blocks of the arena that a sequence group may need here (`common.group_need.GroupNeed`): the worker's
-    floor. 0 if it is unknown.
+    """The most blocks that a sequence group may need at this worker (`common.group_need.GroupNeed`): the worker's
+    floor, or 0 if it is unknown.
     """
     epoch: int = 0
     draining: bool = False
     load: WorkerLoad = field(default_factory=WorkerLoad)
     adapters: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Digests (hex) of the LoRA adapters that it has been told to load. The value is "" if the adapter is loaded, else
-    the reason why it cannot be loaded.
+    """The LoRA adapters that the worker has tried to load, by digest in hex. The value is "" if the adapter is loaded,
+    or the reason why it cannot be loaded.
     """
     fallbacks: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Counts of its process, which may have other roles (`common.telemetry.fallback_counts`)."""
+    """The fallback counts of the worker's process, which may have other roles (`common.telemetry.fallback_counts`)."""
     kv_windows: tuple[int | None, ...] = (None,)
-    """What each KV group keeps (`Retention.window`)."""
+    """The window of each KV group (`Retention.window`)."""
     prefill_step: int = 0
     """The most tokens of a prompt that are computed in one step."""
 
     @property
     def kv_rules(self) -> KvRules:
-        """What the KV groups keep, for counting blocks."""
+        """The retention rules of the KV groups, for counting blocks."""
         return KvRules(self.block_size, tuple(map(Retention, self.kv_windows)), self.prefill_step)
 
     def has_adapter(self, digest: str) -> bool:
-        """Returns whether the worker has loaded the adapter with this digest; "" stands for the base model."""
+        """Returns whether the worker has loaded the adapter with this digest. True for "", the base model."""
         return not digest or self.adapters.get(digest) == ""

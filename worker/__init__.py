@@ -1,1 +1,1 @@
-"""Code that prefill and decode workers share: the step thread, turns between processes, the life cycle of a role."""
+"""Code that prefill and decode workers share: the step thread, turns between processes, a role's life cycle."""

@@ -24,10 +24,10 @@ ReadList = Callable[[], AdapterList | None]
 
 
 class AdapterPool:
-    """The loaded adapters of one model, by digest."""
+    """The pool of one model's loaded adapters, by digest."""
 
     def __init__(self, model: LoraModel | None, max_loras: int) -> None:
-        """Without a `model`, there are never any adapters."""
+        """If `model` is None, no adapter is ever loaded."""
         self._model = model
         self._max_loras = max_loras
         self._loaded: dict[str, LoraAdapter] = {}
@@ -39,9 +39,9 @@ class AdapterPool:
         return self._model is not None
 
     def get(self, digest: bytes) -> LoraAdapter | None:
-        """Returns an adapter, or None for the empty digest, which stands for the base model.
+        """Returns an adapter, or None for the empty digest, which means the base model.
 
-        Raises Aborted if the adapter is not loaded here: another worker may have it.
+        Raises Aborted if the adapter is not loaded: another worker may have it.
         """
         if not digest:
             return None
@@ -50,14 +50,14 @@ class AdapterPool:
         return adapter
 
     def status(self) -> Mapping[str, str]:
-        """Returns a text for every wanted adapter, by digest: "" if the adapter is loaded, else the reason why it
-        cannot be loaded.
+        """Returns a text for every adapter that has been tried, by digest: "" if the adapter is loaded, or the reason
+        why it cannot be loaded.
         """
         return {**dict.fromkeys(list(self._loaded), ""), **self._problems}
 
     def follow(self, wanted: AdapterList | None) -> None:
-        """Loads and drops adapters so that exactly the wanted ones are loaded. A lost or damaged list changes nothing,
-        until a gateway has written it again.
+        """Drops the adapters that are no longer wanted, and loads the wanted ones, except those that have failed to
+        load. A lost or damaged list changes nothing until a gateway has written it again.
         """
         if self._model is None or wanted is None or wanted.damaged:
             return
@@ -93,7 +93,7 @@ def pool_of(runner: ModelRunner) -> AdapterPool:
 
 
 class AdapterThread:
-    """Keeps a pool up to date, until `stop`."""
+    """A thread that keeps a pool up to date until `stop`."""
 
     def __init__(self, pool: AdapterPool, read: ReadList) -> None:
         """`read` returns the list of wanted adapters, and may raise LedgerUnavailable."""

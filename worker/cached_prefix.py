@@ -19,10 +19,10 @@ from common.types import BlockRef, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Blocks of a prefix. Each block is counted once, for the sequence that will continue the prefix."""
+    """The blocks of a cached prefix, with a reference to each for the sequence that will continue the prefix."""
 
     num_blocks: int
-    """Length of the prefix."""
+    """Length of the prefix in blocks."""
     tables: list[list[BlockRef]]
     """For each KV group, the last blocks of the prefix, as many as the group needs."""
 
@@ -35,7 +35,7 @@ def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> 
     """Returns the longest usable prefix of the full blocks with these hashes (the chain's hashes, which are those of
     group 0).
 
-    If the ledger does not answer, it returns what it has found so far, as `HeldBlocks.acquire` does.
+    If the ledger does not answer, returns what has been found so far, as `HeldBlocks.acquire` does.
     """
     rules = layout.rules()
     windowed = {number for number, group in enumerate(rules.groups) if group.slides}

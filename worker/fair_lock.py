@@ -22,8 +22,8 @@ _COUNT_BYTES = 8
 
 
 class FairLock:
-    """A fair lock: `with lock:` waits for all threads that asked for it earlier. A `threading.Lock` is not fair: the
-    thread that has just released it usually gets it again.
+    """A fair lock for threads: `with lock:` waits for all threads that asked for the lock earlier. A `threading.Lock`
+    is not fair: the thread that has just released it usually gets it again.
     """
 
     def __init__(self) -> None:
@@ -60,18 +60,18 @@ class FairFileLock:
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:
-        """`path` is created if it does not exist. Raises OSError if that fails. The file must not be opened again in
-        this process: closing it would release our locks.
+        """Creates the file `path` if it does not exist. Raises OSError if that fails. The process must not open the
+        file again, because closing it would release the locks.
         """
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._patience_s = patience_s
         self._has_turn = False
         self._passed_by_at: int | None = None
-        """Number of turns given back by all processes when this process last stepped out of turn; None if it has had
+        """Number of turns given back by all processes when this process last stepped out of turn, or None if it has had
         its turn since then.
         """
         self.fallbacks = Fallbacks(logger)
-        """Number of steps taken out of turn, as "turn"."""
+        """The counter of steps taken out of turn, under the name "turn"."""
 
     def __enter__(self) -> None:
         stuck = self._passed_by_at == self._num_given_back()
@@ -82,7 +82,7 @@ class FairFileLock:
             self._passed_by_at = None
             return
         self._passed_by_at = self._num_given_back()
-        self.fallbacks.note("turn", f"another process has had the cores for {self._patience_s} s; going on beside it")
+        self.fallbacks.note("turn", f"another process has had the cores for {self._patience_s} s; stepping beside it")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -34,7 +34,7 @@ STACK_BYTES = 16 << 20
 
 
 class Grammars:
-    """Compiles grammars in a separate thread and keeps the most recently used ones."""
+    """A cache of the most recently used grammars, and the thread that compiles them."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
         """`directory` is the model's directory, and `vocab_size` is the number of columns of its logits."""
@@ -47,7 +47,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Number of compiled grammars."""
+        """Returns the number of compiled grammars."""
         return len(self._compiled)
 
     def warm(self) -> None:
@@ -55,13 +55,13 @@ class Grammars:
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:
-        """Does the same as `attach`, but uses the thread if that takes long."""
+        """Does the work of `attach`, in the thread if it takes long. Raises InvalidArgument."""
         if not self.attach_known(sequences):
             await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
 
     def attach_known(self, sequences: Seq[Sequence]) -> bool:
-        """Does the same as `attach` if that takes only microseconds, because the grammar is compiled and there is
-        little to replay. Returns whether it attached the states.
+        """Does the work of `attach` if it takes only microseconds, because the grammar is compiled and there is little
+        to replay. Returns whether it did.
         """
         wanted = _wanted(sequences)
         if wanted is None:
@@ -88,7 +88,7 @@ class Grammars:
             sequence.grammar.follow(sequence.output_ids)
 
     def _compile(self, wanted: StructuredOutput) -> LLMatcher:
-        """Returns the grammar in its initial state. It is never advanced, so several threads may copy it."""
+        """Returns the grammar in its initial state. The grammar is never advanced, so several threads may copy it."""
         digest = wanted.digest
         with self._lock:
             if (known := self._compiled.get(digest)) is not None:
@@ -120,8 +120,8 @@ class Grammars:
 
 
 def _wanted(sequences: Seq[Sequence]) -> StructuredOutput | None:
-    """Returns what the output of a group must match, or None for free text. A group without sequences is no error here:
-    the worker rejects it later.
+    """Returns the grammar that the output of a group must match, or None for free text. A group without sequences is
+    not an error here: the worker rejects it later.
     """
     return sequences[0].sampling.structured if sequences else None
 

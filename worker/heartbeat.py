@@ -14,10 +14,12 @@ T = TypeVar("T")
 
 
 class Outgoing(Generic[T]):
-    """Items for one reader. Used in one event loop, inside a `with` block. There is no timer per item."""
+    """A queue of items for one reader, with heartbeats. It is used in one event loop, inside a `with` block, and needs
+    no timer per item.
+    """
 
     def __init__(self, every_s: float = HEARTBEAT_S) -> None:
-        """The reader receives something at least every `every_s`."""
+        """A reader that waits in `get` receives something at least every `every_s`."""
         self._tick_s = every_s / 2
         self._items: list[T] = []
         self._is_over = False

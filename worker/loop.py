@@ -21,23 +21,23 @@ T = TypeVar("T")
 
 
 class Role(Protocol):
-    """The part of a prefill worker or a decode worker that the loop uses."""
+    """The interface of a prefill or decode worker that the loop uses."""
 
     def work(self) -> bool:
         """Runs one step. Returns whether anything ran. Raises LedgerError or ArenaError."""
 
     def start_over(self, reason: str) -> None:
-        """Rejects all work, because none of the blocks are ours any more, and registers again."""
+        """Rejects all work, because the worker no longer owns its blocks, and registers again."""
 
 
 def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool:
-    """Runs one step of `role`. Returns whether anything ran."""
+    """Runs one step of `role`, and handles errors of the ledger and the arena. Returns whether anything ran."""
     try:
         if attached.is_fenced:
             raise Fenced("while idle, or between two steps")
         return role.work()
     except Fenced:
-        role.start_over("the worker's lease was over")
+        role.start_over("the worker's lease had expired")
     except LedgerUnavailable as error:  # nothing is lost: `HeldBlocks` continues without the ledger as long as possible
         logger.warning("a step ended early: %s", error)
     except (LedgerError, ArenaError) as error:

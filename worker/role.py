@@ -27,7 +27,7 @@ from worker.step_thread import StepThread
 
 
 class Model(Protocol):
-    """A loaded model (`engine.model_runner.ModelRunner`)."""
+    """The interface of a loaded model (`engine.model_runner.ModelRunner`)."""
 
     layout: KvLayout
     weights_bytes: int

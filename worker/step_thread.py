@@ -17,15 +17,15 @@ logger = logging.getLogger("step")
 
 
 class StepThread:
-    """Runs posted commands and steps, alternately, in one thread.
+    """A thread that runs posted commands and steps alternately.
 
-    `step()` returns how long the thread may sleep before the next one: 0 to continue at once, None to wait for a
-    command.
+    `step()` returns how many seconds the thread may sleep before the next step: 0 to continue at once, None to wait for
+    a command.
     """
 
     def __init__(self, step: Callable[[], float | None], turns: AnyFairLock | None = None) -> None:
-        """Creates the thread. With `turns`, which it shares with other threads or processes, only one of them steps at
-        a time. Commands do not wait for turns.
+        """Creates the thread. If threads or processes share `turns`, only one of them steps at a time. Commands do not
+        wait for turns.
         """
         self._step = step
         self._turns = turns or nullcontext()
@@ -35,12 +35,12 @@ class StepThread:
         self._has_failed = False
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Starts the thread. `on_failure` is called in it if an exception ends it."""
+        """Starts the thread. If an exception ends the thread, it calls `on_failure`."""
         self._on_failure = on_failure
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Runs `command` in the step thread before its next step. May be called from any thread."""
+        """Makes the step thread run `command` before its next step. May be called from any thread."""
         self._inbox.put(command)
 
     def stop(self, timeout_s: float) -> bool:
