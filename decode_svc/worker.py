@@ -97,7 +97,7 @@ class DecodeWorker:
             try:
                 self._claim_all()
             except Fenced:
-                self.start_over("the worker's lease was over")
+                self.start_over("the worker's lease had expired")
         self._outbox.flush(self.load)
 
     def refuse(self, session: Session, group: Group, ticket: Ticket, why: Rejection = Rejection.GRAMMAR) -> None:

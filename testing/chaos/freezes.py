@@ -23,7 +23,7 @@ POLL_S = 0.05
 WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 AT_ONCE = 2
 """One worker of each role."""
-FENCED = r"is fenced: |starting over: the worker's lease was over"
+FENCED = r"is fenced: |starting over: the worker's lease had expired"
 
 
 @dataclass(frozen=True, slots=True)
