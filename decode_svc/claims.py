@@ -31,16 +31,16 @@ class Claim:
 
     ticket: Ticket
     chain_start: bytes
-    """Parent of the hash of its first block."""
+    """The parent of the first block's prefix hash."""
     candidates: Candidates | None = None
-    """Candidates for the first step of a beam search."""
+    """The candidates for the first step of a beam search, or None for samples."""
     attempt: Attempt = field(default_factory=Attempt)
     cancelled: set[int] = field(default_factory=set)
     """Samples that were cancelled before the ticket was claimed."""
 
 
 def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
-    """Returns whether the ticket's tables fit the sequences. A worker never trusts that its caller has checked.
+    """Returns whether the ticket's tables fit the sequences. A worker does not trust that its caller has checked them.
 
     The newest token of a sample has no KV yet. A beam search begins with the prompt alone; its first tokens come from
     the candidates.
@@ -56,7 +56,7 @@ def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
 
 
 def most_needed(group: Group, max_model_len: int) -> GroupNeed:
-    """Returns the largest number of blocks that the group may need. With fewer, it might never finish."""
+    """Returns the largest size that the group may reach. With too few blocks for this size, it might never finish."""
     first = group.sequences[0]
     width = len(group.sequences) if group.search is None else first.sampling.width
     prompt_len = len(first.prompt_ids)
@@ -81,7 +81,7 @@ def adopt(group: Group, claim: Claim, block_size: int) -> None:
 
 
 class Claims:
-    """Groups, in order of arrival, whose tickets are not claimed yet because the ledger does not answer."""
+    """The queue of groups, in order of arrival, whose tickets have not been claimed because the ledger is silent."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached

@@ -15,7 +15,7 @@ Command = Callable[[], None]
 
 
 class Compiling:
-    """The groups of one session that are waiting for their grammars. Runs in the event loop."""
+    """The set of one session's groups that are waiting for their grammars. It is used in the event loop."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -24,7 +24,7 @@ class Compiling:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, group: Group, post: Command, refuse: Command) -> None:
-        """Calls `post` as soon as the group's sequences have their grammars. For free text, this is immediately. Calls
+        """Calls `post` as soon as the group's sequences have their grammars, which is at once for free text. Calls
         `refuse` if the grammar cannot be used.
         """
         if self._grammars.attach_known(group.sequences):

@@ -16,14 +16,14 @@ from engine.sequence import Sequence
 
 
 class CopyOnWrite:
-    """The copies of one worker's running sequences."""
+    """The copy-on-write of one worker's running sequences."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._runner = runner
         self._attached = attached  # its `held` is replaced at each renewal
         self._block_size = runner.layout.block_size
         self.num_groups = len(runner.layout.groups)
-        """A position needs a block in each KV group."""
+        """The number of KV groups. A position needs a block in each of them."""
 
     def needing_block(self, live: Seq[Sequence]) -> list[Sequence]:
         """Returns the live sequences of a group that need another block before their next position can be written.
@@ -58,7 +58,7 @@ class CopyOnWrite:
         sequence.tail_sealed = False
 
     def copy(self, copying: Seq[Sequence]) -> None:
-        """Makes all copies of the step in one call. Their sources stay held until `copied` is called."""
+        """Makes all copies of the step in one call. Their sources keep their references until `copied` is called."""
         if copying:
             sources = [ref.block for s in copying for ref in s.copy_from]
             self._runner.copy_blocks(sources, [table[-1].block for s in copying for table in s.tables])

@@ -18,7 +18,7 @@ _START_BYTES_PER_S = 2e9
 
 
 class Costs:
-    """The cost estimates, in seconds."""
+    """An estimator of the costs of swapping and of giving back, in seconds."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -39,7 +39,7 @@ class Costs:
             self.copy_bytes_per_s += 0.3 * (num_bytes / seconds - self.copy_bytes_per_s)
 
     def token_s(self) -> float:
-        """The cost of one more token in a pass; 0.0 before the first step."""
+        """Returns the cost of one more token in a forward pass, in seconds, or 0.0 before the first step."""
         if self._weight == 0.0:
             return 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -52,7 +52,7 @@ class Costs:
 
     @property
     def step_s(self) -> float:
-        """The time of a recent step; 0.0 before the first step."""
+        """The mean time of recent steps, or 0.0 before the first step."""
         return self._y / self._weight if self._weight else 0.0
 
     def swap_s(self, num_bytes: int) -> float:
@@ -64,5 +64,5 @@ class Costs:
         return num_tokens * self.token_s()
 
     def swap_pays(self, num_bytes: int, num_tokens: int) -> bool:
-        """Returns whether swapping is estimated to cost less; True before the first step."""
+        """Returns whether swapping is estimated to cost at most as much as giving back. True before the first step."""
         return self._weight == 0.0 or self.swap_s(num_bytes) <= self.give_back_s(num_tokens)

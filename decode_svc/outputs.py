@@ -14,11 +14,11 @@ from engine.sampler import Sampled
 from engine.sequence import Sequence
 
 TELL_S = 1.0
-"""Interval of the messages that show a session that the worker is alive while all of the session's groups wait."""
+"""Interval of the messages that tell a session that the worker is alive while all of the session's groups wait."""
 
 
 class Rejection(Enum):
-    """The reason why a group ended on this worker before it was finished."""
+    """The reason why a group left this worker before it was finished."""
 
     GIVEN_BACK = "given back"
     LOST = "lost"
@@ -64,7 +64,7 @@ Send = Callable[[list[AnyOutput], WorkerLoad], None]
 
 
 class Session:
-    """The sequences of one gateway on this worker."""
+    """The record of one gateway's groups on this worker, and of the outputs to send to the gateway."""
 
     __slots__ = ("groups", "outputs", "send")
 
@@ -98,7 +98,7 @@ def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishRe
 
 
 def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
-    """Returns the results of a beam search, best first; a search sends nothing else."""
+    """Returns the results of a beam search, best first. A search sends no other outputs."""
     timings = timings_of(group)
     return [
         Output(
@@ -117,7 +117,7 @@ def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
 
 
 class Outbox:
-    """Collects the output of every group and sends one message per session at the end of the step."""
+    """A collector of the groups' outputs. It sends one message per session at the end of the step."""
 
     def __init__(self) -> None:
         self._sessions: dict[Group, Session] = {}
@@ -125,7 +125,7 @@ class Outbox:
         self._told_at = 0.0
 
     def __contains__(self, group: Group) -> bool:
-        """Whether the group is still on this worker."""
+        """Returns whether the group is still on this worker."""
         return group in self._sessions
 
     def open(self, session: Session, group: Group) -> None:
@@ -151,8 +151,8 @@ class Outbox:
         self._touched.add(session)
 
     def flush(self, load: WorkerLoad) -> None:
-        """Sends one message to each session. Sessions without outputs get the load once a second, which shows that the
-        worker is alive.
+        """Sends one message to each session that has outputs. Once a second, sessions that have groups but no outputs
+        get the load, which shows that the worker is alive.
         """
         now = time.monotonic()
         if now - self._told_at >= TELL_S:

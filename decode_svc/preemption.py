@@ -1,4 +1,4 @@
-"""Decides how a group is preempted and when a swapped group comes back. Counts and times both.
+"""Decides how a group is preempted and when a swapped group comes back. Counts and times both events.
 
 Does not depend on sessions: the worker tells the gateway which groups are lost or given back.
 """
@@ -27,7 +27,7 @@ RESUME_PAUSE_S = 0.02
 
 @dataclass(slots=True)
 class PreemptionCounts:
-    """Counts and times since the worker started."""
+    """Counts and times of preemptions since the worker started."""
 
     swapped_groups: int = 0
     swapped_blocks: int = 0
@@ -46,7 +46,9 @@ class PreemptionCounts:
 
 
 class Preemption:
-    """Swaps groups out or gives them back, and resumes them. Runs in the step thread."""
+    """The preemption of a worker's groups. It swaps them out or gives them back, and resumes them. It runs in the step
+    thread.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Preemption:
         self.counts = PreemptionCounts()
 
     def __contains__(self, group: object) -> bool:
-        """Whether a group is swapped out."""
+        """Returns whether a group is swapped out."""
         return group in self._since
 
     def preempt(self, group: Group) -> Rejection | None:
@@ -91,12 +93,12 @@ class Preemption:
     def resume(self, make_way: Callable[[Group], object], needed: Callable[[], int]) -> None:
         """Brings swapped groups back, in order, while enough blocks are available.
 
-        A group comes back only if there are blocks for the group, for this step of the running groups (`needed`), and
-        in each KV group one more for each of the group's sequences and for every fourth running sequence. With fewer
-        blocks, the group would soon preempt a different group or be preempted again.
+        While other groups run, a group comes back only if there are blocks for the group, for this step of the running
+        groups (`needed`), and in each KV group one more for each of the group's sequences and for every fourth running
+        sequence. With fewer blocks, the group would soon preempt a different group or be preempted again.
 
-        If nothing runs, waiting groups give up their blocks: `make_way` must preempt one of them. While the ledger does
-        not answer, no group comes back, and none is preempted to make room.
+        If nothing runs, waiting groups give up their blocks: `make_way` must preempt the group that it is given. While
+        the ledger does not answer, no group comes back, and none is preempted to make room.
         """
         with suppress(LedgerUnavailable):
             while (group := self._scheduler.resumable()) is not None:

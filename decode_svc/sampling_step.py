@@ -19,11 +19,11 @@ from engine.sequence import Sequence
 Drawn = tuple[tuple[Group, Sequence], Sampled]
 """A sample and its next token."""
 Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
-"""A beam search and the candidates of its running beams."""
+"""Beam searches, each with its group and the candidates of its running beams."""
 
 
 class SamplingStep:
-    """Advances groups by one step. Runs in the step thread."""
+    """The part of a step that follows the forward pass. It advances groups by one token, in the step thread."""
 
     def __init__(
         self, blocks: RunningBlocks, outbox: Outbox, max_model_len: int, on_end: Callable[[Group], None]
@@ -36,7 +36,7 @@ class SamplingStep:
         self._sampler = Sampler()
 
     def take(self, plan: Plan, logits: torch.Tensor) -> None:
-        """Applies the results of a step, which are fp32 logits [len(plan), vocab]."""
+        """Applies the results of a forward pass, which are fp32 logits [len(plan), vocab]."""
         samples, searches = self._draw(plan, logits)
         ended: list[Sequence] = []
         emit, limit = self._outbox.emit, self._max_model_len
@@ -65,7 +65,7 @@ class SamplingStep:
             self._on_end(group)
 
     def cancel(self, group: Group, sample_index: int) -> None:
-        """Ends one sample without an output."""
+        """Ends one sample without an output. Does nothing if the sample has already ended."""
         gone = [sequence for sequence in group.live if sequence.sample_index == sample_index]
         if gone:  # otherwise it has just ended by itself
             self._end(group, gone)

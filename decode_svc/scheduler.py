@@ -44,7 +44,7 @@ class Group:
 
 
 class DecodeScheduler:
-    """The running, waiting and preempted groups, each in order of (priority, arrival)."""
+    """The lists of running, waiting and preempted groups, each in order of (priority, arrival)."""
 
     def __init__(self, *, max_num_seqs: int, max_queue: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -55,7 +55,7 @@ class DecodeScheduler:
         self._arrivals = 0
 
     def is_full(self, num_unclaimed: int = 0) -> bool:
-        """Whether the queue is full, counting groups whose tickets are not claimed yet."""
+        """Returns whether the queue is full. `num_unclaimed` is the number of groups whose tickets are not claimed."""
         queued = len(self._waiting) + len(self._preempted) + num_unclaimed
         return queued >= self._max_queue + max(0, self.max_num_seqs - self.num_running)
 
@@ -101,7 +101,7 @@ class DecodeScheduler:
         insort(self._preempted, group, key=_rank)
 
     def resumable(self) -> Group | None:
-        """Returns the preempted group whose turn it is, if a step has room for its sequences."""
+        """Returns the preempted group whose turn it is, or None if there is none or a step has no room for it."""
         if not self._preempted or (group := self._next()) is not self._preempted[0]:
             return None
         return group if self._has_room(group) else None
@@ -111,7 +111,7 @@ class DecodeScheduler:
         self._run(self._preempted, group)
 
     def latest_waiting(self) -> Group | None:
-        """Returns the waiting group to preempt if nothing runs and a preempted group cannot get its blocks."""
+        """Returns the waiting group to preempt if nothing runs and a preempted group cannot get its blocks, or None."""
         return self._waiting[-1] if self._waiting else None
 
     def remove(self, group: Group) -> None:
@@ -121,7 +121,7 @@ class DecodeScheduler:
                 groups.remove(group)
 
     def expired(self, now_ns: int, others: Iterable[Group] = ()) -> list[Group]:
-        """Returns the groups, of these and of `others`, whose deadline has passed."""
+        """Returns the groups, including `others`, whose deadline has passed."""
         return [g for g in (*self.groups(), *others) if g.deadline_ns is not None and g.deadline_ns <= now_ns]
 
     def groups(self) -> list[Group]:
@@ -132,7 +132,7 @@ class DecodeScheduler:
         return not self.running and not self._waiting and not self._preempted
 
     def load(self) -> WorkerLoad:
-        """Returns the queue lengths in sequences; blocks are not known here."""
+        """Returns the queue lengths in sequences. The numbers of blocks are left at 0."""
         return WorkerLoad(
             num_running=self.num_running,
             num_waiting=sum(len(g.live) for g in self._waiting),
@@ -142,7 +142,7 @@ class DecodeScheduler:
     # --- inside
 
     def _next(self) -> Group | None:
-        """Returns the preempted or waiting group to start next, by rank alone.
+        """Returns the preempted or waiting group to start next, by rank alone, or None if there is none.
 
         Within a priority, running groups are therefore earlier than all others. Otherwise the last running group could
         wait for the blocks of an earlier waiting group, and that group for the running group's blocks.

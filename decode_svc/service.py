@@ -1,4 +1,4 @@
-"""DecodeService over gRPC: one session per gateway, and one message per step (or per several steps, if the gateway is
+"""The gRPC DecodeService: one session per gateway, and one message per step (or per several steps, if the gateway is
 slow). Runs in the event loop; the model runs in the step thread.
 """
 
@@ -25,7 +25,7 @@ from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
 
 Step = tuple[list[AnyOutput], WorkerLoad]
-"""What a session gets from one step."""
+"""The outputs and the load that a session gets from one step."""
 logger = logging.getLogger("decode")
 _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     None: pb.REJECTION_UNSPECIFIED,
@@ -42,7 +42,7 @@ _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """Serves sessions. The sequences of a session live as long as its stream."""
+    """The gRPC service of a decode worker. When a session's stream ends, its sequences are dropped."""
 
     def __init__(
         self, worker: DecodeWorker, thread: StepThread, vocab_size: int, shared: tuple[Grammars, AdapterPool]

@@ -1,6 +1,6 @@
 """Reads a submit message from a gateway: the group, its ticket, and a beam search's first candidates.
 
-A worker never trusts that its caller has checked.
+A worker does not trust that its caller has checked the message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Submission(NamedTuple):
     ticket: Ticket
     cache_salt: bytes
     candidates: Candidates | None
-    """Candidates of a beam search."""
+    """The candidates of a beam search, or None for samples."""
     public_tokens: int = 0
 
 

@@ -42,8 +42,8 @@ Tables = dict[Sequence, list[SwappedTable]]
 
 
 class SwapSpace:
-    """Blocks in host memory: as many as fit into `max_bytes`, and at most as many as the arena has. Used in the step
-    thread.
+    """A pool of blocks in host memory: as many as fit into `max_bytes`, and at most as many as the arena has. It is
+    used in the step thread.
     """
 
     def __init__(self, runner: ModelRunner, attached: Attached, max_bytes: int) -> None:
@@ -73,7 +73,7 @@ class SwapSpace:
         return num_blocks <= len(self._free)
 
     def swap_out(self, group: Group) -> bool:
-        """Copies a group's blocks to host memory and releases those of the arena. There must be room for them.
+        """Copies a group's blocks to host memory, which must have room for them, and releases them in the arena.
 
         If a block has been reallocated (reader rule), returns False and changes nothing. The group is then lost.
         """
@@ -184,7 +184,7 @@ class SwapSpace:
         return refs[:num_blocks]
 
     def _share(self, tables: Tables, refs: dict[int, BlockRef]) -> None:
-        """Counts the other sequences of shared blocks. One sequence of each block has been counted already."""
+        """Takes further references to shared blocks, so that there is one per sequence. One has been taken already."""
         uses = Counter(slot for swapped in tables.values() for table in swapped for slot in table.slots)
         self._attached.held.share(refs[slot] for slot, times in uses.items() for _ in range(times - 1))
 

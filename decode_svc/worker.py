@@ -32,7 +32,8 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
 """Time for which running sequences continue while the ledger does not answer: a lease, plus a beat to fill the
-reserve."""
+reserve.
+"""
 
 
 class DecodeWorker:
@@ -76,8 +77,8 @@ class DecodeWorker:
         candidates: Candidates | None = None,
         public_tokens: int = 0,
     ) -> None:
-        """Claims the ticket at once and queues the group, or rejects it. A beam search needs the candidates for its
-        first step.
+        """Claims the ticket as soon as the ledger answers and queues the group, or rejects the group. A beam search
+        needs the candidates for its first step.
         """
         if candidates is not None:
             first = group.sequences[0]
@@ -130,7 +131,7 @@ class DecodeWorker:
                 self._enter(group, claim)
 
     def _enter(self, group: Group, claim: Claim) -> None:
-        """Queues a group whose blocks are held here."""
+        """Queues a group whose ticket has been claimed."""
         adopt(group, claim, self._block_size)
         self._scheduler.add(group)
         if group.search is not None and claim.candidates is not None:
@@ -155,7 +156,7 @@ class DecodeWorker:
     # --- one step
 
     def step(self) -> float | None:
-        """Runs one forward pass. Returns the seconds to wait before the next one (None: until a command comes)."""
+        """Runs one step. Returns the seconds to wait before the next step, or None to wait for a command."""
         ran = guarded_step(self, self._attached, logger)
         self.load = self._load()
         self._outbox.flush(self.load)
@@ -215,10 +216,10 @@ class DecodeWorker:
             self._reject(group, rejection)
 
     def _fits(self, group: Group) -> bool:
-        """Returns whether a group may start, below a watermark.
+        """Returns whether enough blocks are free for a group to start. If nothing runs, any group may start.
 
-        There must be blocks for its first step, and one more for each of its sequences, in addition to those of the
-        groups that start with it.
+        There must be blocks for the group's first step, and one more for each of its sequences, in addition to those of
+        the groups that start with it.
         """
         if not self._scheduler.running:
             return True
@@ -229,8 +230,8 @@ class DecodeWorker:
         return True
 
     def _reserve(self) -> Plan:
-        """Gives every running sequence a private block for its next position. Preempts groups if there are too few
-        blocks.
+        """Returns the sequences of the next step, after it has given each a private block for its next position.
+        Preempts groups if there are too few blocks. A group that still gets no block waits.
         """
         plan: Plan = []
         for group in self._scheduler.running:  # groups that this loop preempts come after `group`
@@ -330,7 +331,7 @@ class DecodeWorker:
         self._draining = True
 
     def reject_all(self, rejection: Rejection) -> None:
-        """Rejects every group. The gateways prefill the groups again for other workers."""
+        """Rejects every group. The gateways then prefill the groups again."""
         for group in self._groups():
             self._reject(group, rejection)
         self._outbox.flush(self.load)

@@ -20,11 +20,11 @@ from protos.v1 import block_store_pb2_grpc
 
 logger = logging.getLogger("prefill")
 TIMEOUT_S = 30.0
-"""Maximum time that a prompt waits for its blocks. After that they are computed."""
+"""Maximum time that a prompt waits for its blocks. After this time, prefill computes them."""
 
 
 class DiskPrefixes:
-    """The blocks on disk of the worker's block store."""
+    """A client of the worker's block store that restores blocks from disk."""
 
     def __init__(self, block_store: str, trust: Trust, block_size: int) -> None:
         self._address = block_store
@@ -34,8 +34,8 @@ class DiskPrefixes:
         self._fallbacks = Fallbacks(logger)
 
     async def restore(self, sequence: Sequence) -> None:
-        """Restores the full blocks that the sequence can reuse; its chain of hashes must have begun. The last position
-        is always computed. If the store does not answer, nothing is restored.
+        """Restores the full blocks that the sequence can reuse. The chain of the sequence's hashes must have begun. If
+        the store does not answer in time, prefill computes the blocks instead.
         """
         if not (num_blocks := (sequence.num_tokens - 1) // self._block_size):
             return

@@ -31,22 +31,22 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last event: the prompt has been prefilled, and the next token of each branch has been drawn. Without a
-    ticket, all branches have ended.
+    """The last event of a successful prefill: the prompt has been computed, and the next token of each branch has been
+    drawn, or a beam search's candidates or an embedding have been found.
     """
 
     ticket: Ticket | None
-    """Ticket of the branches that continue."""
+    """The ticket of the branches that continue, or None if none continues."""
     tokens: tuple[FirstToken, ...]
-    """One per branch, in the request's order; empty for a beam search."""
+    """One token per branch, in the request's order; empty for a beam search or an embedding."""
     candidates: Candidates | None
-    """First candidates of a beam search."""
+    """The first candidates of a beam search, or None."""
     sources: PromptSources
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob, ...]
     load: WorkerLoad
     embedding: Seq[float] = ()
-    """For a job with a pool, instead of tokens."""
+    """The embedding, if the job has a pool; otherwise empty."""
 
 
 Event = ChunkDone | Done | LooseleafError

@@ -47,7 +47,9 @@ def draw(completed: Seq[Completed], logits: torch.Tensor, max_model_len: int) ->
 
 
 def _draw_samples(completed: Seq[Completed], logits: torch.Tensor) -> None:
-    """Draws the samples of one request from the same row, each with its own sample index."""
+    """Draws a token for each branch. The branches of a sequence draw from the same row, with different sample
+    indices.
+    """
     places: list[tuple[Job, int]] = []
     asked: list[SampleRow] = []
     sources: list[int] = []

@@ -1,4 +1,4 @@
-"""The blocks of prefill's sequence groups. They are obtained all or none, sealed as they fill, and handed to a ticket.
+"""The blocks of prefill's sequence groups: allocated for a whole group or not at all, sealed when full, handed over.
 
 Does not depend on models, queues or callers.
 """
@@ -53,10 +53,11 @@ class GroupBlocks:
     # --- admission
 
     def admit(self, job: Job) -> bool:
-        """Acquires the cached prefixes, and allocates the remaining blocks of the groups that keep everything, for all
-        sequences or for none.
+        """Acquires the cached prefixes, and allocates the remaining blocks of the KV groups that keep everything, for
+        all sequences or for none. Returns whether the job got them.
 
-        `grow` allocates the blocks of groups that slide, because a sequence releases most of them before it needs more.
+        `grow` allocates the blocks of KV groups that slide, because a sequence releases most of them before it needs
+        more.
         """
         held, groups = self._attached.held, self._groups
         cached = self._cached_prefixes(job)
@@ -102,8 +103,9 @@ class GroupBlocks:
         """Returns the cached prefix of each sequence. It is empty for a sequence that takes its first blocks from the
         trunk.
 
-        With a window, only the end of a cached prefix is held. If a sequence leaves the trunk before that end and has
-        no cached prefix of its own, all of them start from a shorter one, and the trunk computes what they share.
+        With a window, only the end of a cached prefix is acquired. If a sequence leaves the trunk before this end and
+        has no cached prefix of its own, all sequences start from a shorter prefix, and the trunk computes what they
+        share.
         """
         trunk = self._cached_prefix(job, 0, 0)
         cached = [trunk, *(self._cached_prefix(job, i, trunk.num_blocks) for i in range(1, len(job.sequences)))]
@@ -116,8 +118,8 @@ class GroupBlocks:
         return cached
 
     def _share(self, trunk: Sequence, num_blocks: int) -> CachedPrefix:
-        """Returns the trunk's first blocks, as far as another sequence needs them, and counts them once more. The
-        blocks of groups that slide are left out until the trunk has them (`_follow`).
+        """Returns the first blocks of the trunk that another sequence needs, with a reference to each. The blocks of KV
+        groups that slide are left out until the trunk has them (`_follow`).
         """
         if not num_blocks:
             return CachedPrefix.nothing(self._layout)
@@ -135,8 +137,8 @@ class GroupBlocks:
         """Returns the blocks that are cached under a sequence's prefix hashes. The last position is always computed, so
         its block is not looked for.
 
-        Returns nothing if the sequence shares more blocks with the trunk than would be found (`trunk_blocks` blocks of
-        the trunk were cached), or if every position must be computed.
+        The result is empty if the sequence shares more blocks with the trunk than would be found (`trunk_blocks` blocks
+        of the trunk were cached), or if every position must be computed.
         """
         nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
@@ -167,8 +169,8 @@ class GroupBlocks:
     # --- after a step
 
     def seal(self, plan: Plan) -> None:
-        """Seals every block that this step filled, and the partial last block of each complete sequence. Releases
-        blocks that have slid out of a window, except those that another sequence of the job continues.
+        """Seals the blocks that this step filled, and the partial last block of each complete sequence. Releases blocks
+        that have slid out of a window, after other sequences of the job have taken the ones that they continue.
         """
         items: list[SealItem] = []
         places: list[tuple[Job, int, int]] = []
@@ -196,8 +198,8 @@ class GroupBlocks:
             self._attached.held.release_many(dropped)
 
     def _follow(self, job: Job) -> None:
-        """In the groups that slide, gives the trunk's blocks to the sequences that continue them, as soon as the trunk
-        has computed the blocks and before it drops them.
+        """In the KV groups that slide, gives the trunk's blocks to the sequences that continue them, as soon as the
+        trunk has computed the blocks and before it drops them.
         """
         for sequence in job.sequences:
             if self._awaits_trunk(sequence) and job.trunk.num_computed >= sequence.num_computed:
@@ -242,12 +244,12 @@ class GroupBlocks:
         self.release(job.sequences)
 
     def end_ticket(self, job: Job) -> None:
-        """Ends the ticket of a job, because no worker will claim it."""
+        """Ends the ticket of a job, if there is one, because no worker will claim it."""
         with suppress(Fenced):
             self._attached.held.forget(job.hand_over)
 
     def release(self, sequences: Seq[Sequence]) -> None:
-        """Releases all blocks of these sequences. Some of them may hold none."""
+        """Releases all blocks of these sequences. A sequence may have no blocks."""
         tables = [sequence.live_refs() for sequence in sequences]
         for sequence in sequences:
             sequence.forget_blocks()

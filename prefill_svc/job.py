@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. Each of its different token sequences is computed only once, even if several branches continue it.
+    """A request in prefill. Each of its different token sequences is computed once, even if several branches continue
+    it.
 
     The first sequence is the trunk. The others reuse its blocks up to their first different token.
     """
@@ -48,7 +49,7 @@ class Job:
     """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
     pool: Pool | None = None
-    """The hidden states from which the embedding is computed. None: the job draws tokens."""
+    """The hidden states from which the embedding is computed, or None if the job draws tokens."""
 
     def __post_init__(self) -> None:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]
@@ -118,11 +119,11 @@ class Job:
         return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
 
     def num_blocks(self, rules: KvRules) -> int:
-        """Largest number of different blocks that the sequences hold together, over all KV groups."""
+        """Returns the largest number of different blocks that the sequences hold together, over all KV groups."""
         return most_held(rules, len(self.trunk.prompt_ids), [sequence.num_tokens for sequence in self.sequences])
 
     def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
-        """Returns (place in `branches`, sample index) of the branches that continue `sequence`."""
+        """Yields the place in `branches` and the sample index of each branch that continues `sequence`."""
         index = self.sequences.index(sequence)  # by identity
         return ((place, sample) for place, (origin, sample) in enumerate(self.branches) if origin == index)
 

@@ -22,7 +22,7 @@ States = npt.NDArray[np.float32]
 
 
 class Pool:
-    """The hidden states of one prompt that have been computed so far."""
+    """An accumulator of one prompt's hidden states."""
 
     def __init__(self, pooling: Pooling) -> None:
         self.pooling = pooling
@@ -34,8 +34,9 @@ class Pool:
             self._sum = state if self._sum is None or self.pooling == "last" else self._sum + state
 
     def vector(self) -> list[float]:
-        """Returns the embedding: fp32 values, a vector of length 1. The sum, scaled to length 1, equals the scaled
-        mean."""
+        """Returns the embedding, a vector of length 1 with fp32 values. The sum, scaled to length 1, equals the scaled
+        mean.
+        """
         assert self._sum is not None, "no state has been added"
         length = np.sqrt(np.sum(np.square(self._sum)))
         vector: list[float] = (self._sum / max(length, np.finfo(np.float64).tiny)).astype(np.float32).tolist()

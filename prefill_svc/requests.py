@@ -1,4 +1,4 @@
-"""Turns a request message into a job and checks all of it. A worker never trusts that its caller has checked."""
+"""Turns a request message into a job and checks the message. A worker does not trust that its caller has checked it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class RequestLimits:
 
 
 def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
-    """Returns a job that arrives now. Raises InvalidArgument, which names the field."""
+    """Returns a job for the request, with the current time as its arrival. Raises InvalidArgument, which names the
+    field.
+    """
     prompt = list(request.prompt_token_ids)
     branches = [convert.branch_from_pb(branch) for branch in request.branches]
     sampling = convert.sampling_from_pb(request.sampling)

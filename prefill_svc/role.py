@@ -24,7 +24,7 @@ from worker.role import WorkerRole, domain_of, least_floor, record_of
 
 
 def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:
-    """Returns the arena requirements of the role. Measures the activations of its largest step."""
+    """Returns the role's requirements for the arena. Measures the activations of the role's largest step."""
     return Needs(
         worker_id,
         "prefill",
@@ -38,7 +38,7 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
 
 
 def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
-    """Attaches a loaded model to the block store, which answers when all expected workers have asked."""
+    """Attaches a loaded model to the block store and returns the role. Waits until all expected workers attach."""
     needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None

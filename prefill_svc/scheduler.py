@@ -3,7 +3,7 @@
 Prompts of one priority are served in order of arrival, in chunks under a token budget, with several prompts per step. A
 prompt is admitted, with all branches of its group, only if blocks for all of it are available, except for those that it
 will release again while it is computed: these are allocated chunk by chunk. While the first prompt of the queue or a
-running prompt waits for blocks, no other prompt overtakes it.
+running prompt waits for blocks, no other prompt is admitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Waiting:
 
 
 class PrefillScheduler:
-    """The waiting prompts in order, and the running prompts in the order of their admission."""
+    """The queue of waiting prompts, and the list of running prompts in the order of their admission."""
 
     def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int, max_queue: int) -> None:
         self._budget = max_num_batched_tokens
@@ -34,7 +34,7 @@ class PrefillScheduler:
         self._max_queue = max_queue
         self._waiting: list[_Waiting] = []
         self._running: list[_Waiting] = []
-        """Those that have been admitted, with their places in the queue."""
+        """The prompts that have been admitted, with the places that they had in the queue."""
         self._arrivals = 0
 
     def add(self, job: Job) -> None:
@@ -49,8 +49,8 @@ class PrefillScheduler:
     ) -> list[tuple[Job, Chunk]]:
         """Returns the chunks of the next step, running prompts first.
 
-        `admit(job)` obtains the job's blocks, all or none, and returns whether it got them. `grow(chunk)` obtains those
-        that are allocated chunk by chunk; without them the prompt waits.
+        `admit(job)` obtains the job's blocks, all or none, and returns whether it got them. `grow(chunk)` does the same
+        for the blocks that are allocated chunk by chunk. If a prompt does not get its blocks, it waits.
         """
         budget = self._budget
         plan: list[tuple[Job, Chunk]] = []
@@ -72,7 +72,7 @@ class PrefillScheduler:
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]], grow: Callable[[Chunk], bool]) -> int:
-        """Returns the number of tokens of the budget that the job's sequences take.
+        """Adds chunks of the job's sequences to `plan`, and returns how many tokens of the budget they take.
 
         The sequences are computed in order: the other sequences begin in the step that completes the trunk, or later. A
         step writes K and V of each layer before it reads any, so the blocks that they share with the trunk are ready.
@@ -88,8 +88,8 @@ class PrefillScheduler:
         return taken
 
     def give_way(self, *, even_alone: bool = False) -> Job | None:
-        """Moves the prompt that was admitted last back to its place in the queue, so that others get its blocks.
-        Returns it; None if there is none, or only one unless `even_alone`.
+        """Moves the prompt that was admitted last back to its place in the queue, so that others get its blocks, and
+        returns its job. If only one prompt is running, does so only if `even_alone` is set; otherwise returns None.
         """
         if len(self._running) < (1 if even_alone else 2):
             return None

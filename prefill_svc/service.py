@@ -1,5 +1,5 @@
-"""PrefillService over gRPC: turns requests into jobs of the step thread, and its events into responses. Runs in the
-event loop; the model runs in the step thread.
+"""The gRPC PrefillService: turns requests into jobs for the step thread, and the jobs' events into responses. Runs in
+the event loop; the model runs in the step thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("prefill")
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves one stream per request. While it is `draining`, it refuses new requests."""
+    """The gRPC service of a prefill worker, with one stream per request. It refuses new requests if `draining`."""
 
     def __init__(
         self,
@@ -83,7 +83,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 self._thread.post(lambda: self._worker.cancel(job))
 
     async def _submit(self, job: Job, request: pb.PrefillRequest, emit: Emit) -> None:
-        """Queues a job, after its prefix has come back from disk as far as it is there. Other prompts run meanwhile."""
+        """Queues a job, after the store has restored the part of its prefix that is on disk. Other prompts run
+        meanwhile.
+        """
         if self._disk is not None:
             self._worker.begin_chain(job, request.cache_salt, request.public_tokens)
             await self._disk.restore(job.trunk)

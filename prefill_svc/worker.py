@@ -37,7 +37,7 @@ MAX_STUCK = 200
 
 
 class PrefillWorker:
-    """The model, blocks and queue of a prefill worker. All methods but `begin_chain` run in the step thread."""
+    """The model, blocks and queue of a prefill worker. All methods except `begin_chain` run in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached, scheduler: PrefillScheduler, domain: bytes) -> None:
         self._runner = runner
@@ -77,7 +77,7 @@ class PrefillWorker:
         self.load = self._scheduler.load()
 
     def begin_chain(self, job: Job, salt: bytes, public_tokens: int) -> None:
-        """Sets the start of a job's prefix hashes. It changes only the job, so any thread may do it before `submit`."""
+        """Sets the start of a job's prefix hashes. Changes only the job, so any thread may call it before `submit`."""
         adapter = job.trunk.adapter
         domain = adapter_domain(self._domain, b"" if adapter is None else bytes.fromhex(adapter.digest))
         start, rekey = prompt_chain(domain, salt, job.trunk.prompt_ids, public_tokens, self._block_size)
@@ -92,7 +92,7 @@ class PrefillWorker:
         self.load = self._scheduler.load()
 
     def step(self) -> float | None:
-        """Runs one forward pass. Returns the seconds to wait before the next one (None: until a command comes)."""
+        """Runs one step. Returns the seconds to wait before the next step, or None to wait for a command."""
         ran = guarded_step(self, self._attached, logger)
         self.load = self._scheduler.load()
         if self._scheduler.idle and not self._parked:
@@ -119,11 +119,12 @@ class PrefillWorker:
             guarded_run(lambda: run(plan), lambda: self._fail_all(plan), self._runner, logger)
 
     def _make_way(self) -> None:
-        """Takes the blocks of the prompt that was admitted last, because no running prompt can get those that it needs.
+        """Takes the blocks of the prompt that was admitted last, because no running prompt can get the blocks that it
+        needs.
 
-        A single prompt keeps its blocks and waits at first: a floor is enough for it. Branches that came back may need
-        more than a floor. Two prefill workers with such branches could wait for each other's blocks, so after a while
-        these branches start over too.
+        At first, a single prompt keeps its blocks and waits, because a floor is enough for it. Branches that came back
+        from decode may need more than a floor. Two prefill workers with such branches could wait for each other's
+        blocks, so after a while even a single prompt starts over.
         """
         self._num_stuck += 1
         if (job := self._scheduler.give_way(even_alone=self._num_stuck > MAX_STUCK)) is not None:
@@ -185,7 +186,8 @@ class PrefillWorker:
 
     def _computed(self, plan: Plan, forward: Callable[[StepInput], torch.Tensor]) -> torch.Tensor | None:
         """Returns the results of a step's requested rows, or None if the reader rule forbids the step or its
-        results."""
+        results.
+        """
         step = lay_out([chunk for _, chunk in plan], self._block_size)
         if not self._check(plan, step):
             return None
@@ -233,7 +235,7 @@ class PrefillWorker:
         self._conclude(job, done)
 
     def _finish_pooled(self, job: Job) -> None:
-        """Sends a job's embedding. Decode does not need its blocks, so they are released: those that are full are
+        """Sends a job's embedding. Decode does not need the job's blocks, so they are released; full blocks stay
         cached.
         """
         assert job.pool is not None
