@@ -1,1 +1,1 @@
-"""The load test: seeded workloads, and locust users for gRPC and HTTP that report TTFT, ITL and E2E separately."""
+"""The load test: seeded workloads, and locust users for gRPC and HTTP, which report TTFT, ITL and E2E separately."""

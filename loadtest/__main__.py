@@ -1,6 +1,6 @@
-"""`python -m loadtest`: runs locust without its web page for some time. Exit status 1 if any request failed.
+"""`python -m loadtest`: runs locust without its web page for some time. The exit status is 1 if a request failed.
 
-If nothing answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
+If no ready service answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_ready(address: str) -> bool:
 
 @contextlib.contextmanager
 def server(settings: LoadSettings) -> Iterator[None]:
-    """Yields a server for the run: the one that already answers, or our own."""
+    """A context with a server for the run: the one that already answers, or one that runs only in the context."""
     if is_ready(settings.grpc):
         print(f"loadtest: using the server at {settings.grpc}", flush=True)
         yield

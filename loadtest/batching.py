@@ -55,7 +55,7 @@ async def run_round(client: AsyncClient, settings: BatchingSettings, num_request
 
 
 async def measure(address: str, settings: BatchingSettings) -> tuple[float, float]:
-    """Returns median tokens per second: (one at a time, `at_once` at once)."""
+    """Returns the median tokens per second for one request at a time and for `at_once` requests at once."""
     alone: list[float] = []
     together: list[float] = []
     async with AsyncClient(address) as client:

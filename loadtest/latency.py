@@ -38,7 +38,7 @@ class LatencySettings(Settings):
 
     model: str = Field(str(MODEL), description="model directory; its weights are random")
     prompt_tokens: int = Field(4000, ge=1, description="length of the prompts that are prefilled meanwhile")
-    num_prompts: int = Field(8, ge=1, description="how many of them")
+    num_prompts: int = Field(8, ge=1, description="number of prompts that are prefilled meanwhile")
     refusals: int = Field(200, ge=1, description="requests beyond the limit, one after the other")
     burst: int = Field(1000, ge=1, description="requests beyond the limit in one instant")
     interval_s: float = Field(0.02, gt=0, description="time between probes")
@@ -58,7 +58,7 @@ async def probe_health(address: str, interval_s: float, busy: asyncio.Event) -> 
 
 
 async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str, list[float]]:
-    """Returns waits by service while long prompts are computed."""
+    """Returns the seconds per health check, by service, while long prompts are prefilled."""
     done = asyncio.Event()
     services = llm.addresses.services
     probes = [asyncio.create_task(probe_health(address, settings.interval_s, done)) for address in services.values()]

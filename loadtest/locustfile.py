@@ -1,10 +1,10 @@
-"""Locust users of Looseleaf: half speak gRPC, half the OpenAI HTTP API; all stream.
+"""Locust users of Looseleaf. Half of them use gRPC, half OpenAI's HTTP API, and all of them stream.
 
     locust --headless -u 32 -r 8 -t 60s -f loadtest/locustfile.py --host http://127.0.0.1:8000
 
-The gRPC address comes from --grpc-address. Reported per protocol: ttft, itl for each gap between messages with tokens,
-e2e for each request; the length column counts tokens. Importing this file prepares grpc for gevent, which must come
-before any channel.
+The gRPC address comes from --grpc-address. For each protocol, the users report ttft, itl for each gap between messages
+with tokens, and e2e for each request; the length column counts tokens. Importing this file prepares grpc for gevent,
+which must happen before any channel is opened.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GrpcUser(User):  # type: ignore[misc]
 
 
 class OpenAIUser(User):  # type: ignore[misc]
-    """A user of POST /v1/completions with server-sent events, with its own connection; http.client suffices."""
+    """A user of POST /v1/completions with server-sent events, with its own connection."""
 
     wait_time = constant(0)  # type: ignore[misc]
 
@@ -141,7 +141,9 @@ class OpenAIUser(User):  # type: ignore[misc]
 
 
 def num_tokens(event: dict[str, Any], *, first: bool) -> int:
-    """Returns 1 for an event with text, or for an end without text, because a token may have no text."""
+    """Returns the number of an event's choices with text. In a stream's first event, a choice that ends without text
+    also counts, because a token may have no text.
+    """
     return sum(1 for choice in event["choices"] if choice["text"] or (first and choice["finish_reason"]))
 
 

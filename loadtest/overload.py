@@ -30,7 +30,7 @@ from testing.system import prompts
 
 PATH = "/v1/completions"
 FILL_S = 16.0
-"""Duration of the overload during which many requests arrive at the same instant."""
+"""Duration, in seconds, of the overload during which many requests arrive at the same instant."""
 
 
 class OverloadSettings(Settings):
@@ -38,13 +38,13 @@ class OverloadSettings(Settings):
 
     model_config = settings_config("LOOSELEAF_OVERLOAD_", "loadtest.overload")
 
-    max_queue_wait: float = Field(1.0, ge=0, description="as of the gateway")
+    max_queue_wait: float = Field(1.0, ge=0, description="the gateway's --max-queue-wait, in seconds")
     output_tokens: int = Field(64, ge=1, description="tokens of each answer")
     at_once: int = Field(80, ge=1, description="requests in flight that fill the service")
-    fill_s: float = Field(20.0, gt=0, description="how long these are kept in flight")
-    below_s: float = Field(30.0, gt=0, description="how long 0.8 times of that are sent")
-    over_s: float = Field(60.0, gt=0, description="how long the overload is sent")
-    over: float = Field(4.0, gt=1, description="times of what the service can do")
+    fill_s: float = Field(20.0, gt=0, description="seconds for which these requests are kept in flight")
+    below_s: float = Field(30.0, gt=0, description="seconds for which 0.8 times the service's capacity is sent")
+    over_s: float = Field(60.0, gt=0, description="seconds for which the overload is sent")
+    over: float = Field(4.0, gt=1, description="the overload as a multiple of the service's capacity")
     burst: int = Field(1000, ge=0, description="requests in one instant")
 
 
@@ -68,8 +68,8 @@ class Seen:
 
     @property
     def goodput(self) -> float:
-        """Returns how many answers per second ended within the phase, excluding its first tenth; 0 for an instantaneous
-        phase.
+        """The number of answers per second that ended within the phase, excluding its first tenth. It is 0 for an
+        instantaneous phase.
         """
         began = self.seconds / 10
         if not began:
@@ -92,7 +92,7 @@ class Seen:
 
 
 class Load:
-    """Requests of one shape to one service."""
+    """A sender of requests of one shape to one service."""
 
     def __init__(self, address: str, settings: OverloadSettings) -> None:
         self._pool = Pool(address)
@@ -106,7 +106,7 @@ class Load:
         return self._random.choice(self._bodies)
 
     async def closed(self, at_once: int, seconds: float) -> Seen:
-        """Keeps this many requests in flight all the time."""
+        """Keeps `at_once` requests in flight for `seconds`, and returns the observations."""
         seen, started = Seen(seconds), time.perf_counter()
 
         async def one_after_the_other() -> None:
@@ -119,7 +119,7 @@ class Load:
         return seen
 
     async def open(self, rate: float, seconds: float) -> Seen:
-        """Sends `rate` requests per second, at random times."""
+        """Sends `rate` requests per second for `seconds`, at random times, and returns the observations."""
         seen, started, tasks = Seen(seconds), time.perf_counter(), set[asyncio.Task[Reply | None]]()
         at = 0.0
         while (at := at + self._random.expovariate(rate)) < seconds:
@@ -145,7 +145,7 @@ class Load:
 
 
 async def at_one_instant(address: str, num: int, body: bytes) -> Seen:
-    """Sends `num` requests on connections that are already open."""
+    """Sends `num` requests at once, on connections that are already open, and returns the observations."""
     connections = [await Connection.open(address) for _ in range(num)]
     seen = Seen(0.0)
     for reply in await asyncio.gather(*(c.post(PATH, body) for c in connections), return_exceptions=True):

@@ -26,7 +26,7 @@ class Reply:
 
 
 class Connection:
-    """One connection."""
+    """A connection to a server, which carries one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -66,7 +66,7 @@ class Connection:
 
 
 class Pool:
-    """Connections to one address, which are reused."""
+    """A pool of connections to one address."""
 
     def __init__(self, address: str) -> None:
         self._address = address

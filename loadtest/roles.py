@@ -48,12 +48,12 @@ class Arrangement:
     roles: str
     threads: int
     steps: str = "auto"
-    """LOOSELEAF_WORKER_STEPS."""
+    """The value of LOOSELEAF_WORKER_STEPS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`clients` that each send one request after the other."""
+    """A load of `clients` that each send one request after the other."""
 
     name: str
     clients: int
@@ -94,7 +94,7 @@ class Seen:
 
 
 async def send(client: AsyncClient, load: Load, seed: int, seen: Seen) -> None:
-    """Sends one request."""
+    """Sends one request, and adds its times and tokens to `seen`."""
     [prompt] = prompts(1, seed=seed, lengths=(load.prompt_tokens, load.prompt_tokens))
     times = [time.perf_counter()]
     stream = client.stream(prompt, max_tokens=load.output_tokens, temperature=0.0, ignore_eos=True, seed=0)
@@ -108,7 +108,7 @@ async def send(client: AsyncClient, load: Load, seed: int, seen: Seen) -> None:
 
 
 async def run_load(client: AsyncClient, load: Load, seconds: float, seed: int) -> dict[str, float]:
-    """Runs all clients of `load` until `seconds` are over. Requests that are then running are finished and counted."""
+    """Runs all clients of `load` for `seconds`. Requests that are running at the end are finished and counted."""
     seen, started = Seen(), time.perf_counter()
 
     async def one(number: int) -> None:

@@ -22,4 +22,4 @@ class LoadSettings(Settings):
     output_median: float = Field(32.0, gt=0, description="median output length in tokens")
     trace: str | None = Field(None, description="CSV of lengths in Azure's form, instead of distributions")
     csv: str | None = Field(None, description="prefix of CSV files for locust to write")
-    start_timeout_s: float = Field(600.0, gt=0, description="most seconds until a server started here is ready")
+    start_timeout_s: float = Field(600.0, gt=0, description="seconds to wait for a server started for the run")

@@ -14,8 +14,8 @@ Fire = Callable[..., Any]
 
 
 class StreamTimer:
-    """Timer of one stream. It starts when a request is sent, is called for every message with new tokens, and reports
-    once at the end.
+    """A timer of one stream, created when the request is sent. It reports the time to the first token, the gap before
+    each later message with tokens, and, at the end, the time of the whole request.
     """
 
     def __init__(self, fire: Fire, protocol: str, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -27,7 +27,7 @@ class StreamTimer:
         self.num_tokens = 0
 
     def tokens(self, count: int) -> None:
-        """Notes that `count` new tokens have arrived. The first ones give the TTFT, later ones a gap."""
+        """Notes that `count` new tokens have arrived. The first tokens give the TTFT, and later ones give a gap."""
         now = self._clock()
         if count == 0:
             return

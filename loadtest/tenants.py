@@ -34,18 +34,18 @@ SETTLE_S = 5.0
 
 
 class TenantsSettings(Settings):
-    """Measures a tenant's times to first token while a different tenant floods the service, and how much it learns
-    about the other tenant's prompts.
+    """Measures a tenant's times to first token while a different tenant floods the service, and how much the first
+    tenant learns about the prompts of the flooding one.
     """
 
     model_config = settings_config("LOOSELEAF_TENANTS_", "loadtest.tenants")
 
     streams: int = Field(300, ge=1, description="streams that the greedy tenant keeps open")
-    stream_tokens: int = Field(900, ge=2, description="tokens of each")
-    flood_s: float = Field(60.0, gt=0, description="how long the other tenant sends its requests meanwhile")
-    output_tokens: int = Field(8, ge=1, description="tokens of each of these")
+    stream_tokens: int = Field(900, ge=2, description="output tokens of each stream")
+    flood_s: float = Field(60.0, gt=0, description="seconds for which the other tenant sends its requests meanwhile")
+    output_tokens: int = Field(8, ge=1, description="output tokens of each of these requests")
     probes: int = Field(250, ge=0, description="prompts of each kind whose first token is timed")
-    probe_tokens: int = Field(900, ge=32, description="their length")
+    probe_tokens: int = Field(900, ge=32, description="length of these prompts")
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Seen:
 
 
 def flood(address: str, streams: int, tokens: int) -> None:
-    """Keeps this many streams open until this process is ended."""
+    """Keeps `streams` streams open until this process is ended."""
     asyncio.run(_flood(address, streams, tokens))
 
 
@@ -76,7 +76,7 @@ async def _flood(address: str, streams: int, tokens: int) -> None:
 
 
 async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
-    """Sends one request after the other for some time."""
+    """Sends one request after the other for `flood_s`, and returns the observations."""
     seen, until = Seen(), time.perf_counter() + settings.flood_s
     async with AsyncClient(llm.addresses.grpc, api_key="other-key") as client:
         for prompt in prompts(100_000, seed=2, lengths=(16, 48)):
@@ -132,7 +132,7 @@ def area_under_curve(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def flooded(llm: LLM, settings: TenantsSettings) -> dict[str, object]:
-    """Runs the first part."""
+    """Runs the flood, and returns the other tenant's times and refusals."""
     arguments = (llm.addresses.grpc, settings.streams, settings.stream_tokens)
     process = multiprocessing.get_context("spawn").Process(target=flood, args=arguments)
     process.start()

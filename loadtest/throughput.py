@@ -36,7 +36,7 @@ class ThroughputSettings(Settings):
     model_config = settings_config("LOOSELEAF_THROUGHPUT_", "loadtest.throughput")
 
     model: str = Field(str(MODEL), description="model directory; its weights are random")
-    requests: int = Field(128, ge=1, description="how many requests in all")
+    requests: int = Field(128, ge=1, description="number of requests in all")
     at_once: int = Field(32, ge=1, description="requests in flight")
     prompt_tokens: int = Field(256, ge=1, description="prompt length")
     output_tokens: int = Field(64, ge=2, description="output length")
@@ -47,7 +47,7 @@ class ThroughputSettings(Settings):
     deterministic: bool = False
     enforce_eager: bool = False
     kv_cache_dtype: KvCacheDType = "auto"
-    max_num_batched_tokens: int = Field(512, ge=1, description="most tokens in a prefill step")
+    max_num_batched_tokens: int = Field(512, ge=1, description="maximum number of tokens in a prefill step")
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Seen:
 
 
 async def client_loop(client: AsyncClient, work: Iterator[list[int]], length: int, seen: Seen) -> None:
-    """Sends one request after the other until none are left."""
+    """Sends one request after the other until `work` has no more prompts, and adds the times to `seen`."""
     for prompt in work:
         at = started = time.perf_counter()
         first = True

@@ -67,7 +67,7 @@ class Workload:
     first_token_id: int = 16
     """Smaller ids, which are usually special tokens, are not drawn."""
     trace: tuple[tuple[int, int], ...] = ()
-    """(prompt, output) lengths in tokens, used in turn instead of the distributions."""
+    """Pairs of prompt and output length in tokens, used in turn instead of the distributions."""
 
     def request(self, number: int) -> Request:
         """Returns request `number` (from 0), a pure function of the workload and the number."""
@@ -105,7 +105,7 @@ def _normal_cdf(x: float) -> float:
 
 
 def read_trace(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], ...]:
-    """Returns (prompt, output) lengths of a trace in Azure's format, divided by `divisor` and at least 1."""
+    """Returns the pairs of prompt and output length in a trace of Azure's format, divided by `divisor`, at least 1."""
     with path.open(encoding="utf-8") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
         pairs = [(float(row["ContextTokens"]), float(row["GeneratedTokens"])) for row in rows]

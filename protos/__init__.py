@@ -1,1 +1,1 @@
-"""Schema and generated code."""
+"""The protobuf schema and the code generated from it."""

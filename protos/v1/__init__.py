@@ -1,1 +1,1 @@
-"""Version 1 of the schema: `.proto` files and what protoc made of them (`make proto`)."""
+"""Version 1 of the schema: the `.proto` files and the code that protoc generates from them (`make proto`)."""

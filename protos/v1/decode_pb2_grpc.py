@@ -47,8 +47,8 @@ class DecodeServiceServicer:
     """
 
     def Session(self, request_iterator, context):
-        """Session carries all sequences of one gateway on one worker. Each step sends one message. When the session ends, its
-        sequences are cancelled.
+        """Session carries all sequences of one gateway on one worker. The worker sends one message per step, or per several
+        steps if the gateway reads slowly. When the session ends, its sequences are cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
