@@ -248,6 +248,7 @@ def load_to_pb(load: WorkerLoad) -> pb.WorkerLoad:
         free_blocks=load.free_blocks,
         total_blocks=load.total_blocks,
         num_preempted=load.num_preempted,
+        prompt_tokens_per_s=load.prompt_tokens_per_s,
     )
 
 
@@ -259,6 +260,7 @@ def load_from_pb(message: pb.WorkerLoad) -> WorkerLoad:
         message.free_blocks,
         message.total_blocks,
         message.num_preempted,
+        message.prompt_tokens_per_s,
     )
 
 

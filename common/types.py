@@ -299,6 +299,8 @@ class WorkerLoad:
     """Blocks of the arena."""
     num_preempted: int = 0
     """Sequences that are swapped out of the arena and wait to be resumed."""
+    prompt_tokens_per_s: float = 0.0
+    """Rate at which a prefill worker computes, over its recent steps. 0.0: not measured, or not a prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ next. It does not consider queues and hops either. The choice affects only time;
 
 from __future__ import annotations
 
-_DECAY = 0.98
-"""Weight of the past at each step: about the last fifty steps count."""
+from common.line_fit import LineFit
+
 _START_BYTES_PER_S = 2e9
 """Rate before the first copy is measured: that of a slow laptop."""
 
@@ -21,17 +21,13 @@ class Costs:
     """An estimator of the costs of swapping and of giving back, in seconds."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._steps = LineFit()
+        """Seconds of a step by its number of tokens."""
         self.copy_bytes_per_s = _START_BYTES_PER_S
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """Records how long the forward pass of a step took."""
-        x, y = float(num_tokens), seconds
-        self._weight = self._weight * _DECAY + 1.0
-        self._x = self._x * _DECAY + x
-        self._y = self._y * _DECAY + y
-        self._xx = self._xx * _DECAY + x * x
-        self._xy = self._xy * _DECAY + x * y
+        self._steps.note(num_tokens, seconds)
 
     def note_copy(self, num_bytes: int, seconds: float) -> None:
         """Records a copy of blocks to or from the host tier."""
@@ -40,20 +36,12 @@ class Costs:
 
     def token_s(self) -> float:
         """Returns the cost of one more token in a forward pass, in seconds, or 0.0 before the first step."""
-        if self._weight == 0.0:
-            return 0.0
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x * mean_x
-        if variance > 0.01 * mean_x * mean_x:
-            slope = (self._xy / self._weight - mean_x * mean_y) / variance
-            if slope > 0.0:
-                return min(slope, mean_y / mean_x)
-        return mean_y / mean_x
+        return self._steps.slope
 
     @property
     def step_s(self) -> float:
         """The mean time of recent steps, or 0.0 before the first step."""
-        return self._y / self._weight if self._weight else 0.0
+        return self._steps.mean_y
 
     def swap_s(self, num_bytes: int) -> float:
         """Returns the time to copy blocks out and back in."""
@@ -65,4 +53,4 @@ class Costs:
 
     def swap_pays(self, num_bytes: int, num_tokens: int) -> bool:
         """Returns whether swapping is estimated to cost at most as much as giving back. True before the first step."""
-        return self._weight == 0.0 or self.swap_s(num_bytes) <= self.give_back_s(num_tokens)
+        return self._steps.weight == 0.0 or self.swap_s(num_bytes) <= self.give_back_s(num_tokens)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import ResourceExhausted
+from common.line_fit import LineFit
 from common.types import WorkerLoad
 from engine.sequence import Chunk
 from prefill_svc.job import Job
@@ -36,6 +37,8 @@ class PrefillScheduler:
         self._running: list[_Waiting] = []
         """The prompts that have been admitted, with the places that they had in the queue."""
         self._arrivals = 0
+        self._steps = LineFit()
+        """Seconds of a step by its number of prompt tokens."""
 
     def add(self, job: Job) -> None:
         """Queues a job. Raises ResourceExhausted if `max_queue` prompts are already waiting."""
@@ -121,6 +124,10 @@ class PrefillScheduler:
     def idle(self) -> bool:
         return not self._running and self._head() is None
 
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """Records how long a step took, for the rate in `load`."""
+        self._steps.note(num_tokens, seconds)
+
     def load(self) -> WorkerLoad:
         num_waiting = waiting_tokens = 0
         for waiting in self._waiting:
@@ -129,7 +136,10 @@ class PrefillScheduler:
                 waiting_tokens += waiting.job.num_uncomputed
         for running in self._running:
             waiting_tokens += running.job.num_uncomputed
-        return WorkerLoad(self._num_running, num_waiting, waiting_tokens)
+        token_s = self._steps.ratio
+        return WorkerLoad(
+            self._num_running, num_waiting, waiting_tokens, prompt_tokens_per_s=1.0 / token_s if token_s else 0.0
+        )
 
     @property
     def _num_running(self) -> int:

@@ -109,9 +109,11 @@ class PrefillWorker:
             self._make_way()
         else:
             self._num_stuck = 0
-        plan = self._constrained(planned)
+        plan, began = self._constrained(planned), time.monotonic()
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
+        if plan:
+            self._scheduler.note_step(sum(chunk.num_tokens for _, chunk in plan), time.monotonic() - began)
         return bool(plan)
 
     def _guarded(self, plan: Plan, run: Callable[[Plan], None]) -> None:
@@ -284,9 +286,7 @@ class PrefillWorker:
             emit(error)
 
     def start_over(self, reason: str) -> None:
-        """Fails all jobs with a retryable error and registers again, because a fenced worker no longer holds any
-        blocks.
-        """
+        """Fails all jobs with a retryable error and registers again, because a fenced worker holds no blocks."""
         logger.warning("starting over: %s; %d prompts are rejected", reason, len(self._emits))
         self._scheduler.drop_all()
         self._parked.clear()

@@ -1,9 +1,11 @@
 """Chooses the prefill and the decode worker of a request. Plain Python: no I/O, the time is an argument.
 
-Prefill: the worker that has the fewest prompt tokens to compute until this prompt is complete (the queued tokens + the
-prompt's tokens that are not cached). Decode: the worker that has the fewest sequences for its size. Load is counted at
-dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are equal,
-the one that was picked longest ago is chosen, so that the load is spread.
+A request takes the route on which decode is predicted to begin first: queue and prefill at a prefill worker, a copy if
+the decode worker uses another arena, and a place in that worker's batch (`gateway.fleet.costs`). So a prefix that is
+cached in another arena is copied or computed again, whichever takes less time. The decode worker is chosen after
+prefill, with the loads of that time. Load is counted at dispatch, because reports arrive late, and the larger of the
+count and the report is used. If several workers are equal, the one that was picked longest ago is chosen, so that the
+load is spread.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from common.types import WorkerLoad, WorkerRecord
+from gateway.fleet.costs import RouteCosts
 
 SUSPECT_S = 2.0
 """Time for which a worker that has failed a request is avoided while there is a choice."""
@@ -22,8 +25,21 @@ the registry still lists a dead worker. The worker's successor has a different a
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
 
-PULL_COST = 1.0
-"""Added to a decode worker's load, in full batches, if blocks must be copied to its arena."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What routing considers of a request."""
+
+    num_tokens: int
+    """Length of the prompt, whose KV decode needs."""
+    cached: Mapping[str, int] = field(default_factory=dict)
+    """By arena, the number of leading tokens that any worker of that arena finds in its prefix cache."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that both workers must have loaded; "" is the base model."""
+
+    def missing(self, arena_id: str) -> int:
+        """Returns the number of tokens whose KV must be computed in an arena or copied to it."""
+        return max(1, self.num_tokens - self.cached.get(arena_id, 0))
 
 
 @dataclass(slots=True)
@@ -49,12 +65,25 @@ class WorkerState:
         load = self.load if now - self.load_at < REPORT_S else WorkerLoad()
         return max(self.dispatched_sequences, load.num_running + load.num_waiting + load.num_preempted)
 
+    def share(self, now: float) -> float:
+        """The sequences at a decode worker, as a fraction of its batch."""
+        return self.sequences(now) / max(1, self.record.max_num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A prefill worker that was chosen for a request, and what is needed to choose its decode worker."""
+
+    prefill: WorkerRecord
+    asked: Asked
+
 
 class Router:
     """A table of the known workers, and the policy that picks the workers for a request."""
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
+        self.costs = RouteCosts()
         self.stores: Mapping[str, bool] = {}
         """The arenas with a live block store, and whether that store copies blocks from other arenas."""
         self.broken: Collection[tuple[str, str]] = ()
@@ -73,6 +102,7 @@ class Router:
             else:
                 state.record = record
                 self.report(worker_id, record.load, now)
+        self.costs.keep(record.arena_id for record in fresh.values())
 
     def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
         """Records a load report from a worker."""
@@ -103,46 +133,35 @@ class Router:
         prefills = (p.record for p in self._of_role("prefill") if p.record.has_adapter(adapter))
         return any(any(self._partners(prefill, usable, adapter)) for prefill in prefills)
 
-    def pick_prefill(
-        self,
-        prompt_len: int,
-        cached_tokens: Mapping[str, int],
-        now: float,
-        usable: Callable[[WorkerRecord], bool],
-        adapter: str = "",
-    ) -> WorkerState | None:
-        """Picks the prefill worker with the fewest tokens to compute until the prompt is complete, or None if no worker
-        has a partner.
-
-        `cached_tokens` is per arena, because the workers of an arena share its blocks. `usable` returns whether a
-        decode worker can take the request. Both workers must have loaded `adapter`.
+    def pick_prefill(self, asked: Asked, now: float, usable: Callable[[WorkerRecord], bool]) -> WorkerState | None:
+        """Picks the prefill worker from which decode is predicted to begin first, or None if no worker has a partner.
+        `usable` returns whether a decode worker can take the request.
         """
-        partnered = [
-            p
-            for p in self._of_role("prefill")
-            if p.unreachable_until <= now
-            and p.record.has_adapter(adapter)
-            and any(self._partners(p.record, usable, adapter))
+        prefills = [
+            p for p in self._of_role("prefill") if p.unreachable_until <= now and p.record.has_adapter(asked.adapter)
         ]
+        partners = {p.record.worker_id: list(self._partners(p.record, usable, asked.adapter)) for p in prefills}
+        partnered = [p for p in prefills if partners[p.record.worker_id]]
+        loads = [p.load for p in partnered]
 
-        def cost(state: WorkerState) -> float:
-            return state.tokens_before(now) + max(1, prompt_len - cached_tokens.get(state.record.arena_id, 0))
+        def cost(prefill: WorkerState) -> float:
+            arena_id = prefill.record.arena_id
+            num_tokens = prefill.tokens_before(now) + asked.missing(arena_id)
+            after = min(self._after_prefill_s(arena_id, d, asked, now) for d in partners[prefill.record.worker_id])
+            return self.costs.prefill_s(num_tokens, prefill.load, loads) + after
 
         return self._least(partnered, cost, now)
 
-    def pick_decode(
-        self, prefill: WorkerRecord, now: float, usable: Callable[[WorkerRecord], bool], adapter: str = ""
-    ) -> WorkerState | None:
-        """Picks the decode worker with the fewest sequences for its size, among those that accept the prefill worker's
-        tickets, are `usable` for the group and have loaded `adapter`; returns None if there is none. `PULL_COST` is
-        added to the load of a worker in another arena, to which the blocks must be copied.
+    def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> WorkerState | None:
+        """Picks the decode worker that is predicted to begin first after the route's prefill, among those that accept
+        its tickets, are `usable` for the group and have loaded the adapter. Returns None if there is none.
         """
+        prefill, asked = route.prefill, route.asked
 
         def cost(decode: WorkerState) -> float:
-            share = decode.sequences(now) / max(1, decode.record.max_num_seqs)
-            return share if decode.record.arena_id == prefill.arena_id else share + PULL_COST
+            return self._after_prefill_s(prefill.arena_id, decode, asked, now)
 
-        return self._least(list(self._partners(prefill, usable, adapter)), cost, now)
+        return self._least(list(self._partners(prefill, usable, asked.adapter)), cost, now)
 
     def capacity(self) -> int:
         """Returns the total batch capacity of all decode workers, in sequences."""
@@ -151,6 +170,12 @@ class Router:
     def max_model_len(self) -> int | None:
         """Returns the length of the longest sequence that every worker accepts, or None if there are no workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
+
+    def _after_prefill_s(self, arena_id: str, decode: WorkerState, asked: Asked, now: float) -> float:
+        """Returns the time that a request loses between a prefill in this arena and its decoding at `decode`."""
+        destination = decode.record.arena_id
+        copy_s = self.costs.copy_s(arena_id, destination, asked.missing(destination), now)
+        return copy_s + self.costs.decode_s(decode.share(now))
 
     def _of_role(self, role: str) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]

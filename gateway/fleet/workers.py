@@ -22,7 +22,7 @@ from gateway.fleet.decode_client import DecodeSession, SessionPool
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.pull_client import PullClient, StoreAddress
-from gateway.fleet.routing import UNREACHABLE_S, Router, WorkerState
+from gateway.fleet.routing import UNREACHABLE_S, Asked, Route, Router, WorkerState
 from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.group_limits import rooms_of
 from gateway.intake.resolved_request import ResolvedRequest
@@ -43,20 +43,23 @@ would soon be given back again.
 class DecodePlace:
     """A group's place on a decode worker, counted until the end of a `with` block."""
 
-    __slots__ = ("_num_sequences", "_router", "_state", "session")
+    __slots__ = ("_began", "_num_sequences", "_router", "_state", "session")
 
     def __init__(self, session: DecodeSession, state: WorkerState, router: Router, num_sequences: int) -> None:
         self.session = session
         self._state = state
         self._router = router
         self._num_sequences = num_sequences
+        self._began = time.monotonic()
         state.dispatched_sequences += num_sequences
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._state.dispatched_sequences -= self._num_sequences
+        if kind is None:
+            self._router.costs.note_decode(time.monotonic() - self._began)
 
     def suspect(self) -> None:
         self._router.suspect(self._state.record.worker_id, time.monotonic())
@@ -149,19 +152,17 @@ class Workers:
         records = [state.record for state in self._router.workers.values() if not state.record.draining]
         return [record.adapters.get(digest) for record in records]
 
-    async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> WorkerRecord | None:
+    async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> Route | None:
         """Picks the worker to prefill on, or None if no ready pair has a decode worker with room for a group of this
-        size. The prefix index is consulted only if there is a choice.
+        size. The prefix index is consulted only if there are several arenas.
         """
-        records = [s.record for s in self._router.workers.values() if s.record.role == "prefill"]
+        by_arena = {s.record.arena_id: s.record for s in self._router.workers.values()}
         cached: dict[str, int] = {}
-        if len(records) > 1 and self._lookup is not None:
-            cached = await self._lookup(records, request)
-        usable, now = self._usable_for(need), time.monotonic()
-        state = self._router.pick_prefill(len(request.prompt_ids), cached, now, usable, request.adapter_digest)
-        if state is None:
-            return None
-        return state.record
+        if len(by_arena) > 1 and self._lookup is not None:
+            cached = await self._lookup(list(by_arena.values()), request)
+        asked = Asked(len(request.prompt_ids), cached, request.adapter_digest)
+        state = self._router.pick_prefill(asked, time.monotonic(), self._usable_for(need))
+        return None if state is None else Route(state.record, asked)
 
     def failed(self, worker: WorkerRecord) -> bool:
         """Returns whether a picked worker has left, has recently failed a request, or could not be reached."""
@@ -198,11 +199,11 @@ class Workers:
         if response.HasField("done") and response.done.HasField("ticket"):
             self.give_up(response.done.ticket)
 
-    def pick_decode(self, prefill: WorkerRecord, need: GroupNeed, adapter: str = "") -> DecodePlace | None:
-        """Returns a place on a decode worker that accepts this prefill worker's tickets, has room for the group and has
-        loaded the adapter with this digest, or None if there is no such worker.
+    def pick_decode(self, route: Route, need: GroupNeed) -> DecodePlace | None:
+        """Returns a place on a decode worker that accepts the tickets of the route's prefill worker, has room for the
+        group and has loaded the request's adapter, or None if there is no such worker.
         """
-        state = self._router.pick_decode(prefill, time.monotonic(), self._usable_for(need), adapter)
+        state = self._router.pick_decode(route, time.monotonic(), self._usable_for(need))
         session = None if state is None else self._sessions.get(state.record.worker_id)
         if state is None or session is None:
             return None
@@ -219,12 +220,16 @@ class Workers:
         if source is None or destination is None:
             raise WorkerLost("pull_no_store", counted=False, suspect=False)
         request.source = source.address
+        began = time.monotonic()
         try:
-            return await self._pulls.pull(destination.address, request, timeout_s)
+            pulled = await self._pulls.pull(destination.address, request, timeout_s)
         except WorkerLost as lost:
             if lost.unreachable:
                 self._avoid(pair)
             raise
+        now = time.monotonic()
+        self._router.costs.note_copy(*pair, pulled.num_tokens, now - began, now)
+        return pulled
 
     def _avoid(self, pair: tuple[str, str]) -> None:
         """Makes routing avoid copies between a pair of arenas for a while."""

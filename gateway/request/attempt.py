@@ -19,6 +19,7 @@ from common.types import WorkerRecord
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
 from gateway.fleet.pending_ticket import PendingTicket
+from gateway.fleet.routing import Route
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
 from gateway.fleet.workers import DecodePlace, Workers
 from gateway.intake.resolved_request import ResolvedRequest
@@ -39,7 +40,7 @@ NO_PAIR = "no pair of prefill and decode workers is ready"
 class _Prefilled:
     """The result of an attempt's prefill, which decode continues."""
 
-    worker: WorkerRecord
+    route: Route
     done: prefill_pb2.PrefillDone
     isolation: IsolationTicket
 
@@ -81,7 +82,7 @@ class Attempts:
         """Runs only the prefill, for a later call that continues it. Raises the errors of `run`."""
         with ExitStack() as held:
             prefilled = await self._prefill(state, place, held)
-        return HeadStart(state.request, place, prefilled.worker, prefilled.done)
+        return HeadStart(state.request, place, prefilled.route, prefilled.done)
 
     # --- the first half
 
@@ -89,21 +90,21 @@ class Attempts:
         """Continues from a prefill that another call has run. That prefill counts as an attempt of this request."""
         done = start.done
         with PendingTicket.of(self._workers, done) as pending:
-            isolation = await self._isolation.enter(state.digest, incarnation(start.worker))
+            isolation = await self._isolation.enter(state.digest, incarnation(start.route.prefill))
             pending.ticket = None
         held.enter_context(isolation)
         isolation.prefilled(is_heard_of=True)
         state.attempts += 1
         _account_prefill(state, done)
-        return _Prefilled(start.worker, done, isolation)
+        return _Prefilled(start.route, done, isolation)
 
     async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
         """Prefills the prompt. `held` receives the permission to use a worker, which a suspect keeps into decode."""
         try:
             async with asyncio.timeout(state.remaining_s()):
-                worker, isolation = await self._enter_prefill(state)
+                route, isolation = await self._enter_prefill(state)
                 held.enter_context(isolation)
-                done = await self._call_prefill(state, worker)
+                done = await self._call_prefill(state, route.prefill)
                 if state.attempts == 1:
                     self._gate.waited(place, state.times.queue_ns / 1e9)
         except TimeoutError:
@@ -111,25 +112,25 @@ class Attempts:
         finally:
             self._workers.keep_promise(place)
         isolation.prefilled(is_heard_of=state.is_heard_of)
-        return _Prefilled(worker, done, isolation)
+        return _Prefilled(route, done, isolation)
 
-    async def _enter_prefill(self, state: RequestState) -> tuple[WorkerRecord, IsolationTicket]:
-        """Waits until the request may be sent to a prefill worker. Returns the worker and the permission to use it."""
-        worker = await self._pick_prefill(state)
-        isolation = await self._isolation.enter(state.digest, incarnation(worker))
-        if self._workers.failed(worker):  # while this request waited for its turn
+    async def _enter_prefill(self, state: RequestState) -> tuple[Route, IsolationTicket]:
+        """Waits until the request may be sent to a prefill worker. Returns its route and the permission to use it."""
+        route = await self._pick_prefill(state)
+        isolation = await self._isolation.enter(state.digest, incarnation(route.prefill))
+        if self._workers.failed(route.prefill):  # while this request waited for its turn
             isolation.leave()
-            worker = await self._pick_prefill(state)
-            isolation = await self._isolation.enter(state.digest, incarnation(worker))
-        return worker, isolation
+            route = await self._pick_prefill(state)
+            isolation = await self._isolation.enter(state.digest, incarnation(route.prefill))
+        return route, isolation
 
-    async def _pick_prefill(self, state: RequestState) -> WorkerRecord:
+    async def _pick_prefill(self, state: RequestState) -> Route:
         """Picks a prefill worker that has a reachable partner. Raises Unavailable if there is none for `recover_s`."""
         request, need, began = state.request, state.need, time.monotonic()
         while True:
-            worker = await self._workers.pick_prefill(request, need)
-            if worker is not None:
-                return worker
+            route = await self._workers.pick_prefill(request, need)
+            if route is not None:
+                return route
             why = self._objection(request, need)
             waited_s = time.monotonic() - began if why is not None else self._workers.missing_for()
             if waited_s > self._recover_s:
@@ -165,7 +166,7 @@ class Attempts:
     async def _decode(
         self, state: RequestState, prefilled: _Prefilled, going: list[Sample], ticket: PendingTicket
     ) -> None:
-        place = self._workers.pick_decode(prefilled.worker, state.need, state.request.adapter_digest)
+        place = self._workers.pick_decode(prefilled.route, state.need)
         if place is None:
             state.outlet.flush()
             raise WorkerLost("no_decode", counted=self._workers.ready)
@@ -215,7 +216,7 @@ class Attempts:
             place.session.cancel(group)
 
     def _account(self, state: RequestState, prefilled: _Prefilled, session: DecodeSession) -> None:
-        state.handed_over = tokens_of(prefilled.done.ticket, prefilled.worker.block_size)
+        state.handed_over = tokens_of(prefilled.done.ticket, prefilled.route.prefill.block_size)
         self._metrics.handed_over(state.handed_over)
         self._metrics.dispatched("decode", session.record.worker_id)
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.telemetry import Fallbacks
-from common.types import StoppingParams, WorkerRecord
+from common.types import StoppingParams
 from gateway.admission.gate import Gate, Place
+from gateway.fleet.routing import Route
 from gateway.fleet.workers import Workers
 from gateway.intake.resolved_request import ResolvedRequest
 from protos.v1 import prefill_pb2
@@ -33,7 +34,7 @@ class HeadStart:
 
     request: ResolvedRequest
     place: Place
-    worker: WorkerRecord
+    route: Route
     done: prefill_pb2.PrefillDone
 
     def fits(self, request: ResolvedRequest) -> bool:

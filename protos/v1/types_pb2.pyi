@@ -228,20 +228,22 @@ class Timings(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., hand_over_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "num_preempted")
+    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "num_preempted", "prompt_tokens_per_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     waiting_tokens: int
     free_blocks: int
     total_blocks: int
     num_preempted: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., num_preempted: _Optional[int] = ...) -> None: ...
+    prompt_tokens_per_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., num_preempted: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class KvSpec(_message.Message):
     __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "kind", "window", "state_bytes")
