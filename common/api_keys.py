@@ -53,9 +53,9 @@ class ApiKeys:
 
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
-    """Returns the keys of both sources. `api_key` belongs to the tenant "default", which has no limits unless the file
-    sets some. A tenant in the file may not use a priority better than 0 unless its line allows it. Raises StartupError,
-    which names the file, the line, the field and the error.
+    """Returns `api_key` and the keys in the file `path`. `api_key` belongs to the tenant "default", which has no limits
+    unless the file sets some. A tenant in the file may not use a priority better than 0 unless its line allows it.
+    Raises StartupError, which names the file, the line, the field and the error.
     """
     tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}
     if path is None:

@@ -1,4 +1,4 @@
-"""Compares a model's files with `SHA256SUMS`, if its directory has such a file (made by `sha256sum * > SHA256SUMS`)."""
+"""Compares a model's files with the `SHA256SUMS` in its directory, if there is one (`sha256sum * > SHA256SUMS`)."""
 
 from __future__ import annotations
 

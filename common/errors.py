@@ -56,7 +56,7 @@ class LooseleafError(Exception):
 
     @property
     def code(self) -> str:
-        """Returns the code of OpenAI's error object: OpenAI's own code if there is one, or else the gRPC status."""
+        """The code in OpenAI's error object: OpenAI's own code if there is one, and otherwise the gRPC status."""
         reason = self.violations[0].reason if self.violations else None
         return reason or self.own_code or self.grpc_code.lower()
 

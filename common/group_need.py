@@ -33,8 +33,8 @@ class GroupNeed:
         """Returns the largest number of blocks that the group holds at a time, over all KV groups, in prefill and in
         decode.
 
-        While a sequence's sealed partial block is copied so that it can be written to, the sequence has both the block
-        and the copy. In a returning group, every sequence has such a block.
+        While a sequence copies its sealed partial block in order to write to the copy, it has both blocks. In a
+        returning group, every sequence may have a sealed partial block.
         """
         lengths = [self.prompt_len + self.max_tokens] * self.width
         return most_held(rules, self.prompt_len, lengths) + self.width * len(rules.groups)

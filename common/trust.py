@@ -34,7 +34,9 @@ class Trust:
 
     @property
     def stamp(self) -> Stamp:
-        """Returns a stamp that changes when channels should be reopened, or an empty one if it cannot be determined."""
+        """Returns a stamp that changes when channels should be reopened. It is empty without certificates, and while a
+        file is missing.
+        """
         try:
             return () if self.certificates is None else self.certificates.stamp
         except OSError:  # the files are being replaced

@@ -278,7 +278,7 @@ class PromptSources:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall time of the phases of one request, in nanoseconds."""
+    """The wall time of each phase of one request, in nanoseconds."""
 
     queue_ns: int = 0
     prefill_ns: int = 0
@@ -354,5 +354,5 @@ class WorkerRecord:
         return KvRules(self.block_size, tuple(map(Retention, self.kv_windows)), self.prefill_step)
 
     def has_adapter(self, digest: str) -> bool:
-        """Returns whether the worker has loaded the adapter with this digest. True for "", the base model."""
+        """Returns whether the worker has loaded the adapter with this digest. For "", the base model, returns True."""
         return not digest or self.adapters.get(digest) == ""

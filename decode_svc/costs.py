@@ -1,4 +1,4 @@
-"""Estimates the cost of swapping a group and of giving it back, from recent copies and steps. No I/O, no clock.
+"""Estimates the cost of swapping a group and of giving it back, from recent copies and steps. Uses no clock.
 
 Swapping moves the group's blocks twice: 2 * bytes / rate. The rate is measured over copies in either direction.
 

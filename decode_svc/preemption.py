@@ -27,7 +27,7 @@ RESUME_PAUSE_S = 0.02
 
 @dataclass(slots=True)
 class PreemptionCounts:
-    """Counts and times of preemptions since the worker started."""
+    """The counts and times of preemptions since the worker started."""
 
     swapped_groups: int = 0
     swapped_blocks: int = 0

@@ -50,7 +50,7 @@ def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
 
 
 class DecodeRole(WorkerRole):
-    """The model, blocks, running batch, step thread and service of a decode worker (`common.service_main.Role`)."""
+    """The decode role of a worker's process: its model, blocks, running batch, step thread and gRPC service."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ class RunningBlocks:
         is sent.
 
         Each block was written by one sequence alone, so no block is listed twice. If a block with equal content is
-        already published, even by another sequence of this step, it replaces the new block. Blocks that have slid out
-        of a window are released.
+        already published, even by another sequence of this step, the published block replaces the new one. Blocks that
+        have slid out of a window are released.
         """
         size = self._layout.block_size
         filled = [s for s in sequences if s.num_computed // size > s.num_sealed]

@@ -54,7 +54,7 @@ class SamplingStep:
             self.advance(group, search, candidates)
 
     def advance(self, group: Group, search: BeamSearch, candidates: list[Candidates]) -> None:
-        """Adds one token to every beam. The group's sequences become those of the new running beams."""
+        """Adds one token to every beam, and gives the group the sequences of the new running beams."""
         parents = search.advance(candidates)
         group.live = self._blocks.fork(group.live, parents)
         for sequence, beam in zip(group.live, search.running, strict=True):

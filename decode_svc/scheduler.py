@@ -1,4 +1,4 @@
-"""Decides which sequence groups run, wait, or are preempted when blocks run out. No torch, no I/O, no clock.
+"""Decides which sequence groups run, wait, or are preempted when blocks run out. Uses no torch, I/O or clock.
 
 Continuous batching: every running group is in every step. Waiting groups have been claimed already, so they hold
 blocks. Preempted groups hold no blocks on the device; their KV is in the host tier (`swap`). A group that arrives while
@@ -33,7 +33,7 @@ class Group:
     arrived_ns: int = 0
     claimed_ns: int = 0
     number: int = 0
-    """Order of arrival at this worker; set by the scheduler."""
+    """The group's position in the order of arrival at this worker. The scheduler sets it."""
     live: list[Sequence] = field(default_factory=list)
     """Sequences that have not ended; for a beam search its running beams, in the search's order."""
     search: BeamSearch | None = None

@@ -37,7 +37,7 @@ reserve.
 
 
 class DecodeWorker:
-    """The model, blocks and groups of a decode worker. All methods run in the step thread."""
+    """A decode worker: its model, blocks and groups. All methods run in the step thread."""
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from gateway.tools.names import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(VllmGrpcSettings, ServerSettings):
-    """Settings from `python -m gateway --flags` or LOOSELEAF_GATEWAY_* variables. A setting that vLLM also has keeps
-    vLLM's name.
+    """Flags of `python -m gateway`. The environment's variables are LOOSELEAF_GATEWAY_*. A flag that vLLM also has
+    keeps vLLM's name.
     """
 
     model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")

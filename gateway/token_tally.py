@@ -1,6 +1,6 @@
 """Counts streamed tokens and the times between them, for /metrics.
 
-This costs much less than prometheus_client's counters and histograms, which use locks. These counts are written and
+The tally costs much less than prometheus_client's counters and histograms, which use locks. Its counts are written and
 read only in the event loop.
 """
 

@@ -26,7 +26,7 @@ MODEL = Path(__file__).resolve().parent.parent / "models" / "configs" / "llama-1
 
 
 class BatchingSettings(Settings):
-    """Compares 16 requests at once with one at a time."""
+    """Flags of `python -m loadtest.batching`, which compares several requests at once with one at a time."""
 
     model_config = settings_config("LOOSELEAF_BATCHING_", "loadtest.batching")
 

@@ -32,7 +32,7 @@ from testing.system import prompts
 
 
 class LatencySettings(Settings):
-    """Measures health checks during prefill, and refusals while the queue is full."""
+    """Flags of `python -m loadtest.latency`, which times health checks during prefill, and refusals by a full queue."""
 
     model_config = settings_config("LOOSELEAF_LATENCY_", "loadtest.latency")
 

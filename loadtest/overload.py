@@ -34,7 +34,9 @@ FILL_S = 16.0
 
 
 class OverloadSettings(Settings):
-    """Measures goodput, first tokens and refusals at several multiples of the machine's capacity."""
+    """Flags of `python -m loadtest.overload`, which measures goodput, first tokens and refusals at several multiples of
+    the service's capacity.
+    """
 
     model_config = settings_config("LOOSELEAF_OVERLOAD_", "loadtest.overload")
 

@@ -29,8 +29,8 @@ from testing.system import prompts
 
 
 class RolesSettings(Settings):
-    """Compares three arrangements of the roles: two processes; one process in which they take turns; and one process in
-    which they run at the same time, each on half of the cores.
+    """Flags of `python -m loadtest.roles`, which compares three arrangements of the roles: two processes; one process
+    in which they take turns; and one process in which they run at the same time, each on half of the cores.
     """
 
     model_config = settings_config("LOOSELEAF_ROLES_", "loadtest.roles")

@@ -8,7 +8,9 @@ from common.settings import Settings, settings_config
 
 
 class LoadSettings(Settings):
-    """Runs locust without its web page against a running Looseleaf, or against one that is started for it."""
+    """Flags of `python -m loadtest`, which runs locust without its web page against a Looseleaf server that is running
+    or that is started for the run.
+    """
 
     model_config = settings_config("LOOSELEAF_LOADTEST_", "loadtest")
 

@@ -1,9 +1,10 @@
 """Measures the effect of one tenant on another: `python -m loadtest.tenants`.
 
-Serves the built-in model with two tenants. Flood: one tenant keeps many streams open, at the best priority that its key
-allows, while the other sends one request after the other. The output shows the other tenant's times to first token and
-refusals. Timing: how well the time to first token distinguishes a known prompt from a new one, for prompts of the same
-tenant and of the other one (area under the ROC curve: 0.5 is a guess, 1 is certain). The last line is JSON.
+Serves the built-in model with two tenants. In the flood, one tenant keeps many streams open, at the best priority that
+its key allows, while the other sends one request after the other. The output shows the other tenant's times to first
+token and refusals. The timing part measures how well the time to first token distinguishes a known prompt from a new
+one, for prompts of the same tenant and of the other one (area under the ROC curve: 0.5 is a guess, 1 is certain). The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ SETTLE_S = 5.0
 
 
 class TenantsSettings(Settings):
-    """Measures a tenant's times to first token while a different tenant floods the service, and how much the first
-    tenant learns about the prompts of the flooding one.
+    """Flags of `python -m loadtest.tenants`, which measures how a tenant that floods the service affects another one,
+    and how much a tenant can learn about another one's prompts.
     """
 
     model_config = settings_config("LOOSELEAF_TENANTS_", "loadtest.tenants")

@@ -31,7 +31,7 @@ SERVE = (
 
 
 class ThroughputSettings(Settings):
-    """Measures the tokens per second of a machine."""
+    """Flags of `python -m loadtest.throughput`, which measures the tokens per second of a machine."""
 
     model_config = settings_config("LOOSELEAF_THROUGHPUT_", "loadtest.throughput")
 

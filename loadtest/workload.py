@@ -1,4 +1,4 @@
-"""The requests of the load test: request number i of a seed is always the same. No I/O except reading a trace.
+"""The requests of the load test. Request number i of a seed is always the same. Does no I/O except to read a trace.
 
 Lengths are drawn from lognormal distributions, or taken from a trace in Azure's format (columns ContextTokens and
 GeneratedTokens; lines that begin with # are comments). A share of the prompts begins with one of a few common prefixes,

@@ -1,4 +1,4 @@
-"""`LLM`: a model served on this machine for as long as the object lives.
+"""`LLM`, a model that is served on this machine for as long as the object exists.
 
 with LLM("path/to/model") as llm:
     for completion in llm.generate(["Once upon a time", "The wolf"], max_tokens=32):

@@ -1,4 +1,4 @@
-"""The options of one generation, and their conversion to a GenerateRequest. No I/O.
+"""The options of one generation, and their conversion to a GenerateRequest.
 
 This module checks the names of options: a misspelt name raises TypeError before anything is sent. The gateway checks
 the values against its limits, and its error names the field.

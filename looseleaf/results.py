@@ -13,7 +13,7 @@ from protos.v1 import inference_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. cached_tokens + computed_tokens = prompt_tokens."""
+    """The token counts of one request. `cached_tokens + computed_tokens == prompt_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int

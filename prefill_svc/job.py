@@ -1,6 +1,6 @@
 """A sequence group in prefill: its token sequences, and the branches that continue each of them.
 
-Plain Python: no torch, no I/O, no clock.
+Uses no torch, I/O or clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states of a prompt become one vector, chunk by chunk. Plain Python and numpy.
+"""Embeddings: the hidden states of a prompt become one vector, chunk by chunk.
 
 The same prompt gives the same bits in any batch and however it is divided into chunks: a hidden state does not depend
 on its batch, and the mean adds the states one after the other, in fp64, in the order of their positions.

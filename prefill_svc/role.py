@@ -46,7 +46,7 @@ def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
 
 
 class PrefillRole(WorkerRole):
-    """The model, blocks, queue, step thread and service of a prefill worker (`common.service_main.Role`)."""
+    """The prefill role of a worker's process: its model, blocks, queue, step thread and gRPC service."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Decides which prompts, and how much of each, go into the next prefill step. Plain Python: no torch, no I/O, no clock.
+"""Decides which prompts, and how much of each, go into the next prefill step. Uses no torch, I/O or clock.
 
 Prompts of one priority are served in order of arrival, in chunks under a token budget, with several prompts per step. A
 prompt is admitted, with all branches of its group, only if blocks for all of it are available, except for those that it

@@ -37,7 +37,7 @@ MAX_STUCK = 200
 
 
 class PrefillWorker:
-    """The model, blocks and queue of a prefill worker. All methods except `begin_chain` run in the step thread."""
+    """A prefill worker: its model, blocks and queue. All methods except `begin_chain` run in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached, scheduler: PrefillScheduler, domain: bytes) -> None:
         self._runner = runner
@@ -48,8 +48,8 @@ class PrefillWorker:
         self._blocks = GroupBlocks(attached, runner.layout)
         self._emits: dict[Job, Emit] = {}
         self._parked: dict[Job, Callable[[], None]] = {}
-        """Prompts that have been computed and are waiting for the ledger to accept their hand-over. For each of them,
-        the remaining work.
+        """Prompts that have been computed and wait for the ledger to accept their hand-over, each with the function
+        that finishes it.
         """
         self._num_stuck = 0
         """Number of consecutive steps in which no running prompt got the blocks that it needs."""

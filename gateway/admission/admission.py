@@ -1,4 +1,4 @@
-"""Admission control: admits a request, or refuses it at once. No I/O.
+"""The admission control, which admits a request or refuses it at once. Does no I/O.
 
 There are two checks: one when a request's headers have arrived (`Admission.enter`: its tenant, the queue, its predicted
 wait), and one when its body has been read (`Entry.take`: its samples, priority and tokens). The limit on the queue
@@ -65,8 +65,8 @@ class Admission:
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Makes the checks of `enter`, and raises its errors, without admitting a request. For callers that have not
-        yet received a message.
+        """Makes the checks of `enter`, and raises its errors, without admitting a request. A caller can use it before
+        it has received a message.
         """
         if self.draining:
             raise self._refusal(

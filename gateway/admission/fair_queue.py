@@ -1,4 +1,4 @@
-"""Deficit round robin between tenants (Shreedhar and Varghese, 1996). Within a tenant, first come, first served.
+"""A queue with deficit round robin between tenants (Shreedhar and Varghese, 1996). A tenant's items leave in order.
 
 Tenants take turns. Each turn adds a quantum to a tenant's credit, and the tenant keeps unused credit while it has
 waiting items. While two tenants both wait, the numbers of tokens that they get therefore differ by at most a quantum

@@ -1,4 +1,4 @@
-"""The gate to the workers, where a request waits until decode has room for it. No I/O.
+"""The gate to the workers, where a request waits until decode has room for it. Does no I/O.
 
 Requests pass in order of priority, and tenants share the places fairly. A prompt that is prefilled too early takes
 blocks that running requests need. The gate also predicts how long a request that arrives now will wait.
@@ -118,8 +118,8 @@ class Gate:
             self._margin.learn(place.predicted_s, seconds)
 
     def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """Returns the predicted mean wait in seconds, or None until a rate has been measured. It is 0 if a place is
-        free. `wait_s` returns the likely maximum.
+        """Returns the predicted mean wait in seconds, or None until a rate has been measured. The wait is 0 if a place
+        is free. `wait_s` returns the likely maximum.
         """
         self._note_time()
         rate, capacity = self._rate.per_second, self._capacity()

@@ -1,6 +1,6 @@
-"""Ends answers that take too long to write, or all open answers at once. No I/O.
+"""Ends answers that take too long to write, or all open answers at once. Does no I/O.
 
-To end an answer, an error is raised inside its scope. The answer's writer then informs the client.
+The end of an answer raises an error inside the answer's scope. The writer of the answer then informs the client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predicts how long a request will wait for its place: the work ahead of it, divided by the rate of work. No I/O, no
+"""Predicts how long a request will wait for its place: the work ahead of it, divided by the rate of work. Uses no
 clock.
 
 A request's work is the largest number of tokens that it may take, both in the queue and in the rate. If this estimate
@@ -79,8 +79,9 @@ class ServiceRate:
         return Mark(self._at, self._total_busy_s)
 
     def done(self, work: int, began: Mark) -> None:
-        """Notes that a request gave up its place at the time of the last `pass_time`. Its work counts in proportion to
-        the busy share of its time: many requests may end together, and the first of them may end the busy time.
+        """Notes that a request gave up its place at the time of the last `pass_time`. The request's work counts in
+        proportion to the busy share of its time, because the first of several requests that end together may end the
+        busy time.
         """
         whole_s, busy_s = self._at - began.at, self._total_busy_s - began.busy_s
         if busy_s > 0:

@@ -1,5 +1,5 @@
-"""The places of each tenant at the gate. Decides which tenants may start requests although all places are taken. Plain
-Python, no clock.
+"""The places of each tenant at the gate. Decides which tenants may start requests although all places are taken. Uses
+no clock.
 
 A tenant that has less than an even share of the places may start requests beyond the limit, with a reserved place.
 Workers preempt requests without a reserved place first. A tenant can have only a few sequences, or one request, with
@@ -26,7 +26,7 @@ class _Holding:
 
 
 class Shares:
-    """The sequence counts of all active tenants. They decide which tenants may use a reserved place."""
+    """A table of the sequence counts of all active tenants. It decides which tenants may use a reserved place."""
 
     def __init__(self) -> None:
         self._holdings: dict[str, _Holding] = {}

@@ -1,4 +1,4 @@
-"""The limits of tenants: requests and tokens per minute, priority, cached blocks. No I/O; the time is an argument.
+"""The limits of tenants: requests and tokens per minute, priority, cached blocks. The time is an argument.
 
 The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant that the file does not
 list has no limits. If no key is required, no client has limits.
@@ -80,7 +80,7 @@ class Tenants:
         return self._limits.get(tenant, _NO_LIMITS).cache_percent
 
     def is_operator(self, tenant: str) -> bool:
-        """Returns whether the tenant may change what is served. A tenant that the key file does not list may."""
+        """Returns whether the tenant may load and unload adapters. A tenant that the key file does not list may."""
         return tenant not in self._limits or self._limits[tenant].operator == 1
 
     def requests(self, tenant: str) -> Bucket | None:

@@ -45,7 +45,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a block: it was opened, it has more text, or it is complete."""
+    """A change of a block: the block was opened, has more text, or is complete."""
 
     what: Literal["open", "grow", "close"]
     block: Block
@@ -110,7 +110,7 @@ class ToolBody(AskingBody, Protocol):
     """The interface of a request body that may offer tools."""
 
     def chosen_tools(self) -> ToolChoice:
-        """Returns the tools that may be called. Raises InvalidArgument."""
+        """Returns the tools that may be called. Raises InvalidArgument if the tools or the choice are invalid."""
 
 
 class BlockAnswer:

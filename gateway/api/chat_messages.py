@@ -40,8 +40,8 @@ class ToolCall(msgspec.Struct):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. Fields that clients copy from an answer are accepted: OpenAI's fields (`refusal: null`, ...) must be
-    empty, and the fields that client libraries add (`parsed`, ...) are not read.
+    """A message of a chat. Fields that clients copy from an answer are accepted: OpenAI's fields (`refusal: null`, ...)
+    must be empty, and the fields that client libraries add (`parsed`, ...) are not read.
     """
 
     role: str

@@ -134,7 +134,7 @@ class ChatPlanner:
 
 
 def _continued(prompt: Prompt | None) -> str | None:
-    """Returns the text of the message that the output continues, if there is one."""
+    """Returns the text of the message that the output continues, or None if the output continues no message."""
     if not isinstance(prompt, ChatPrompt) or not prompt.continue_final_message:
         return None
     return str(prompt.messages[-1]["content"])

@@ -11,7 +11,7 @@ from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reaso
 
 
 def message_of(text: str, reader: OutputReader | None, ids: CallIds) -> dict[str, Any]:
-    """Returns the message of a complete answer. Its content is `null` if it has tool calls and no text."""
+    """Returns the message of a complete answer. The message's `content` is `null` if it has tool calls and no text."""
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reader is None:
         return message

@@ -1,4 +1,4 @@
-"""Answers of POST /v1/embeddings and POST /score, which are never streamed. No I/O."""
+"""Builds answers of POST /v1/embeddings and POST /score, which are not streamed. Does no I/O."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class ToolUse(msgspec.Struct):
-    """Anthropic's `tool_choice`."""
+    """The object of Anthropic's `tool_choice` field."""
 
     type: str
     name: str | None = None
@@ -91,7 +91,7 @@ class CountTokensBody(Body, kw_only=True):
         return None if form is None else structured_of_type(_FORMAT, form.type, "schema", form.schema)
 
     def chosen_tools(self) -> ToolChoice:
-        """Returns the tools that may be called. Raises InvalidArgument."""
+        """Returns the tools that may be called. Raises InvalidArgument if the tools or the choice are invalid."""
         functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
         return tool_choice_of(functions, Chosen() if self.tool_choice is None else self.tool_choice.chosen())
 

@@ -78,8 +78,8 @@ def parse_body(
     """Parses a body. `on_unknown` is called with the name of each unknown field; if it is None, unknown fields are
     refused.
 
-    Raises InvalidArgument for an invalid or missing field, and Unimplemented for an unsupported one, unless that is
-    null or has its neutral value.
+    Raises InvalidArgument for an invalid or missing field, and Unimplemented for an unsupported field that is not null
+    and does not have its neutral value.
     """
     values: dict[str, Any] = {}
     unsupported = unsupported_of(kind)

@@ -121,8 +121,8 @@ class LogprobFormat:
         return {"content": content, "refusal": None}
 
     def prompt(self, items: Sequence[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-        """Returns the prompt's log-probabilities in vLLM's format: for each token, a map from id to logprob, rank and
-        text; for the first token, None.
+        """Returns the prompt's log-probabilities in vLLM's format: None for the first token and, for each later token,
+        a map from id to logprob, rank and text.
         """
         answer: list[dict[str, Any] | None] = [None]
         for item in items:

@@ -1,4 +1,4 @@
-"""Assembles one HTTP answer, complete or in chunks: choices, echoes, log-probabilities. No I/O.
+"""Assembles one HTTP answer, complete or in chunks: choices, echoes, log-probabilities. Does no I/O.
 
 Each prompt has one choice per sample (`n`) or per returned beam.
 """

@@ -40,7 +40,7 @@ def plain_items(items: Sequence[InputItem]) -> tuple[list[dict[str, Any]], list[
     """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument or
     Unimplemented.
 
-    The reasoning, the text and the calls of one answer are separate items. They become one message.
+    The reasoning, the text and the calls of one answer are separate items, which become one message.
     """
     check_parts("input", [item.content for item in items] + [item.output for item in items])
     if not items:

@@ -1,4 +1,4 @@
-"""Builds answers of POST /v1/responses: items of text, reasoning and calls, complete or as typed events. No I/O."""
+"""Builds answers of POST /v1/responses: items of text, reasoning and calls, complete or as events. Does no I/O."""
 
 from __future__ import annotations
 

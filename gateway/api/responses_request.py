@@ -118,7 +118,7 @@ class ResponsesBody(Body, kw_only=True):
                 raise Unimplemented.of(f"include[{index}]", f"{item[:60]!r} is not supported yet")
 
     def chosen_tools(self) -> ToolChoice:
-        """Returns the tools that may be called. Raises InvalidArgument."""
+        """Returns the tools that may be called. Raises InvalidArgument if the tools or the choice are invalid."""
         functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())]
         chosen = chosen_of(self.tool_choice, lambda choice: choice.get("name"), '{"type": "function", "name": ...}')
         return tool_choice_of(functions, replace(chosen, many=self.parallel_tool_calls is not False))

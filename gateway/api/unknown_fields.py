@@ -24,8 +24,8 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def note(self, scope: Scope, names: Sequence[str]) -> None:
-        """Warns the client that the fields `names` were ignored, and logs the names in the warning that have not been
-        logged before.
+        """Warns the client that the fields `names` were ignored. Logs the names in the warning that have not been
+        logged before, up to `MAX_LOGGED` names in all.
         """
         if not names:
             return

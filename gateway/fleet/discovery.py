@@ -188,8 +188,8 @@ class Discovery:
 
 
 def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> list[bytes]:
-    """Returns the hashes of the blocks of the longest prefix that may be cached. It excludes the last token, because
-    prefill must compute at least one token.
+    """Returns the hashes of the blocks of the longest prefix that may be cached. This prefix excludes the last token,
+    because prefill must compute at least one token.
     """
     ids = request.prompt_ids
     domain = adapter_domain(bytes.fromhex(hash_domain), bytes.fromhex(request.adapter_digest))

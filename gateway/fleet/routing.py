@@ -1,4 +1,4 @@
-"""Chooses the prefill and the decode worker of a request. Plain Python: no I/O, the time is an argument.
+"""Chooses the prefill and the decode worker of a request. Does no I/O, and gets the time as an argument.
 
 A request takes the route on which decode is predicted to begin first: queue and prefill at a prefill worker, a copy if
 the decode worker uses another arena, and a place in that worker's batch (`gateway.fleet.costs`). So a prefix that is
@@ -187,8 +187,8 @@ class Router:
         return (d for d in self._decodes_for(prefill) if usable(d.record) and d.record.has_adapter(adapter))
 
     def _decodes_for(self, prefill: WorkerRecord) -> list[WorkerState]:
-        """Returns the decode workers that accept a prefill worker's tickets. They must have the same pairing
-        fingerprint, and be in the same arena or in one to which blocks can be copied.
+        """Returns the decode workers that accept a prefill worker's tickets. A decode worker must have the same pairing
+        fingerprint, and be in the same arena or in an arena to which blocks can be copied.
         """
         decodes = [d for d in self._of_role("decode") if d.record.pairing == prefill.pairing]
         return [d for d in decodes if self._reaches(prefill.arena_id, d.record.arena_id)]

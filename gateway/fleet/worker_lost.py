@@ -1,5 +1,5 @@
-"""The error after which a request is sent to workers again. It never reaches clients: they see a pause or, if no
-attempt is left, a status.
+"""The error after which a request is sent to workers again. The error does not reach clients: they see a pause or, if
+no attempt is left, a status.
 """
 
 from __future__ import annotations

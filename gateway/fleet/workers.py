@@ -91,7 +91,7 @@ class Workers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
-        """Sets the functions that find cached prefixes and end tickets, such as those of `Discoveries`."""
+        """Sets the functions that find cached prefixes and end tickets. They are methods of `Discoveries`."""
         self._lookup = lookup
         self._end_ticket = end_ticket
 
@@ -118,7 +118,7 @@ class Workers:
         return self._router.ready(self._usable)
 
     def missing_for(self) -> float:
-        """Returns the seconds since there was a ready pair; infinity if there never was one."""
+        """Returns the seconds since a pair of workers was ready, or infinity if no pair has been ready yet."""
         now = time.monotonic()
         if self.ready:
             self._ready_at = now

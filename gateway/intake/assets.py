@@ -21,7 +21,7 @@ UNLIMITED = 32_768
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling defaults from generation_config.json, used as in vLLM (do_sample is ignored)."""
+    """The sampling defaults from generation_config.json, used as in vLLM (do_sample is ignored)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -37,7 +37,7 @@ READ = ("config.json", "generation_config.json", "tokenizer_config.json", "token
 
 @dataclass(frozen=True, slots=True)
 class ModelAssets:
-    """The record of what the gateway knows about a model."""
+    """The gateway's record of a model: names, tokenizer, sizes, defaults and templates."""
 
     name: str
     tokenizer: Tokenizer
@@ -83,7 +83,9 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if the file is missing and not `required`. Raises StartupError."""
+    """Returns the JSON object in a file, or {} if the file is missing and not `required`. Raises StartupError if the
+    file is required and missing, or does not contain a JSON object.
+    """
     if not path.exists():
         if required:
             raise StartupError(f"{path} is missing")

@@ -28,11 +28,11 @@ _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _Refused(TemplateError):
-    """Raised by a template's `raise_exception`. The message is the template author's text for the client."""
+    """The error that a template's `raise_exception` raises. Its message is the template's text for the client."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what the assistant wrote, for training. It does not change the text."""
+    """A Jinja extension that ignores `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 

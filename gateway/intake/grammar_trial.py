@@ -79,7 +79,9 @@ class GrammarTrials:
             self._verdicts.popitem(last=False)
 
     async def _try(self, wanted: StructuredOutput) -> str | None:
-        """Returns a description of the error in a grammar, or None if the grammar is valid. Raises Unavailable."""
+        """Returns a description of the error in a grammar, or None if the grammar is valid. Raises Unavailable if the
+        trial takes too long or its process keeps ending.
+        """
         failure: LooseleafError = Unavailable("the process that tries grammars has ended", retry_after_s=1.0)
         async with self._places:
             for _ in range(NUM_TRIES):

@@ -115,7 +115,7 @@ class Checker:
             self.violations.append(FieldViolation(name, description, reason))
 
     def finish(self) -> None:
-        """Raises InvalidArgument if there are violations. Its message describes the first violation."""
+        """Raises InvalidArgument if there are violations. The error's message describes the first violation."""
         if self.violations:
             first = self.violations[0]
             raise InvalidArgument(f"{first.field} {first.description}", violations=tuple(self.violations))

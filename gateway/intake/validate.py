@@ -177,7 +177,7 @@ class Validator:
 
     def _max_text_bytes(self) -> int:
         """Returns the size in bytes of the longest text that is tokenized. Longer texts cannot fit into the context.
-        It is at least `MIN_PROMPT_BYTES`, because normalizing may shorten a text.
+        The size is at least `MIN_PROMPT_BYTES`, because normalizing may shorten a text.
         """
         return min(MAX_PROMPT_BYTES, max(MIN_PROMPT_BYTES, self._max_model_len() * self._assets.longest_token))
 

@@ -46,7 +46,7 @@ class _Prefilled:
 
 
 class Attempts:
-    """The runner of attempts at requests."""
+    """The runner of attempts, each of which is a prefill, a hand-over and a decode of a request."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, recover_s: float
@@ -222,7 +222,9 @@ class Attempts:
 
 
 class _Decoding:
-    """The receiver of a group's outputs. It puts them into the request's state and writes them through its outlet."""
+    """The receiver of a group's outputs. It adds them to the request's state and writes them through the request's
+    outlet.
+    """
 
     __slots__ = ("_group", "_isolation", "_session", "_some_ended", "_state", "_timings", "began")
 

@@ -32,7 +32,7 @@ class Detokenizing(Protocol):
     """The interface of an incremental detokenizer for one sample."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that this token makes certain. Within a character, it is often empty."""
+        """Returns the text that this token makes certain. The text is empty if a character is still incomplete."""
 
     def flush(self) -> str:
         """Returns the text that is still held back, as if no token followed."""
@@ -137,7 +137,7 @@ class Detokenizer:
         """Number of tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that this token makes certain. Within a character, it is often empty."""
+        """Returns the text that this token makes certain. The text is often empty within a character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         whole = len(text.rstrip(REPLACEMENT))

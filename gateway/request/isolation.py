@@ -59,7 +59,7 @@ class _Neighbours:
 
 class IsolationTicket:
     """A permission for a request to use a worker until `leave` is called. A suspect uses the worker alone. `leave` may
-    be called again. As a context manager, the ticket calls `leave` at the end.
+    be called more than once. As a context manager, the ticket calls `leave` at the end.
     """
 
     __slots__ = ("_leave", "alone")
@@ -92,7 +92,7 @@ class IsolationTicket:
 
 
 class Isolation:
-    """A record of the workers' deaths by request. It decides which requests may run together. For one event loop."""
+    """A record of the workers' deaths by request. It decides which requests may run together, in one event loop."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
@@ -142,7 +142,7 @@ class Isolation:
 
 
 def digest_of(prompt_ids: Sequence[int], salt: bytes) -> bytes:
-    """Returns the digest by which this module knows a request: that of its salt and its prompt. The seed is left out,
-    because a client can change it at no cost.
+    """Returns the digest of a request's salt and prompt, by which this module identifies the request. The seed is left
+    out, because a client can change it at no cost.
     """
     return hashlib.sha256(salt + array("I", prompt_ids).tobytes()).digest()

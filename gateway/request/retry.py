@@ -39,8 +39,8 @@ class Retry:
         self._again = Burst(_log)
 
     async def prepare(self, state: RequestState, place: Place, lost: WorkerLost) -> None:
-        """Counts a loss and waits until the next attempt may begin. Raises the client's error if no further attempt is
-        allowed.
+        """Counts a loss and waits until the next attempt may begin. Raises the error for the client if no further
+        attempt is allowed.
         """
         self._account(state, lost)
         if lost.given_back:

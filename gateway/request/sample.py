@@ -17,7 +17,7 @@ from protos.v1 import types_pb2 as pb
 
 
 class Sample:
-    """One sample as the client sees it: it accepts tokens with their indices and produces deltas."""
+    """A sample of a request as the client sees it. It accepts tokens with their indices and produces deltas."""
 
     __slots__ = ("_cumulative_logprob", "_detokenizer", "_has_stops", "_include_stop", "_matcher", "_stop_ids",
                  "_stopping", "delta", "finish_reason", "index", "left_at", "output_ids")  # fmt: skip

@@ -1,6 +1,7 @@
-"""The state of a request across attempts: its samples, its times, its account, and the data that workers get about it.
+"""The state of a request across attempts: its samples, its times, its counts, and the messages that workers get.
 
-A beam search has as many samples as it returns beams; they have no content before its end. Does not depend on workers.
+A beam search has as many samples as beams to return. They have no content before the search ends. Does not depend on
+workers.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class RequestState:
         self.left_at = sample.left_at = now
 
     def _account_first(self, delta: Delta, now: float) -> None:
-        """Accounts for a sample's first delta. It has no inter-token time, neither within the sample nor relative to
-        others.
+        """Counts the tokens of a sample's first delta, which have no inter-token latency, and the request's time to
+        first token.
         """
         count, metrics = len(delta.token_ids), self.metrics
         if delta.embedding:

@@ -45,8 +45,8 @@ class StopMatcher:
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int]:
-        """Returns (begin, end) of the stop string that is complete first within the new text, or (0, 0) if none is
-        complete. Sets `matched`.
+        """Returns the begin and the end of the stop string that is complete first within the new text, and sets
+        `matched` to it. Returns (0, 0) if none is complete.
         """
         new_from = len(self._held)
         best = (0, 0)

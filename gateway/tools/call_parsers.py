@@ -57,7 +57,7 @@ class CallParser(ABC):
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """Returns the text that is still held back. No text may follow."""
+        """Returns the pieces of the text that is still held back. Must be called after the last `feed`."""
         self._last = END
         try:
             self._scan.send(END)

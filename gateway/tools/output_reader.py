@@ -8,7 +8,7 @@ from gateway.tools.reasoning import ReasoningSplitter
 
 
 class OutputReader:
-    """A reader of one sample. The reasoning parser and the call parser are both optional."""
+    """A reader of one sample's text. The reasoning parser and the call parser are both optional."""
 
     def __init__(self, splitter: ReasoningSplitter | None, parser: CallParser | None) -> None:
         self._splitter = splitter
@@ -23,7 +23,7 @@ class OutputReader:
         return self._pieces(reasoning, text)
 
     def finish(self) -> list[Piece]:
-        """Returns the text that is still held back. No text may follow."""
+        """Returns the pieces of the text that is still held back. Must be called after the last `feed`."""
         pieces: list[Piece] = []
         if self._splitter is not None:
             pieces = self._pieces(*self._splitter.finish())

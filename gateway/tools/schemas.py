@@ -17,7 +17,7 @@ _DATA = frozenset(("enum", "const", "required", "dependentRequired", "type"))
 
 
 def object_schema(parameters: Mapping[str, Any]) -> str:
-    """Returns the schema of a function's arguments, which are always an object, on one line."""
+    """Returns the schema of a function's arguments on one line. A schema without a type becomes that of an object."""
     schema = without_notes(parameters)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema["type"] = "object"

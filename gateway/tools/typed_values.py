@@ -21,8 +21,8 @@ _NAMES: Mapping[type, str] = {
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema to which a local reference leads, or the schema itself. What is not an object becomes an empty
-    schema.
+    """Returns the schema to which a local reference leads, or the schema itself if it is not a reference. Returns an
+    empty schema if the result is not an object.
     """
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):

@@ -106,7 +106,7 @@ class Replies:
 def prefill_replies(
     request: ResolvedRequest, done: prefill_pb2.PrefillDone, kv_transfer_params_json: str
 ) -> list[pb.GenerateResponse]:
-    """Returns prefill's answer to the router: for each sample, the first token and what decode needs to continue."""
+    """Returns prefill's answer to the router: for each sample, the first token and the name of the prefill."""
     return [
         pb.GenerateResponse(
             complete=pb.GenerateComplete(

@@ -36,7 +36,7 @@ _LOWEST = 19
 
 
 class SpareSettings(BothSettings):
-    """Flags of `python -m looseleaf.both_roles.spare`, which are those of the workers that it may replace."""
+    """Flags of `python -m looseleaf.both_roles.spare`: the flags of the workers that it may replace, and `place`."""
 
     model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles.spare")
     place: Literal["both", "split"] = Field("split", description="replaces workers of both roles, or of either role")

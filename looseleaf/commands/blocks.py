@@ -29,7 +29,9 @@ _STATES = pb.BlockState
 
 
 class BlocksSettings(Settings):
-    """Prints one line per block, then the holders. Free blocks are printed only with --all."""
+    """Flags of `looseleaf blocks`, which prints one line per block, then the holders. It prints free blocks only with
+    --all.
+    """
 
     model_config = settings_config("LOOSELEAF_BLOCKS_", "looseleaf blocks")
 

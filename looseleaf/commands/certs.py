@@ -32,9 +32,9 @@ _LEEWAY = datetime.timedelta(minutes=5)
 
 
 class CertsSettings(Settings):
-    """Creates ca.pem; inside.pem and inside.key for --tls-cert and --tls-key; front.pem and front.key for
-    --ssl-certfile and --ssl-keyfile. The CA's own key is kept in ca.key, so that the next run renews only the
-    certificates.
+    """Flags of `looseleaf certs`, which creates ca.pem; inside.pem and inside.key for --tls-cert and --tls-key; and
+    front.pem and front.key for --ssl-certfile and --ssl-keyfile. The CA's own key is kept in ca.key, so that the next
+    run renews only the certificates.
     """
 
     model_config = settings_config("LOOSELEAF_CERTS_", "looseleaf certs")

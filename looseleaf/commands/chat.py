@@ -1,4 +1,4 @@
-"""`looseleaf chat ["message"]`: one answer, or a conversation turn by turn."""
+"""`looseleaf chat ["message"]`: prints one answer, or holds a conversation turn by turn."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from looseleaf.options import GenerateOptions, Message
 
 
 class ChatSettings(ClientSettings):
-    """Talks with the model. With a message, there is one answer. Without one, turns follow until an empty line or
-    Ctrl-D.
+    """Flags of `looseleaf chat`, which talks with the model. With a message, it prints one answer. Without a message,
+    turns follow until an empty line or Ctrl-D.
     """
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf chat")

@@ -18,7 +18,7 @@ from looseleaf.results import Delta
 
 
 class CompleteSettings(ClientSettings):
-    """Continues a prompt. The text is streamed to stdout as it is generated."""
+    """Flags of `looseleaf complete`, which continues a prompt and streams the text to stdout as it is generated."""
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf complete")
 

@@ -34,8 +34,8 @@ _LEAST_SHARED_BYTES = 256 << 20
 
 
 class DoctorSettings(Settings):
-    """Checks this machine: torch, kernels, GPU, Redis, shared memory, ports, model. Exit status 1 if there is a
-    problem.
+    """Flags of `looseleaf doctor`, which checks torch, kernels, GPU, Redis, shared memory, ports and a model on this
+    machine. Its exit status is 1 if there is a problem.
     """
 
     model_config = settings_config("LOOSELEAF_DOCTOR_", "looseleaf doctor")

@@ -19,7 +19,7 @@ from common.trust import TrustFiles
 
 
 class HealthSettings(Settings):
-    """Exits with status 0 if the service at ADDRESS is ready to serve, and with 1 if not."""
+    """Flags of `looseleaf health`. Its exit status is 0 if the service at ADDRESS is ready to serve, and 1 if not."""
 
     model_config = settings_config("LOOSELEAF_HEALTH_", "looseleaf health")
 

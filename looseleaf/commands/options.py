@@ -12,7 +12,9 @@ from looseleaf.options import GenerateOptions
 
 
 class ClientSettings(Settings):
-    """The gateway's address and sampling parameters. Absent values use the model's or the gateway's default."""
+    """Flags for the gateway's address and the sampling parameters. Absent flags use the model's or the gateway's
+    default.
+    """
 
     address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
     api_key: str | None = Field(None, repr=False, description="API key (or use the variable)")

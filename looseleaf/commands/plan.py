@@ -1,4 +1,6 @@
-"""`looseleaf plan MODEL`: shows what a model and a context length need, with the arithmetic. Loads no weights."""
+"""`looseleaf plan MODEL`: shows the memory that a model and a context length need, with the arithmetic. Loads no
+weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ GIB = 1 << 30
 
 
 class PlanSettings(Settings):
-    """Shows what a model and a context length need: memory for weights and KV, blocks, hosts."""
+    """Flags of `looseleaf plan`, which shows the memory, blocks and hosts that a model and a context length need."""
 
     model_config = settings_config("LOOSELEAF_PLAN_", "looseleaf plan")
 

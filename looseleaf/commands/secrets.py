@@ -1,8 +1,8 @@
 """`looseleaf secrets DIRECTORY`: creates the secret that the services of a deployment share and the password of their
 Redis, in separate files.
 
-It is for compose and for services that are started by hand; `looseleaf serve` creates its own secrets. Existing files
-are kept, so that services that are already running and services that are started later agree.
+Use it with compose and with services that are started by hand; `looseleaf serve` creates its own secrets. Existing
+files are kept, so that services that are already running and services that are started later agree.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAMES = ("secret", "redis-password")
 
 
 class SecretsSettings(Settings):
-    """Creates the files `secret` and `redis-password`, for the flags --secret-file and --redis-password-file of every
-    service.
+    """Flags of `looseleaf secrets`, which creates the files `secret` and `redis-password` for the services' flags
+    --secret-file and --redis-password-file.
     """
 
     model_config = settings_config("LOOSELEAF_SECRETS_", "looseleaf secrets")

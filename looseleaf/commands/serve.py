@@ -48,7 +48,7 @@ class Interrupted(BaseException):
 class StopSignals:
     """The handler of SIGTERM and SIGINT, which end the launch in an orderly way. A second signal kills the services.
 
-    On SIGHUP, the gateway reads its key file again. If SIGHUP means that the terminal was closed, it ends the launch.
+    On SIGHUP, the gateway reads its key file again, or the launch ends if the terminal has been closed.
     """
 
     def __init__(self, launcher: Launcher) -> None:

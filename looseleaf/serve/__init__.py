@@ -1,1 +1,1 @@
-"""`looseleaf serve`: every service on one machine, started, watched and replaced."""
+"""`looseleaf serve`: starts every service on one machine, watches them and replaces those that end."""

@@ -33,7 +33,7 @@ def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def why_no_gpu() -> str | None:
-    """Returns why there is no GPU that torch can use, in one sentence, or None if there is one."""
+    """Returns the reason why torch can use no GPU, in one sentence, or None if it can use one."""
     if torch_cuda() is None:
         return "the torch that is installed here was not built for CUDA"
     # In a separate process: a process that has called the driver cannot fork others that use it, and `LLM` does not

@@ -36,7 +36,8 @@ class ModelSource:
 
 def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
     """Returns the directory of the model `given` (a directory, a GGUF file or a name on the Hugging Face Hub). If it is
-    None, returns the built-in model's directory, or else that of a small random model. Raises StartupError.
+    None, returns the built-in model's directory, or else a small random model's. Raises StartupError if there is no
+    model or the download fails.
 
     With `dummy` weights, the directory needs only a config.json: the small random model's tokenizer replaces a missing
     one.

@@ -14,7 +14,7 @@ from gateway.tools.names import CallFormatName, ReasoningFormatName
 
 
 class ServeSettings(VllmGrpcSettings):
-    """Serves a model on this machine: block store, prefill and decode workers, and the gateway.
+    """Flags of `looseleaf serve`, which runs a block store, prefill and decode workers and a gateway on this machine.
 
     Services also read their own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*, LOOSELEAF_DECODE_*,
     LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*). A flag given here overrides them.

@@ -2,7 +2,7 @@
 killed, a later launch removes the directory.
 
 The launcher locks the directory (flock), and so does every service that it starts, through an inherited descriptor. A
-free lock proves that all of them have ended, even if other processes now have their pids.
+free lock proves that the launcher and its services have ended, even if other processes now have their pids.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Standby:
         return child
 
     def check(self) -> None:
-        """Starts a spare worker if there is none, unless its predecessor is still starting. If spare workers keep
-        dying, none is started any more; other services are not affected.
+        """Starts a spare worker if there is none, unless the last one has replaced a worker and is not serving yet. If
+        spare workers keep dying, no further one is started; other services are not affected.
         """
         if self._has_failed or (self._successor is not None and self._is_starting(self._successor)):
             return
