@@ -222,9 +222,7 @@ class Attempts:
 
 
 class _Decoding:
-    """The receiver of a group's outputs. It adds them to the request's state and writes them through the request's
-    outlet.
-    """
+    """The receiver of a group's outputs, which it adds to the request's state and writes to the request's outlet."""
 
     __slots__ = ("_group", "_isolation", "_session", "_some_ended", "_state", "_timings", "began")
 
