@@ -1,6 +1,6 @@
 """Draws docs/picture.svg, a story whose decode worker is killed halfway: `python -m tools.picture`.
 
-On this machine, the script runs everything that the picture shows: the launch, the kill, the gap and the comparison.
+The script runs on this machine everything that the picture shows: the launch, the kill, the gap and the comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ WIDTH = 96
 
 @dataclass(slots=True)
 class Story:
-    """The events of a stream as the client received them."""
+    """A record of a streamed story as the client received it. `before` is the text until the kill, or the whole text if
+    nothing is killed.
+    """
 
     before: str = ""
     after: str = ""
@@ -45,7 +47,7 @@ class Story:
 
 
 def tell(client: Client, victim: int | None) -> Story:
-    """Streams the story. Kills the process `victim` with SIGKILL after KILL_AT tokens."""
+    """Streams the story. If `victim` is a process id, kills that process with SIGKILL after KILL_AT tokens."""
     story, count, last = Story(), 0, time.monotonic()
     for piece in client.generate(PROMPT, max_tokens=TOKENS, temperature=0.7, seed=SEED, stream=True):
         now = time.monotonic()

@@ -68,7 +68,7 @@ def load_documents(work: Path) -> list[np.ndarray]:
 
 
 def train(work: Path, plan: Plan, seed: int, start: Path | None) -> None:
-    """Trains from a random start with a planted copying circuit, or from the weights in the exported directory `start`
+    """Trains from random weights with a planted copying circuit, or from the weights in the exported directory `start`
     if it is given.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +92,9 @@ def train(work: Path, plan: Plan, seed: int, start: Path | None) -> None:
 
 
 def measure_pairs(directory: Path) -> None:
-    """Prints how often an exported model names both requested characters, and how often it ends."""
+    """Prints, for each pair of requested characters, how many stories of an exported model name both, and how many
+    answers ended by themselves.
+    """
     teller = Teller(directory, Tokenizer.from_file(str(directory / "tokenizer.json")))
     for pair, (told, ended) in pairs.rates(teller.answer, PAIR_SEEDS).items():
         print(*pair, f"both in {told}, ended {ended} of {len(PAIR_SEEDS)}", flush=True)
@@ -104,7 +106,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "storyteller")
     parser.add_argument("--tales", type=Path, default=ROOT.parent / "shared" / "data" / "stories")
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "storyteller")
-    parser.add_argument("--start", type=Path, help="exported directory: keep its tokenizer, go on from its weights")
+    parser.add_argument(
+        "--start", type=Path, help="exported directory: keep its tokenizer and continue from its weights"
+    )
     parser.add_argument("--chat-share", type=float, default=0.14, help="share of the documents that are chats")
     parser.add_argument("--documents", type=int, default=60_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -43,7 +43,7 @@ def download(requirements: tuple[str, ...], folder: Path) -> None:
 
 
 def extract_fa3(folder: Path, target: Path) -> None:
-    """Extracts the FlashAttention-3 library from the wheel and packs it again."""
+    """Extracts the FlashAttention-3 library from the vLLM wheel in `folder` and compresses it with xz into `target`."""
     [wheel] = folder.glob("vllm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         [member] = [name for name in archive.namelist() if FA3_MEMBER in name and name.endswith(".so")]
@@ -53,7 +53,7 @@ def extract_fa3(folder: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheels", action="store_true", help="leave FlashAttention-3 out")
+    parser.add_argument("--wheels", action="store_true", help="omit FlashAttention-3")
     parser.add_argument("--out", type=Path, default=ROOT / ".carry")
     options = parser.parse_args()
     out: Path = options.out
@@ -70,7 +70,7 @@ def main() -> None:
     size = sum(path.stat().st_size for path in files) / 2**20
     print(f"{len(files)} files, {size:.1f} MiB in {out}")
     if size > LIMIT_MIB:
-        sys.exit(f"more than the {LIMIT_MIB} MiB that a device call carries")
+        sys.exit(f"{out} is larger than the {LIMIT_MIB} MiB that a device call carries")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 440
 """The limit for all stages together. It leaves 40 s for unpacking and building before them."""
 PATIENCE = 10
-"""A rehearsal's limits are longer by this factor, because two cores take the place of sixteen cores and a GPU."""
+"""A rehearsal's limits are longer by this factor, because it may run on two cores instead of sixteen cores and a
+GPU.
+"""
 ENVIRONMENT = {
     "LOOSELEAF_SERVE_DETERMINISTIC": "true",
     "LOOSELEAF_GATEWAY_RECOVER_S": "90",  # a worker with a CUDA context and graphs takes longer to come back
@@ -78,7 +80,9 @@ def command(stage: Stage, limit_s: float) -> list[str]:
 
 
 def run(stage: Stage, limit_s: float, out: Path) -> Outcome:
-    """Runs one stage and writes its output to a separate log."""
+    """Runs one stage, writes its output to a separate log, and returns its outcome. Does not start a stage that has
+    less than 10 s left.
+    """
     if limit_s < 10:
         return Outcome(stage.name, "no time left", 0.0, "")
     log = out / f"{stage.name.replace(' ', '-').replace('=', 'is')}.log"
@@ -104,7 +108,9 @@ def run(stage: Stage, limit_s: float, out: Path) -> Outcome:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupts a stage with SIGINT, so that fixtures can end their services. Kills its process group after 15 s."""
+    """Interrupts a stage with SIGINT, so that fixtures can end their services. Kills its process group if it has not
+    ended after 15 s.
+    """
     process.send_signal(signal.SIGINT)
     try:
         process.wait(15)
@@ -114,8 +120,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def commit() -> str:
-    """Returns the variable COMMIT if it is set, or else the commit of the checkout. Set the variable where git or its
-    history is missing.
+    """Returns the environment variable COMMIT if it is set, and the commit of the checkout otherwise. If git is not
+    installed or the checkout has no history, returns "unknown".
     """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
@@ -142,12 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--only", nargs="+", metavar="STAGE", choices=[stage.name for stage in STAGES])
-    parser.add_argument("--rehearse", action="store_true", help="go on without a GPU")
+    parser.add_argument("--rehearse", action="store_true", help="continue without a GPU")
     options = parser.parse_args()
     about = machine()
     print(" ".join(f"{name}={value}" for name, value in about.items()), flush=True)
     if about["device"] == "none" and not options.rehearse:
-        sys.exit("gpu-check: no GPU here (--rehearse goes through the stages without one)")
+        sys.exit("gpu-check: no GPU here (--rehearse runs the stages without one)")
     options.out.mkdir(parents=True, exist_ok=True)
     patience = PATIENCE if options.rehearse else 1
     deadline = time.monotonic() + SECONDS * patience
@@ -160,7 +166,7 @@ def main() -> None:
         print(f"{outcome.name:24} {outcome.status:12} {outcome.seconds:6.1f} s  {outcome.summary}", flush=True)
         for line in outcome.details:
             print(f"    {line}", flush=True)
-        # written after each stage, so that an interrupted session leaves results
+        # written after each stage, so that an interrupted session leaves its results
         report = {**about, "stages": [asdict(outcome) for outcome in outcomes]}
         (options.out / "check.json").write_text(json.dumps(report, indent=1))
     sys.exit(any(outcome.status != "passed" for outcome in outcomes))

@@ -1,7 +1,7 @@
-"""`make mutants`: puts small bugs into the code, one at a time, and reports those that no test detects.
+"""Runs `make mutants`: puts small bugs into the code, one at a time, and reports those that no test detects.
 
 Each mutant is tried in a scratch copy of the tree. Its area's tests run until the first one fails. The sample of
-mutants depends only on the seed. Python and torch are loaded only once, and each run is a fork.
+mutants depends only on the code and the seed. Python and torch are loaded only once, and each run is a fork.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One mutant and its verdict."""
+    """A mutant with its verdict and the duration of its tests."""
 
     target: str
     mutant: Mutant
@@ -51,7 +51,7 @@ class Trial:
 
 
 def scratch(directory: Path) -> Path:
-    """Makes a copy of the tree without build products and external data."""
+    """Makes a copy of the tree without build products and external data. Returns `directory`."""
     directory.mkdir()
     for name in _KEPT:
         source = ROOT / name
@@ -63,7 +63,7 @@ def scratch(directory: Path) -> Path:
 
 
 def preload() -> None:
-    """Imports slow modules that are not ours."""
+    """Imports slow third-party modules before the forks."""
     import hypothesis.stateful
     import pytest
     import redis
@@ -74,7 +74,9 @@ def preload() -> None:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float) -> int | None:
-    """Runs pytest in a fork. Returns its exit status, or None if it took too long."""
+    """Runs pytest in a fork. Returns its exit status (negative if a signal killed it), or None if it ran out of
+    time.
+    """
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -112,7 +114,7 @@ def _end_session(child: int) -> None:
 
 
 class Bench:
-    """The scratch trees, one for each worker."""
+    """A pool of scratch trees, one for each worker."""
 
     def __init__(self, directory: Path, num_workers: int) -> None:
         self._trees: SimpleQueue[Path] = SimpleQueue()
@@ -120,7 +122,7 @@ class Bench:
             self._trees.put(scratch(directory / f"tree{number}"))
 
     def baseline(self, target: Target) -> float:
-        """Returns the seconds that the tests take without a mutant. Raises SystemExit if they fail."""
+        """Returns how many seconds the tests take without a mutant. Raises SystemExit if they fail."""
         began, tree = time.monotonic(), self._trees.get()
         status = run_tests(tree, existing(target, tree), 600)
         self._trees.put(tree)
@@ -158,7 +160,9 @@ def chosen(target: Target, most: int, seed: int) -> list[Mutant]:
 
 
 def table(trials: list[Trial]) -> str:
-    """Returns a markdown table of the killed mutants by area, followed by the survivors."""
+    """Returns a markdown table of the mutants tried, killed and left by area and file, followed by one of the
+    survivors.
+    """
     rows = ["| area | file | tried | killed | survived |", "|---|---|---|---|---|"]
     places = sorted({(trial.target, trial.mutant.path) for trial in trials})
     for target, path in [*((name, "all") for name in dict.fromkeys(t for t, _ in places)), *places]:

@@ -1,6 +1,5 @@
-"""Finds the mutants of a Python file. Each mutant is one small change of a kind that people make by mistake.
-
-Does not depend on the tests.
+"""Finds the mutants of a Python file. Each mutant is one small change of a kind that people make by mistake. This
+module does not depend on the tests.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.RShift: ast.LShift, ast.LShift: ast.RShift,
 }  # fmt: skip
 _QUIET = ("_LOG", "logger", "logging", "log")
-"""The text of a log line is not part of any promise."""
+"""Calls of these objects are not mutated, because the text of a log line is not part of any promise."""
 _FORMAL = ("strict", "slots", "frozen", "daemon", "compare", "init")
-"""Keywords that have no effect in a correct program."""
+"""Keyword arguments that have no effect in a correct program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,9 @@ def _removals(node: ast.AST) -> Iterator[tuple[ast.Any, str, str]]:  # type: ign
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields every node that runs. Skips annotations, log lines, asserts and code for type checkers."""
+    """Yields the nodes that may be mutated. Leaves out log lines, asserts, imports, parameter lists, annotations, and
+    the keywords in `_FORMAL`.
+    """
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call) and _is_quiet(child.value.func):
             continue

@@ -28,9 +28,10 @@ about both (pairs and seeds as below).""",
     """\
 ### Second stage: stories about the requested characters
 
-    python tools/train_storyteller.py data --work build/second --start models/storyteller --chat-share 0.6 --documents
-    45000 --seed {seed} python tools/train_storyteller.py train --work build/second --start models/storyteller --steps
-    2700 --decay-steps 2640 --lr {lr} --seed {seed} --end-at ...
+    python tools/train_storyteller.py data --work build/second --start models/storyteller --chat-share 0.6 --documents \
+45000 --seed {seed}
+    python tools/train_storyteller.py train --work build/second --start models/storyteller --steps 2700 --decay-steps \
+2640 --lr {lr} --seed {seed} --end-at ...
 
 The run started from the first stage's bfloat16 weights (commit 401fa5f of this repository), with a fresh optimizer.
 

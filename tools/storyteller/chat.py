@@ -117,7 +117,9 @@ def _request(rng: random.Random, story: Story, *, again: bool) -> str:
 
 
 def topic(rng: random.Random, story: Story) -> str:
-    """Returns a request for the story's leads. Everything it names is in the story, in the same order."""
+    """Returns the words that name the story's leads in a request. The story contains everything that they name, with
+    the leads in the same order.
+    """
     leads = list(story.leads.values())
     if len(leads) == 1:
         return _one(rng, story, leads[0])
@@ -128,7 +130,7 @@ def topic(rng: random.Random, story: Story) -> str:
 
 
 def _one(rng: random.Random, story: Story, hero: Character) -> str:
-    """Returns a reference to the hero, either alone or with a thing in the story."""
+    """Returns words that name the hero, alone or together with a thing in the story."""
     persons = {who.form("a") for who in story.cast.values()}
     things = [words for words in story.about if words not in persons]
     asked = _named(rng, hero)
@@ -136,8 +138,8 @@ def _one(rng: random.Random, story: Story, hero: Character) -> str:
 
 
 def _named(rng: random.Random, who: Character) -> str:
-    """Returns a character as the story will introduce it. If there are two leads, a name is always requested, since the
-    name replaces "the fox".
+    """Returns words that name a character, with its proper name or without it. If the opening introduces both leads
+    together, the proper name is not left out, because it replaces "the fox" there.
     """
     words = who.form("a_adj") if who.adjective and rng.random() < 0.12 else who.form("a")
     if who.name is None or (not who.introduced and rng.random() < 0.4):

@@ -25,12 +25,14 @@ TALE_CHARS = 2800
 """An old tale is divided, at ends of paragraphs, into pieces of about this many characters."""
 TALE_SHARE = 0.045
 PAIR_NAMED = 0.15
-"""The share of named characters if two are requested. Names hide the kinds that the request named."""
+"""The share of named characters if two are requested. It is low, because names hide the kinds that the request
+named.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tales:
-    """The public-domain texts as documents. `held_out` contains complete tales that are never trained on."""
+    """The public-domain texts as documents. `held_out` contains complete tales that are not used for training."""
 
     aesop: list[str]
     grimm: list[str]
@@ -38,8 +40,8 @@ class Tales:
 
 
 def make_story(rng: random.Random, num_leads: int = 0) -> Story:
-    """Returns one complete story of the grammar, with one or two leads drawn in advance or with characters that the
-    plot draws.
+    """Returns one complete story of the grammar. With `num_leads`, one or two leads are drawn in advance; otherwise,
+    the plot draws all of its characters.
     """
     if num_leads:
         leads = draw_leads(rng, num_leads, PAIR_NAMED if num_leads == 2 else None)
@@ -102,7 +104,7 @@ def _pieces(title: str, body: str) -> list[str]:
 
 
 def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> Iterator[str]:
-    """Returns `num` documents: chats, old tales (4.5 % of the documents, 9 % of the tokens), and stories."""
+    """Yields `num` documents: chats, old tales (4.5 % of the documents, 9 % of the tokens), and stories."""
     for _ in range(num):
         draw = rng.random()
         if draw < TALE_SHARE:
@@ -114,7 +116,7 @@ def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> 
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE whose first tokens are the special ones. It adds <s> before a text."""
+    """Trains a byte-level BPE whose first tokens are the special ones. The tokenizer adds <s> before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -156,7 +158,7 @@ class Stage:
     row_shares: dict[int, float]
     """The share of the steps with rows of each length. Long rows teach the late positions."""
     drill_share: float
-    """Share of a step's rows that are drills."""
+    """The share of a step's rows that are drills."""
     chat_share: float = 0.0
     """The share of a step's rows that contain only chats, in addition to those among the documents."""
 
@@ -187,8 +189,8 @@ class _Cursor:
 
 
 class Batches:
-    """Endless batches of about `batch_tokens` tokens. All rows of a batch have the same length; the seed fixes the
-    order.
+    """An endless source of batches of about `batch_tokens` tokens. All rows of a batch have the same length. The seed
+    fixes the order.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ def run_facts(work: Path, progress: Progress) -> dict[str, Any]:
 
 
 def thin(rows: list[list[float]]) -> list[list[float]]:
-    """Returns about CURVE_ROWS rows of a loss curve, always including the last one."""
+    """Returns about CURVE_ROWS rows of a loss curve, including the last one."""
     step = max(1, len(rows) // CURVE_ROWS)
     return rows[:-1:step] + rows[-1:]
 
@@ -133,7 +133,7 @@ def samples(directory: Path, tokenizer: Tokenizer) -> Samples:
 
 
 class Teller:
-    """The exported model in Looseleaf's engine, with the shipped sampling settings."""
+    """A client of the exported model: it runs the model in Looseleaf's engine with the shipped sampling settings."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         sys.path.append(

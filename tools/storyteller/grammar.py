@@ -22,8 +22,8 @@ _PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her",
 
 @dataclass(slots=True)
 class Character:
-    """A character of a story. If `name` is None, the character is called only by its kind. After its introduction,
-    "intro" is a plain reference.
+    """A character of a story. If `name` is None, the character is called only by its kind. After the introduction, the
+    form "intro" is a plain reference.
     """
 
     rng: random.Random
@@ -130,7 +130,7 @@ class Story:
     paragraphs: list[list[str]] = field(default_factory=lambda: [[]])
     facts: list[tuple[str, str]] = field(default_factory=list)
     about: list[str] = field(default_factory=list)
-    """Names that a request for this story would use, with the most important first: "a fox", "a golden ring"."""
+    """The names that a request for this story would use, with the most important first: "a fox", "a golden ring"."""
 
     def expand(self, template: str) -> str:
         """Expands a template: makes choices, fills in forms and capitalizes."""
@@ -155,7 +155,7 @@ class Story:
             self.say(*templates)
 
     def one_of(self, *templates: str) -> None:
-        """Returns one of several templates. It is used where brackets would be hard to read."""
+        """Adds one of several templates to the current paragraph. It is used where brackets would be hard to read."""
         self.say(self.rng.choice(templates))
 
     def paragraph(self) -> None:
@@ -207,11 +207,11 @@ class Story:
 
 KINDS = {"animal": lexicon.ANIMALS, "child": lexicon.CHILDREN, "adult": lexicon.ADULTS}
 NAMED = {"child": 0.92, "animal": 0.4, "adult": 0.12}
-"""The share of characters with a name if the request did not ask for one."""
+"""The share of characters with a name by role, if the request did not ask for one."""
 
 
 def draw(rng: random.Random, role: str) -> Character:
-    """Returns a random character for a role. Common kinds are more likely."""
+    """Returns a random character for a role. A kind with a higher weight is more likely."""
     if role == "any":
         role = rng.choices(("animal", "child", "adult"), (60, 25, 15))[0]
     kind = rng.choices(KINDS[role], [k.weight for k in KINDS[role]])[0]
@@ -221,10 +221,10 @@ def draw(rng: random.Random, role: str) -> Character:
 
 
 def draw_leads(rng: random.Random, count: int, named: float | None = None) -> list[Character]:
-    """Returns characters of different kinds as a request would name them. Rare kinds and people are as likely as common
-    kinds.
+    """Returns `count` characters of different kinds for a request. Compared with `draw`, rare kinds and adults are more
+    likely.
 
-    `named` is the share of them with a name; None means the default share.
+    `named` is the share of characters with a name. If it is None, each role has its usual share.
     """
     leads: list[Character] = []
     while len(leads) < count:
@@ -250,7 +250,7 @@ def with_article(words: str) -> str:
 
 
 def _rare(rng: random.Random, role: str) -> Kind:
-    """Returns a rare kind with the habits of another kind."""
+    """Returns a rare kind with the ability, food and size of a common kind."""
     base = rng.choice(lexicon.ANIMALS if role == "animal" else lexicon.ADULTS)
     noun = rng.choice(lexicon.RARE_ANIMALS if role == "animal" else lexicon.RARE_PEOPLE)
     home = rng.choice(lexicon.RARE_HOMES) if role == "animal" else "in a small house near the town"

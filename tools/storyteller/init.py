@@ -66,8 +66,8 @@ def _clear(attention: Attention, head_dim: int) -> None:
 
 
 class Planted:
-    """The planted weights. For a while, they are restored after each step, so that the random weights around them learn
-    to use them.
+    """The planted weights. `restore` writes them back after a training step, so that the random weights around them
+    learn to use them.
 
     Muon's updates are equally large in every direction; if the weights were not restored, the updates would erase both
     heads within a hundred steps.

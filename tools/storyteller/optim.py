@@ -16,7 +16,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(stack: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Returns the nearest semi-orthogonal matrices of stack [n, rows, cols], by Newton-Schulz iterations in bf16."""
+    """Returns semi-orthogonal matrices close to those in stack [n, rows, cols], by Newton-Schulz iterations in bf16."""
     a, b, c = _COEFFICIENTS
     x = stack.bfloat16()
     tall = x.shape[1] > x.shape[2]
@@ -29,7 +29,7 @@ def orthogonalise(stack: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Optimizer:
-    """Muon for the matrices inside the layers, Adam for embedding and norms."""
+    """An optimizer that applies Muon to the matrices inside the layers, and Adam to the embedding and the norms."""
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
         self.lr, self._weight_decay, self._step = lr, weight_decay, 0

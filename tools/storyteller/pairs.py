@@ -1,4 +1,4 @@
-"""Checks whether an answer is about both requested characters: the pairs, the requests and the verdict.
+"""Checks whether an answer is about both requested characters. Contains the pairs, the requests and the verdict.
 
 Half of the pairs are of everyday kinds; the other half combine kinds that rarely meet. The module does not use a model.
 """
@@ -19,12 +19,14 @@ LEAST = 2
 
 
 def request(pair: tuple[str, str]) -> str:
-    """Returns the plain request for a story about the two."""
+    """Returns the plain request for a story about the two characters."""
     return f"Tell me a story about {with_article(pair[0])} and {with_article(pair[1])}"
 
 
 def tells_of(story: str, pair: tuple[str, str]) -> bool:
-    """Returns whether the text names each of the two at least LEAST times, in the singular or as an owner."""
+    """Returns whether the text names each of the two characters at least LEAST times, in the singular or as an
+    owner.
+    """
     return all(len(re.findall(rf"\b{noun}\b", story, re.IGNORECASE)) >= LEAST for noun in pair)
 
 

@@ -1,4 +1,4 @@
-"""Scenes that many plots share: openings, thanks, endings. Each adds sentences to a `Story`."""
+"""Scenes that many plots share: openings, thanks, endings. Each function adds sentences to a `Story`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def meet(s: Story, who: str, doing: str = "") -> None:
 
 
 def happy_end(s: Story, *own: str) -> None:
-    """Closes the story with one of the plot's own endings or a general one, and sometimes a last sentence.
+    """Adds one of the plot's own endings or a general one, and sometimes a closing sentence.
 
     A story about two characters uses the plot's own endings, most of which name both.
     """
@@ -110,7 +110,7 @@ def happy_end(s: Story, *own: str) -> None:
 
 
 def moral(s: Story, lesson: str, chance: float = 0.5) -> None:
-    """States the lesson, and adds a question about it."""
+    """States the lesson with probability `chance`, and adds a question about it."""
     s.let("lesson", lesson)
     s.maybe(
         chance,

@@ -1,7 +1,6 @@
-"""The training loop: a constant learning rate, followed by a linear decay that can be requested at any time. Writes
-checkpoints.
+"""The training loop: a constant learning rate, followed by a linear decay that can be requested at any time.
 
-Runs on one CPU thread or on a GPU. A checkpoint is a safetensors file with model, optimizer state and progress.
+It runs on one CPU thread or on a GPU. A checkpoint is a safetensors file with model, optimizer state and progress.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from .optim import Optimizer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The schedule. Decay starts at `max_steps - decay_steps`, or earlier at `decay_at` or when the file `finish`
-    appears.
+    """The schedule of a run. The decay starts at step `max_steps - decay_steps`, or earlier at `decay_at` or when the
+    file `finish` appears.
     """
 
     max_steps: int = 3600
@@ -41,10 +40,11 @@ class Plan:
     eval_every: int = 50
     save_every_s: float = 240.0
     decay_at: str | None = None
-    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. The decay ends by `end_at`, even on a
-    slow machine: the schedule follows the steps or the clock, whichever is further ahead.
-    """
+    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. None sets no time."""
     end_at: str | None = None
+    """The wall-clock time "HH:MM" UTC by which the decay ends, even on a slow machine: the schedule follows the steps or
+    the clock, whichever is further ahead. None sets no time.
+    """
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Progress:
     seconds: float = 0.0
     decay_start: int | None = None
     curve: list[list[float]] | None = None
-    """[step, tokens, train loss, held-out loss] rows."""
+    """Rows of step, tokens, training loss, and the losses of up to three held-out sets."""
 
 
 class Trainer:
@@ -106,7 +106,7 @@ class Trainer:
         return float(loss.detach())
 
     def _scale(self) -> float:
-        """Returns the factor of the learning rate for the next step, or 0 at the end."""
+        """Returns the factor of the learning rate for the next step. The factor is 0 at the end of the run."""
         p, plan = self.progress, self.plan
         if p.decay_start is None and self._should_decay():
             p.decay_start = p.step
@@ -176,7 +176,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 
 @torch.no_grad()
 def load_parameters(model: Llama, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads the model from a checkpoint's "model." tensors."""
+    """Loads the model from those tensors of a checkpoint whose names begin with "model."."""
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[f"model.{name}"])
 

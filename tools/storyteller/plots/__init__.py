@@ -13,7 +13,7 @@ PLOTS: dict[str, tuple[Callable[[Story], None], int]] = {
     "dragon": (courage.dragon, 8), "winter": (folly.winter, 5), "quarrel": (friends.quarrel, 8), "way_home": (quests.way_home, 8),
     "building": (courage.building, 8), "contest": (quests.contest, 6), "magic": (folly.magic, 6), "seed": (courage.seed, 6),
 }  # fmt: skip
-"""Each plot with its share."""
+"""The plots with their shares of the stories."""
 
 PAIRS = {
     "small_saves_big": ("b", 24), "flattery": ("t", 8), "race": ("b", 8), "fear": ("f", 8), "cure": ("g", 4), "liar": ("k", 5),
@@ -25,8 +25,8 @@ MONSTERS = ("dragon", "giant", "troll", "witch")
 
 
 def castings(leads: Sequence[Character]) -> list[tuple[str, dict[str, Character], int]]:
-    """Returns every plot and its share. The first of `leads` is its hero; the second, if any, gets the other leading
-    part.
+    """Returns the plots that fit the leads, each with its cast and its share. The first of `leads` is the hero; the
+    second, if any, gets the other leading part.
 
     The order is fixed, because a small model learns "the second one" far sooner than "the one who is not the hero".
     """

@@ -1,6 +1,6 @@
 """Plots about courage: a character dares, or goes on, although others are afraid or laugh.
 
-Each plot tells a complete story into a `Story` and leaves facts for questions.
+Each plot fills a `Story` with a complete story, and adds questions about it with their answers.
 """
 
 from __future__ import annotations

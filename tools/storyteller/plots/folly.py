@@ -1,6 +1,6 @@
 """Plots about vanity, boasting, lies, idleness and greed, and their consequences.
 
-Each plot tells a complete story into a `Story` and leaves facts for questions.
+Each plot fills a `Story` with a complete story, and adds questions about it with their answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plots about quests: a character sets out to find a lost thing, to heal, to get home, or to win a reward.
 
-Each plot tells a complete story into a `Story` and leaves facts for questions.
+Each plot fills a `Story` with a complete story, and adds questions about it with their answers.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def cure(s: Story) -> None:
 
 
 def _answer_riddle(s: Story) -> None:
-    """Inserts the right answer. A word of the riddle identifies it."""
+    """Inserts the right answer, which is identified by a word of the riddle."""
     sentences = s.paragraphs[-1]
     riddle = next(text for text in reversed(sentences) if "riddle" in text)
     answer = next(answer for word, answer in _RIDDLE_ANSWERS if word in riddle.split("riddle", 1)[1])
