@@ -1,4 +1,4 @@
-"""A running estimate of a time that grows with the amount of work. No I/O, no clock."""
+"""A running estimate of a time that grows with the amount of work. Does no I/O and reads no clock."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterable
 _DECAY = 0.98
 """Weight of the past at each observation: about the last fifty observations count."""
 _MIN_VARIANCE = 0.01
-"""Below this variance of x, as a fraction of its squared mean, the observations do not show a slope."""
+"""Below this variance of x, as a fraction of x's squared mean, the observations do not determine a slope."""
 _EXPECTED_WEIGHT = 0.1
 
 
 class LineFit:
     """A line `y = intercept + slope * x` fitted by least squares to recent observations. Neither the slope nor the
-    intercept is negative. If all observations have nearly the same x, the line goes through the origin.
+    intercept is negative. If all observations have nearly the same x, or if y does not grow with x, the line goes
+    through the origin.
     """
 
     def __init__(self, expected: Iterable[tuple[float, float]] = ()) -> None:
-        """`expected` has points (x, y) that count as observations of weight 0.1 and are not forgotten."""
+        """`expected` contains points (x, y), which count as observations of weight 0.1 and are never forgotten."""
         self._sums = [0.0] * 5
         self._expected = [0.0] * 5
         for x, y in expected:
@@ -45,13 +46,13 @@ class LineFit:
 
     @property
     def ratio(self) -> float:
-        """The sum of all y by the sum of all x; 0.0 without observations."""
+        """The weighted sum of y divided by the weighted sum of x; 0.0 without observations."""
         _, x, y, _, _ = self._all()
         return y / x if x else 0.0
 
     @property
     def slope(self) -> float:
-        """The y of one more x; 0.0 without observations."""
+        """The increase of y per unit of x; 0.0 without observations."""
         weight, x, y, xx, xy = self._all()
         if x == 0.0:
             return 0.0
@@ -73,6 +74,6 @@ class LineFit:
 
 
 def _add(sums: list[float], x: float, y: float, weight: float) -> None:
-    """Adds a point to the sums of 1, x, y, x * x and x * y."""
+    """Adds a point to the weighted sums of 1, x, y, x * x and x * y."""
     for place, value in enumerate((1.0, x, y, x * x, x * y)):
         sums[place] += weight * value

@@ -39,7 +39,9 @@ def warn_if_readable(path: Path, name: str) -> None:
 
 
 def lasting_secret(path: Path) -> str:
-    """Returns the secret in a file. Creates the file and its directory if they do not exist. Raises StartupError."""
+    """Returns the secret in a file. Creates the file and its directory if they do not exist. Raises StartupError if the
+    file cannot be read or written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return write_secret(path)
@@ -50,7 +52,7 @@ def lasting_secret(path: Path) -> str:
 
 
 def write_secret(path: Path) -> str:
-    """Writes a new random secret to a new file that only this user can read. Raises FileExistsError."""
+    """Writes a random secret to a new file that only this user can read. Raises FileExistsError if `path` exists."""
     secret = secrets.token_hex(32)
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secret + "\n", encoding="ascii")

@@ -106,7 +106,7 @@ class Claims:
     def settle(self) -> Iterator[tuple[Group, Claim | None]]:
         """Claims tickets while the ledger answers. Yields each group with its claim, or None if the ticket has ended.
 
-        Raises Fenced.
+        Raises Fenced if the worker's lease has been lost.
         """
         for group, claim in list(self._waiting.items()):
             done: Claim | None = claim

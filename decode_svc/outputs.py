@@ -18,7 +18,7 @@ TELL_S = 1.0
 
 
 class Rejection(Enum):
-    """The reason why a group left this worker before it was finished."""
+    """The reason why a worker refused a group, or gave it up before it was finished."""
 
     GIVEN_BACK = "given back"
     LOST = "lost"

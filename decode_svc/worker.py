@@ -123,7 +123,7 @@ class DecodeWorker:
         return None
 
     def _claim_all(self) -> None:
-        """Claims waiting tickets in order of arrival, while the ledger answers. Raises Fenced."""
+        """Claims waiting tickets in order of arrival, while the ledger answers. Raises Fenced if the lease is lost."""
         for group, claim in self._claims.settle():
             if claim is None:
                 self._reject(group, Rejection.LOST)

@@ -55,13 +55,13 @@ class Grammars:
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:
-        """Does the work of `attach`, in the thread if it takes long. Raises InvalidArgument."""
+        """Does the work of `attach`, in the thread if it takes long. Raises the errors of `attach`."""
         if not self.attach_known(sequences):
             await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
 
     def attach_known(self, sequences: Seq[Sequence]) -> bool:
         """Does the work of `attach` if it takes only microseconds, because the grammar is compiled and there is little
-        to replay. Returns whether it did.
+        to replay. Returns whether nothing is left to do.
         """
         wanted = _wanted(sequences)
         if wanted is None:

@@ -47,7 +47,7 @@ class EmbeddingBody(PooledBody, kw_only=True):
     dimensions: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per text. Raises InvalidArgument."""
+        """Returns one request per text. Raises InvalidArgument if a field is invalid."""
         if self.dimensions is not None and self.dimensions < 1:
             raise InvalidArgument.of("dimensions", f"must be at least 1, got {self.dimensions}")
         single = len(self.input) == 1
@@ -62,7 +62,9 @@ class ScoreBody(PooledBody, kw_only=True):
     text_2: str | list[str]
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per text, first for `text_1`, then for `text_2`. Raises InvalidArgument."""
+        """Returns one request per text: those of `text_1`, then those of `text_2`. Raises InvalidArgument if the
+        numbers of texts do not match or are not allowed.
+        """
         first, second = self.num_texts
         if first not in (1, second):
             raise InvalidArgument.of("text_1", f"must hold one text, or as many as text_2, which has {second}")

@@ -102,7 +102,7 @@ class SamplingBody(Body, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted(self) -> Wanted:
-        """Converts the fields that completions and chat share. Raises InvalidArgument."""
+        """Converts the fields that completions and chat share. Raises InvalidArgument if a field is invalid."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgument.of("stream_options", "may only be given together with stream")
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
@@ -142,7 +142,7 @@ class CompletionBody(SamplingBody, kw_only=True):
         return bool(self.echo) and self.max_tokens == 0
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per prompt. Raises InvalidArgument."""
+        """Returns one request per prompt. Raises InvalidArgument if a field is invalid."""
         wanted = [self.wanted() for _ in self.prompt]
         for index, (item, prompt) in enumerate(zip(wanted, self.prompt, strict=True)):
             item.prompt = prompt

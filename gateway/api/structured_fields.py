@@ -91,7 +91,7 @@ def _of_format(given: ResponseFormat) -> Found | None:
 
 def structured_of_type(name: str, kind: str, schema_name: str, schema: msgspec.Raw) -> Found | None:
     """Returns the structured output that an object of type `kind` requests, or None for free text. Errors name the
-    object `name` and its schema `name`.`schema_name`. Raises InvalidArgument.
+    object `name` and its schema `name`.`schema_name`. Raises InvalidArgument if the object is invalid.
     """
     if kind == "text":
         return None

@@ -47,7 +47,7 @@ class Chosen:
 
 def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, Any]], object], form: str) -> Chosen:
     """Parses OpenAI's `tool_choice`. `name_of` extracts the function's name from an object that chooses a function, and
-    `form` describes the object in error messages. Raises InvalidArgument.
+    `form` describes the object in error messages. Raises InvalidArgument if `given` has none of the allowed forms.
     """
     if given is None:
         return Chosen()
@@ -61,7 +61,7 @@ def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, A
 
 def function_of(name: str, given: Mapping[str, Any], parameters: str = "parameters") -> Function:
     """Checks the description of a function and returns the function. `name` identifies the description in error
-    messages, and `parameters` is the key of the function's schema. Raises InvalidArgument.
+    messages, and `parameters` is the key of the function's schema. Raises InvalidArgument if a value is invalid.
     """
     own_name, schema, strict = given.get("name"), given.get(parameters), given.get("strict")
     if not isinstance(own_name, str) or not _NAME.fullmatch(own_name):
@@ -74,7 +74,9 @@ def function_of(name: str, given: Mapping[str, Any], parameters: str = "paramete
 
 
 def tool_choice_of(functions: Sequence[Function], chosen: Chosen) -> ToolChoice:
-    """Checks the functions and the choice of a request against each other, and returns them. Raises InvalidArgument."""
+    """Returns the functions of a request that may be called, and the choice. Raises InvalidArgument if the functions or
+    the choice are invalid, or if they do not agree.
+    """
     if len(functions) > MAX_TOOLS:
         raise InvalidArgument.of("tools", f"must hold at most {MAX_TOOLS} tools, got {len(functions)}")
     names = [function.name for function in functions]

@@ -1,7 +1,7 @@
-"""Predicts the times between which routing chooses: to compute a prompt, to copy its blocks to another arena, and to
-wait for decode. No I/O, the time is an argument.
+"""Predicts the times that routing compares: the times to compute a prompt, to copy its blocks to another arena, and to
+wait for decode. Does no I/O, and gets the current time as an argument.
 
-Prefill workers report their rate. Copies and decode times are measured by this gateway on its own requests.
+Prefill workers report their rates. This gateway measures copies and decode times on its own requests.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from common.line_fit import LineFit
 from common.types import WorkerLoad
 
 USUAL_PROMPT_TOKENS_PER_S = 2_000.0
-"""Rate of a prefill worker before any has reported one."""
+"""Assumed rate of a prefill worker, until one has reported its rate."""
 USUAL_COPY_START_S = 0.01
 USUAL_COPY_TOKEN_S = 1e-4
-"""Time to copy a token's KV before a copy between two arenas has been measured: 128 KiB over 10 Gbit/s."""
+"""Assumed time to copy a token's KV, until a copy between the two arenas has been measured: 128 KiB over 10 Gbit/s."""
 USUAL_DECODE_S = 5.0
-"""Time for which a group decodes before this gateway has seen one end."""
+"""Assumed time for which a group decodes, until this gateway has seen a group end."""
 MEMORY_S = 300.0
-"""Time constant with which measured copies are forgotten, so that a link that was slow once is tried again."""
+"""Time constant with which measured copies lose weight, so that a link that was slow once is tried again."""
 _USUAL_TOKENS = 1_000
-"""Length of the usual copy beside which measured copies are seen."""
+"""Length, in tokens, of the longer of the two assumed copies that are fitted together with the measured ones."""
 _SLOWER_IN_FULL_BATCH = 0.5
-"""How much longer a group decodes in a full batch than alone. It is 0 if a step's time does not depend on the batch,
-because the step reads the weights, and 1 if computing a sequence takes as long as reading the weights.
+"""The time that a full batch adds to a group's decoding, as a fraction of the time that the group takes alone. The
+fraction is 0 if reading the weights takes all of a step's time, and 1 if computing the full batch takes as long as
+reading the weights.
 """
 _DECODE_STEP = 0.05
-"""Weight of one group in the mean time of decoding."""
+"""Weight of one group in the moving mean of decode times."""
 
 
 class _CopyTime:
@@ -53,7 +54,7 @@ class _CopyTime:
 
 
 class RouteCosts:
-    """The predictions, in seconds, and the measurements behind them."""
+    """A predictor of times, all in seconds, with the measurements on which it bases them."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str], _CopyTime] = {}
@@ -65,17 +66,17 @@ class RouteCosts:
         self._copies.setdefault((source, destination), _CopyTime()).note(num_tokens, seconds, now)
 
     def note_decode(self, seconds: float) -> None:
-        """Records how long a group was at its decode worker."""
+        """Records for how many seconds a group was at its decode worker."""
         self._decode_s += _DECODE_STEP * (seconds - self._decode_s)
 
     def keep(self, arena_ids: Iterable[str]) -> None:
-        """Forgets the copies of all other arenas."""
+        """Forgets the copies from or to any arena that is not in `arena_ids`."""
         live = set(arena_ids)
         self._copies = {pair: copy for pair, copy in self._copies.items() if live.issuperset(pair)}
 
     def prefill_s(self, num_tokens: int, load: WorkerLoad, others: Iterable[WorkerLoad]) -> float:
         """Returns the time in which a worker computes this number of tokens. A worker that has not measured its rate is
-        as fast as the `others` are on average.
+        assumed to have the mean rate of the `others`, or `USUAL_PROMPT_TOKENS_PER_S` if none of them has a rate.
         """
         rate = load.prompt_tokens_per_s
         if not rate:
@@ -90,7 +91,7 @@ class RouteCosts:
         return self._copies.get((source, destination), _CopyTime()).seconds(num_tokens, now)
 
     def decode_s(self, share: float) -> float:
-        """Returns the time that a group loses at a decode worker whose batch is taken by `share` (above 1.0: sequences
-        wait): until it has a place, and because steps of larger batches take longer.
+        """Returns the time that a group loses at a decode worker, by waiting for a place and because steps of larger
+        batches take longer. `share` is the fraction of the batch that is taken; above 1.0, sequences are waiting.
         """
         return self._decode_s * (max(0.0, share - 1.0) + _SLOWER_IN_FULL_BATCH * min(1.0, share))

@@ -109,8 +109,8 @@ class Discovery:
 
     async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
         """Returns the number of leading tokens of the prompt that prefill would find in each arena. The result is empty
-        if there is no answer in time. While the breaker is open, it is empty at once, and `breaker.num_refused` counts
-        the call.
+        if there is no answer in time. While the breaker is open, the call returns an empty result at once, and
+        `breaker.num_refused` counts it.
         """
         if self.breaker.refuses():
             return {}

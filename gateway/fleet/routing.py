@@ -1,11 +1,11 @@
 """Chooses the prefill and the decode worker of a request. Does no I/O, and gets the time as an argument.
 
-A request takes the route on which decode is predicted to begin first: queue and prefill at a prefill worker, a copy if
-the decode worker uses another arena, and a place in that worker's batch (`gateway.fleet.costs`). So a prefix that is
-cached in another arena is copied or computed again, whichever takes less time. The decode worker is chosen after
-prefill, with the loads of that time. Load is counted at dispatch, because reports arrive late, and the larger of the
-count and the report is used. If several workers are equal, the one that was picked longest ago is chosen, so that the
-load is spread.
+A request takes the route on which decode is predicted to begin first. The predicted time is the sum of the times for
+the queue and prefill at a prefill worker, for a copy if the decode worker uses another arena, and for a place in that
+worker's batch (`gateway.fleet.costs`). So a prefix that is cached in another arena is copied or computed again,
+whichever takes less time. The decode worker is chosen after prefill, by the loads at that time. Load is counted at
+dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are equal,
+the one that was picked longest ago is chosen, so that the load is spread.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ REPORT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What routing considers of a request."""
+    """The properties of a request that routing considers."""
 
     num_tokens: int
     """Length of the prompt, whose KV decode needs."""
     cached: Mapping[str, int] = field(default_factory=dict)
     """By arena, the number of leading tokens that any worker of that arena finds in its prefix cache."""
     adapter: str = ""
-    """Digest of the LoRA adapter that both workers must have loaded; "" is the base model."""
+    """Digest of the LoRA adapter that both workers must have loaded; "" means the base model."""
 
     def missing(self, arena_id: str) -> int:
-        """Returns the number of tokens whose KV must be computed in an arena or copied to it."""
+        """Returns the number of tokens, at least 1, whose KV must be computed in an arena or copied to it."""
         return max(1, self.num_tokens - self.cached.get(arena_id, 0))
 
 
@@ -66,13 +66,13 @@ class WorkerState:
         return max(self.dispatched_sequences, load.num_running + load.num_waiting + load.num_preempted)
 
     def share(self, now: float) -> float:
-        """The sequences at a decode worker, as a fraction of its batch."""
+        """Returns the number of sequences at a decode worker as a fraction of the worker's largest batch."""
         return self.sequences(now) / max(1, self.record.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A prefill worker that was chosen for a request, and what is needed to choose its decode worker."""
+    """The prefill worker chosen for a request, and the properties by which the decode worker will be chosen."""
 
     prefill: WorkerRecord
     asked: Asked
@@ -134,7 +134,7 @@ class Router:
         return any(any(self._partners(prefill, usable, adapter)) for prefill in prefills)
 
     def pick_prefill(self, asked: Asked, now: float, usable: Callable[[WorkerRecord], bool]) -> WorkerState | None:
-        """Picks the prefill worker from which decode is predicted to begin first, or None if no worker has a partner.
+        """Picks the prefill worker with which decode is predicted to begin first, or None if no worker has a partner.
         `usable` returns whether a decode worker can take the request.
         """
         prefills = [

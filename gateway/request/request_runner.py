@@ -42,7 +42,7 @@ from protos.v1 import prefill_pb2
 
 
 class RequestRunner:
-    """The runner of requests that have been admitted and resolved."""
+    """A runner of requests that have been admitted and resolved. It retries a request whose worker is lost."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RequestRunner:
 
     async def prefill(self, request: ResolvedRequest) -> tuple[str, prefill_pb2.PrefillDone]:
         """Runs a request's prefill, for a later call of `run` that continues it. Returns the name to pass to that call,
-        and the result. Cancelling this coroutine cancels the work. Raises LooseleafError.
+        and the result. Cancelling this coroutine cancels the work. Raises a LooseleafError if no attempt succeeds.
         """
         state = self._begin(request, Outlet(lambda deltas: None))
         place = await self._enter(state)

@@ -120,8 +120,8 @@ class RequestState:
         return most_held(rules, need.prompt_len, lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """Counts a delta's tokens and times when it is sent. The request's first delta carries the prompt's
-        log-probabilities.
+        """Counts the tokens of a delta that is being sent and measures its latency. The request's first delta carries
+        the prompt's log-probabilities.
         """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
         sample.delta = None

@@ -123,7 +123,7 @@ class CallObject:
         self._has_arguments = False
 
     def read(self) -> Scan:
-        """Reads an object, starting after the opening bracket. Raises NotACall."""
+        """Reads an object, starting after the opening bracket. Raises NotACall if the object is not a call."""
         ch = yield from skip_space((yield))
         while True:
             key: list[str] = []

@@ -144,8 +144,8 @@ def stored_bytes(directory: Path) -> int:
 
 
 def num_parameters(directory: Path, config: ModelConfig) -> int:
-    """Returns the number of parameters, counted in the checkpoint's files. If there are no safetensors files, or if
-    they are quantized, computes it from the configuration.
+    """Returns the number of parameters, counted in the checkpoint's safetensors files. If there are no such files, or
+    if the checkpoint is quantized, computes the number from the configuration.
     """
     from engine.checkpoint import weight_files
     from engine.tiny import parameter_shapes

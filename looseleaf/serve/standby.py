@@ -36,8 +36,8 @@ def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tupl
 
 
 class Standby:
-    """The owner of a launch's spare worker. `check` starts the worker, and the next one after it has replaced another
-    worker and serves.
+    """The owner of a launch's spare worker. Once the spare has replaced a dead worker and serves, `check` starts the
+    next spare.
     """
 
     def __init__(self, start: Callable[[], Child], may_restart: Callable[[], bool], echo: Echo) -> None:
