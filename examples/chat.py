@@ -1,4 +1,4 @@
-"""Two turns of a conversation with the `openai` package: `python examples/chat.py [BASE_URL]`.
+"""Holds a conversation of two turns with the `openai` package: `python examples/chat.py [BASE_URL]`.
 
 The second turn's prompt repeats the first turn, which the server finds in its prefix cache.
 """

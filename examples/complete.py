@@ -1,4 +1,4 @@
-"""Streams a completion, then says where its prompt's KV came from: `python examples/complete.py [GRPC_ADDRESS]`."""
+"""Streams a completion, then prints how much of its prompt was cached: `python examples/complete.py [GRPC_ADDRESS]`."""
 
 from __future__ import annotations
 

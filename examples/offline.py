@@ -1,6 +1,6 @@
 """Generates text without a separate server: `python examples/offline.py [MODEL]`.
 
-`LLM` starts every service on this machine and ends them with the `with` block.
+`LLM` starts every service on this machine, and ends the services at the end of the `with` block.
 """
 
 from __future__ import annotations

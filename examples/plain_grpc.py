@@ -1,6 +1,6 @@
-"""The service with `grpcio` and the generated stubs alone: `python examples/plain_grpc.py [GRPC_ADDRESS]`.
+"""Streams a completion with only `grpcio` and the generated stubs: `python examples/plain_grpc.py [GRPC_ADDRESS]`.
 
-Any language that has gRPC can do the same from `protos/v1/inference.proto`.
+Clients in other languages can be generated from `protos/v1/inference.proto` in the same way.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Samples and beams of one prompt: `python examples/samples_and_beams.py [GRPC_ADDRESS]`.
+"""Generates samples and beams for one prompt: `python examples/samples_and_beams.py [GRPC_ADDRESS]`.
 
-Both take one prefill and one hand-over. Sample `i` of a seed does not depend on `n`.
+The four samples, and the beam search, each take one prefill and one hand-over. Sample `i` of a seed does not depend on
+`n`.
 """
 
 from __future__ import annotations

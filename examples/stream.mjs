@@ -1,4 +1,4 @@
-// A streamed completion from Node: `npm install --prefix examples`, then `node examples/stream.mjs [GRPC_ADDRESS]`.
+// Streams a completion from Node: `npm install --prefix examples`, then `node examples/stream.mjs [GRPC_ADDRESS]`.
 //
 // The protos are read at run time. `make generated` shows how to generate TypeScript and Go from them instead.
 

@@ -1,7 +1,7 @@
-"""A model that calls a function, with the `openai` package: `python examples/tools.py [BASE_URL]`.
+"""Lets a model call a function, with the `openai` package: `python examples/tools.py [BASE_URL]`.
 
-It needs a model whose chat template supports tools (Qwen, Hermes, Llama 3, Mistral, ...). The built-in model's does
-not.
+It needs a model whose chat template supports tools (Qwen, Hermes, Llama 3, Mistral, ...). The template of the built-in
+model does not support them.
 """
 
 from __future__ import annotations
