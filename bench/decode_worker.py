@@ -28,7 +28,7 @@ RESERVE = 16
 
 
 class Stopwatch:
-    """A stopwatch of the seconds spent inside chosen calls, in wall time and in CPU time."""
+    """A stopwatch that adds up the wall time and the CPU time of chosen calls, in seconds."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0

@@ -24,8 +24,8 @@ from common.types import FinishReason, SamplingParams, StoppingParams, TokenLogp
 
 
 class Candidates(NamedTuple):
-    """The most likely next tokens of one beam, the most likely first. Of two equally likely tokens, the one with the
-    lower id comes first.
+    """The most likely next tokens of one beam, the most likely first. If two tokens are equally likely, the token with
+    the lower id comes first.
     """
 
     token_ids: Sequence[int]
@@ -97,8 +97,8 @@ class BeamSearch:
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
         """Takes one step. `candidates[i]` belongs to `running[i]`.
 
-        Returns, for every new running beam, the index of the old one that it continues. An index that occurs twice is a
-        fork; an index that does not occur is a dropped beam.
+        Returns, for every new running beam, the index of the old beam that it continues. An index that occurs twice is
+        a fork; an index that does not occur is a dropped beam.
         """
         self._num_tokens += 1
         going: list[_Continuation] = []

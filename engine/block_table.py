@@ -92,7 +92,9 @@ class BlockTable(Sequence[BlockRef]):
         return BlockRef(self._blocks[index], self._generations[index])
 
     def __setitem__(self, index: int, ref: BlockRef) -> None:
-        """Replaces a live entry. Dropped entries always name the first live block, and are updated with it."""
+        """Replaces a live entry. Dropped entries always name the first live block, so they are updated together with
+        the first live entry.
+        """
         index = range(len(self))[index]
         self._blocks[index], self._generations[index] = ref
         if index == self.first:

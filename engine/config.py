@@ -26,7 +26,9 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", 
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of the gate in an MLP."""
 ModelImpl = Literal["auto", "native", "transformers"]
-"""The model definition that runs. auto: the native one if it supports the checkpoint, else that of transformers."""
+"""The model definition that runs. auto: the native definition if it supports the checkpoint, or else that of
+transformers.
+"""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -104,7 +106,9 @@ class ModelConfig:
     logits_softcap: float | None = None
     """If given, logits become softcap * tanh(logit / softcap)."""
     fused_projections: bool = False
-    """Whether the checkpoint stores the projections of q, k and v as one, and those of gate and up (Phi-3)."""
+    """Whether the checkpoint stores the projections of q, k and v as one tensor, and those of gate and up as another
+    (Phi-3).
+    """
     experts: ExpertsConfig | None = None
     tie_embeddings: bool = False
     embed_dim: int = 0
@@ -198,7 +202,9 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _family(raw: dict[str, Any]) -> Family | None:
-    """Returns the native family by `architectures`, or by `model_type` if that is absent; None if there is none."""
+    """Returns the native family by `architectures`, or by `model_type` if `architectures` is absent. Returns None if no
+    native family matches.
+    """
     by_type = {family: family for family in ARCHITECTURES.values()}
     name = _architecture(raw)
     return ARCHITECTURES.get(name) if raw.get("architectures") else by_type.get(cast(Family, name))

@@ -68,7 +68,7 @@ def _theta(config: dict[str, Any]) -> float:
 
 
 def _rope_scaling(factors: np.ndarray[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the Llama 3 rope scaling that has these factors. Raises UnsupportedModel if there is none."""
+    """Returns the Llama 3 rope scaling that has these factors. Raises UnsupportedModel if no such scaling exists."""
     dim = 2 * len(factors)
     wavelengths = 2 * math.pi * _theta(config) ** (np.arange(0, dim, 2) / dim)
     low, high, original = LLAMA3.values()

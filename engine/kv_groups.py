@@ -24,7 +24,7 @@ class LayerMemory:
     window: int | None = None
     """Sliding window of the layer's attention in tokens; None for full attention."""
     state_bytes: int = 0
-    """Size of the layer's recurrent state; 0 if it has none."""
+    """Size of the layer's recurrent state in bytes; 0 if the layer has no recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class SafetensorsSource:
         return self.raw(name).to(dtype)
 
     def raw(self, name: str) -> torch.Tensor:
-        """Returns a tensor as it is stored. Raises ModelError if there is none."""
+        """Returns a tensor as it is stored. Raises ModelError if the checkpoint does not contain the tensor."""
         if name not in self._place:
             raise ModelError(f"the checkpoint lacks tensor {name}")
         self._unused.discard(name)

@@ -103,7 +103,7 @@ class ModelRunner:
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
         self.weights_bytes = 0
-        """Bytes of weights that this runner has loaded; 0 if it shares those of another runner."""
+        """Bytes of weights that this runner has loaded; 0 if it shares the weights of another runner."""
         self.model = model or self._load()
         kind = (TORCH_DTYPES[self.dtype], self.device.torch_device)
         self.lora = LoraModel.of(self.model.sites, kind, settings) if settings.enable_lora else None
@@ -122,7 +122,6 @@ class ModelRunner:
     @classmethod
     def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
         """Returns a runner over the same weights for another thread, with its own stream, buffers, graphs and binding.
-
         urgent: on a GPU, its steps run before those of the other runner if both wait for free multiprocessors.
         """
         runner = cls(other.settings, other.model, urgent=urgent)

@@ -178,7 +178,7 @@ class Sequence:
         return PromptSources(cached=cached, computed=len(self.prompt_ids) - cached)
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Returns why the newest token ended the sequence, or None if it did not."""
+        """Returns why the newest token ended the sequence, or None if the sequence continues."""
         num_outputs = len(self.output_ids)
         if num_outputs == 0:
             return None

@@ -18,7 +18,7 @@ Bits = Literal[4, 8]
 GROUPS: dict[Bits, int] = {4: 64, 8: 128}
 """Number of inputs that share a scale when a matrix of floats is rounded, by number of bits."""
 UNIT = 8
-"""The size of every group is a multiple of this."""
+"""The size of every group is a multiple of UNIT."""
 _SHRINKS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.78, 0.76)
 """Further scales that rounding to 4 bits tries, as fractions of the scale that makes the largest weight -8."""
 
@@ -125,7 +125,9 @@ def _best_of_several(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(weight: Tensor, scales: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
-    """Returns int8 values [out, groups, group] and the bf16 scales [out, groups] that they were rounded with."""
+    """Returns the rounded int8 values [out, groups, group], and the bf16 scales [out, groups] with which they were
+    rounded.
+    """
     scales = scales.bfloat16()
     by = torch.where(scales == 0, 1.0, scales.float())[..., None]
     low, high = (-8, 7) if bits == 4 else (-127, 127)

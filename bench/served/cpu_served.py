@@ -63,7 +63,7 @@ def llama_bytes(config: Mapping[str, int]) -> int:
 
 
 async def client_loop(client: AsyncClient, work: Iterator[Request], seen: Seen) -> None:
-    """Sends requests one after the other until there are none left."""
+    """Sends requests one after the other until no requests are left."""
     for request in work:
         at = started = time.perf_counter()
         stream = client.stream(request.prompt_ids, max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)

@@ -82,7 +82,7 @@ class CountingWorker:
             self._sessions.remove(session)
 
     def step(self) -> float | None:
-        """Makes one step. Returns the seconds until the next one, as `StepThread` expects."""
+        """Makes one step. Returns the seconds until the next step, as `StepThread` expects."""
         now = time.monotonic()
         if now < self._next_at:
             return self._next_at - now

@@ -36,8 +36,8 @@ Medians = Mapping[tuple[str, str, str], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal: the smallest acceptable ratio ours / theirs (`wanted`), or the largest one for measures where less is
-    better.
+    """A goal for a ratio ours / theirs. `wanted` is the smallest acceptable ratio, or the largest acceptable ratio for
+    measures where less is better.
     """
 
     what: str

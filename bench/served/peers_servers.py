@@ -46,7 +46,7 @@ class Harness:
         return self.root / "base" / "bin" / "python"
 
     def missing(self, peer: str) -> str | None:
-        """Returns the reason why this peer cannot be measured, or None if it can."""
+        """Returns the reason why this peer cannot be measured, or None if it can be measured."""
         llamacpp = self.root / "llamacpp_build/bin/llama-server"
         needs = {
             "vllm": [self.root / "vllm/bin/python", self.root / "vllm/lib/python3.11/site-packages/vllm"],

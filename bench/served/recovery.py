@@ -51,7 +51,7 @@ class RecoverySettings(Settings):
 
 @dataclass(slots=True)
 class Stream:
-    """A stream as its client received it."""
+    """A record of a stream as its client received it."""
 
     token_ids: list[int] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)

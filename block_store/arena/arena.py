@@ -206,8 +206,8 @@ class Arena:
         return int(self._rebuild_count[0])
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
-        """Writes the identity and the rebuild count of the blocks' ledger to the header. Other processes can see them
-        before this thread's next read. In the product, only `rebuild` calls this.
+        """Writes the identity and the rebuild count of the blocks' ledger to the header, where other processes can see
+        them before this thread's next read. In the product, only `rebuild` calls this method.
         """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
@@ -246,9 +246,8 @@ class Arena:
         return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
-        """Raises the header generations (writer rule). Call this before the first store into `refs`.
-
-        Raises HeaderAheadError if a header generation is not below the new one; in this case, do not write into any of
+        """Raises the header generations (writer rule). Must be called before the first store into `refs`. Raises
+        HeaderAheadError if a header generation is not below the new generation; the caller must then write into none of
         the blocks.
         """
         if not refs:
@@ -279,9 +278,8 @@ class Arena:
         atomics.enter_states(self.states, ids, HeaderState.SEALED)
 
     def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
-        """Returns whether the header generation of every block equals the given one (reader rule).
-
-        Call this before and after each step.
+        """Returns whether the header generation of every block equals the entry of `generations` at the same position
+        (reader rule). Must be called before and after each step.
         """
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 

@@ -93,7 +93,9 @@ def place_name(device_uuid: bytes) -> str:
 def _export(
     layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> tuple[DeviceBlocks, bytes] | None:
-    """Allocates memory and exports its handle; returns None if it cannot be exported and `owner` permits that."""
+    """Allocates memory and exports its handle. Returns None if the memory cannot be exported and `owner` permits
+    that.
+    """
     try:
         blocks = DeviceBlocks.allocate(device, num_blocks, layout.block_bytes)
     except CudaError as error:

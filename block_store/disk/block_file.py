@@ -138,7 +138,7 @@ class BlockFile:
         self._free.append(found[0])
 
     def _take_slot(self) -> int:
-        """Returns a slot without a record: a free one, or that of the least recently used block."""
+        """Returns a slot without a record: a free slot, or else the slot of the least recently used block."""
         if self._free:
             return self._free.pop()
         with self._lock:
@@ -163,8 +163,8 @@ class BlockFile:
 
 
 def _open(path: Path, num_bytes: int) -> int:
-    """Opens a file for this process alone, and sets its length. Slots beyond the end are dropped; new ones take no
-    space until they are written. Raises BlockingIOError if another process has it.
+    """Opens a file for this process alone, and sets its length. Slots beyond the end are dropped; new slots take no
+    space until they are written. Raises BlockingIOError if another process has the file open.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -28,12 +28,14 @@ logger = logging.getLogger("disk")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The prefix hashes of a prompt's full blocks, and the quota that the blocks count against."""
+    """The prefix of a prompt: the hashes of its full blocks, and the quota that the blocks after the public ones count
+    against.
+    """
 
     hashes: Sequence[bytes]
     """The hashes of the chain, which are the prefix hashes of KV group 0."""
     quota: CacheQuota | None = None
-    """The quota of the prompt's tenant; None if the tenant has none."""
+    """The quota of the prompt's tenant, or None if the tenant has no quota."""
     num_public: int = 0
     """Number of leading blocks that count against no quota."""
 

@@ -78,9 +78,7 @@ class WriteBehind:
         return self.num_stored - num_before
 
     def _is_done(self, block: int, generation: int) -> bool:
-        """Stores a block, unless it is a partial one or already on disk. Returns False if the block has been
-        reallocated.
-        """
+        """Stores a block, unless it is partial or already on disk. Returns False if the block has been reallocated."""
         arena = self._arena
         prefix_hash, digest = arena.hashes[block].tobytes(), int(arena.digests[block])
 

@@ -89,8 +89,8 @@ class Attached:
     def __init__(
         self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0, *, has_disk_tier: bool = False
     ) -> None:
-        """Registers the worker, with the larger of the store's `granted_floor` and the worker's own minimum. If that
-        floor does not fit into the arena, registers with the minimum.
+        """Registers the worker. Its floor is `granted_floor` or the worker's own minimum, whichever is larger; if that
+        floor does not fit into the arena, it is the minimum.
         """
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)

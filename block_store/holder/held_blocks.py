@@ -107,9 +107,8 @@ class HeldBlocks:
         self._reserve.level()
 
     def expect(self, num_blocks: int) -> None:
-        """Sets the size that the reserve has after the next beat, for times when the ledger does not answer.
-
-        The reserve takes at most an eighth of the arena. Cached blocks are evicted to fill it.
+        """Sets the size that the reserve has after the next beat, for times when the ledger does not answer. The
+        reserve takes at most an eighth of the arena. Cached blocks are evicted to fill the reserve.
         """
         self._reserve.expect(num_blocks)
 
@@ -260,7 +259,7 @@ class HeldBlocks:
 
     @contextmanager
     def _once(self, attempt: Attempt | None) -> Iterator[Attempt]:
-        """Yields `attempt`, or a new one that is forgotten if the call fails."""
+        """Yields `attempt` if it is given. Otherwise, yields a new attempt that is forgotten if the call fails."""
         made = attempt or Attempt()
         try:
             yield made

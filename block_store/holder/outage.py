@@ -103,17 +103,15 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """Asks for a rebuild, because the header is ahead of the ledger, which means that the ledger is an older one.
-        The caller must not write into the blocks concerned.
-
-        Raises Fenced.
+        """Asks for a rebuild, because the header is ahead of the ledger, which means that the ledger is older than the
+        arena. The caller must not write into the blocks concerned. Raises Fenced.
         """
         self.is_unsure = True
         self.holder.contradict(reason)
         self.fallbacks.note("rebuild asked for", reason)
 
     def check_fence(self) -> None:
-        """Does nothing unless the holder is fenced; raises Fenced if it is."""
+        """Raises Fenced if the holder is fenced."""
         if self.holder.fenced.is_set():
             raise Fenced(f"holder {self.holder.name} is fenced or closed")
 

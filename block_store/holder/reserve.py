@@ -15,7 +15,7 @@ from common.types import BlockRef
 
 class Reserve:
     """A queue of RESERVED blocks that no sequence uses yet, in the order in which they will be taken. The beat thread
-    levels it.
+    calls `level` to keep the queue near its target.
     """
 
     def __init__(self, calls: OutageCalls, writer_slot: WriterSlot, least: int) -> None:

@@ -81,7 +81,7 @@ class LedgerClient:
 
     @property
     def epoch(self) -> Epoch:
-        """The epoch of the incarnation; `join` changes it."""
+        """The epoch of the incarnation, which `join` changes."""
         return self.lane.epoch
 
     @property

@@ -83,16 +83,18 @@ class OrderedLane:
             return self._until_answered(operation)
 
     def settled(self, key: Key) -> object:
-        """Returns the late answer to an unanswered call, until that call is repeated; None if there is none."""
+        """Returns the late answer to an unanswered call, until that call is repeated. Returns None if no late answer
+        has arrived.
+        """
         return self._settled.get(key)
 
     def forget(self, key: Key) -> object:
-        """Returns what `settled` returns, and drops it."""
+        """Returns the same as `settled`, and drops the answer."""
         with self._lock:
             return self._settled.pop(key, None)
 
     def restart(self, ledger: LedgerScripts, epoch: Epoch, number: int) -> None:
-        """Continues in a rebuilt ledger, and drops the calls that are under way in the old one."""
+        """Continues in a rebuilt ledger, and drops the calls that are under way in the old ledger."""
         with self._lock:
             self.ledger, self.epoch, self.number, self.answered = ledger, epoch, number, number
             self._pending = None

@@ -35,7 +35,7 @@ class Lease:
         self.num_available = 0
         """Number of blocks that could still be allocated at the last beat. Allocations and releases here adjust it."""
         self.census = ""
-        """Name of the census that the last beat reported; empty if there is none."""
+        """Name of the census that the last beat reported; empty if there is no census."""
         self._lane = lane
         self._beaten_at = 0.0
         self._probe_pause_s = PROBE_S
@@ -50,7 +50,7 @@ class Lease:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the beats; returns when the last one is over."""
+        """Ends the beats. Returns when the last beat is over."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -66,7 +66,7 @@ class Lease:
             raise
 
     def keep(self) -> None:
-        """Sends a beat if the last one was more than a fifth of a lease ago. Called during long work in the beat
+        """Sends a beat if the last beat was more than a fifth of a lease ago. Called during long work in the beat
         thread.
         """
         if time.monotonic() - self._beaten_at > self.lease_s / 5:

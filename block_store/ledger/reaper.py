@@ -77,7 +77,7 @@ class Reaper:
                 self._stop.wait(SWEEP_S)
 
     def _sweep(self) -> bool:
-        """Makes one sweep; returns whether the next one should follow at once."""
+        """Makes one sweep. Returns whether the next sweep should follow at once."""
         try:
             self._registry.publish_store(self._record)
             report = sweep(self._ledger, self._arena, self._waiting, self._tick)

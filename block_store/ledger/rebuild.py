@@ -51,9 +51,8 @@ class Census:
 
 
 def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
-    """Returns the ledger that the arena's header names, if this same Redis has it. Otherwise builds a new one.
-
-    Raises LedgerUnavailable, or StaleDataset if Redis was flushed during the call; try again.
+    """Returns the ledger that the arena's header names, if this Redis contains it. Otherwise, builds a new ledger.
+    Raises LedgerUnavailable, or StaleDataset if Redis was flushed during the call; the caller should then try again.
     """
     ledger = LedgerScripts.attach(client, arena)
     try:

@@ -41,7 +41,7 @@ quota.
 """
 
 LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders")
-"""Files of `lua/lib`. Each may use those that precede it."""
+"""Files of `lua/lib`. Each file may use the files that precede it."""
 T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
@@ -147,8 +147,8 @@ class LedgerScripts:
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket, or the remaining part of a ticket, that no worker will claim. The ledger never
-        refuses this.
+        """Ends a ticket, or the remaining part of a ticket, that no worker will claim. The ledger never refuses this
+        call.
         """
         self._call("give_up", ticket.epoch, ticket.secret)
 
@@ -164,7 +164,9 @@ class LedgerScripts:
         self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
 
     def release(self, call: CallId, refs: Sequence[BlockRef]) -> int:
-        """Gives up `refs` (a chain, head first). Returns how many of them were held. The ledger never refuses this."""
+        """Gives up `refs` (a chain, head first). Returns how many of them were held. The ledger never refuses this
+        call.
+        """
         _bounded(len(refs), RELEASE_CHUNK)
         return self._ask(int, "release", *call, codec.pack_refs(refs))
 
@@ -221,7 +223,7 @@ class LedgerScripts:
         self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
-        """Releases all references and ends the holder. The ledger never refuses this."""
+        """Releases all references and ends the holder. The ledger never refuses this call."""
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:
@@ -234,10 +236,9 @@ class LedgerScripts:
         return held
 
     def holdings_after(self, epoch: Epoch, place: int) -> tuple[list[BlockRef], int]:
-        """Returns up to CHUNK of the holder's references after `place`, oldest first, and the place of the last one.
-
-        The next call continues from that place; place 0 is before the first reference. An empty list means that there
-        are no more. Raises Fenced.
+        """Returns up to CHUNK of the holder's references after `place`, oldest first, and the place of the last of
+        them. The next call continues from that place; place 0 is before the first reference. An empty list means that
+        no references are left. Raises Fenced.
         """
         return self._ask(replies.unpack_holdings, "holdings", epoch, place, CHUNK)
 
@@ -267,10 +268,8 @@ class LedgerScripts:
     def reap(
         self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S, tick: int = 0
     ) -> ReapReport:
-        """Makes one sweep. Only the store calls it.
-
-        `free_slots` are writer slots whose locks have just been found free. `tick` is the tick of the last report; if
-        the ledger is an older one, StaleDataset is raised.
+        """Makes one sweep. Only the store calls this method. `free_slots` are writer slots whose locks have just been
+        found free. `tick` is the tick of the last report; if the ledger's tick is older, StaleDataset is raised.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
         return self._ask(replies.unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)

@@ -1,1 +1,1 @@
-"""The choice of Redis, and the registry of workers and stores in it."""
+"""The choice of Redis, and the registry of workers and stores that Redis contains."""

@@ -45,7 +45,7 @@ class AdapterRegistry:
         self._key = f"{namespace}:adapters"
 
     def list(self) -> AdapterList | None:
-        """Returns the list, sorted by name, or None if Redis has none."""
+        """Returns the list, sorted by name, or None if Redis does not contain the list."""
         found: dict[bytes, bytes] = self._run(lambda: self._client.hgetall(self._key))
         life = found.pop(_LIFE.encode(), None)
         refs, damaged = list[AdapterRef](), list[str]()
@@ -57,7 +57,7 @@ class AdapterRegistry:
         return None if life is None else AdapterList(life.decode(errors="replace"), tuple(refs), tuple(damaged))
 
     def publish(self, refs: Iterable[AdapterRef]) -> None:
-        """Adds adapters to the list. An adapter replaces the listed one with the same name, if there is one."""
+        """Adds adapters to the list. An adapter replaces a listed adapter with the same name."""
         items = [text for ref in refs for text in (ref.name, json.dumps(asdict(ref)))]
 
         def write() -> None:

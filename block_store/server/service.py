@@ -103,8 +103,8 @@ class BlockStoreServicer:
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
-        """Returns counts and holders, and with `include_blocks` the map of blocks. The result is empty until there is
-        an arena.
+        """Returns the arena's block counts and holders, and with `include_blocks` also its map of blocks. Returns an
+        empty response before the arena is in use. Raises Unavailable if the ledger does not answer.
         """
         arena, ledger = self._owner.arena, self._owner.ledger
         if arena is None or ledger is None:
@@ -179,7 +179,9 @@ class BlockStoreServicer:
         return pb.RestoreResponse(num_blocks=await disk.restore(prefix))
 
     def _source(self, arena_id: str) -> BlockSource:
-        """Returns the arena's blocks as other hosts see them."""
+        """Returns the blocks of `arena_id` for other hosts. Raises NotFound if this store does not serve that arena,
+        and FailedPrecondition if its blocks are in a worker's device memory.
+        """
         arena, ledger = self._owner.arena, self._owner.ledger
         if arena is None or ledger is None or arena_id != arena.arena_id:
             raise NotFound(f"arena_id {arena_id} is not served here")

@@ -32,7 +32,7 @@ class BlockSource:
         self._ledger = ledger
 
     def keep(self, ticket: TicketId, refs: Sequence[BlockRef]) -> list[bytes]:
-        """Extends the ticket's lease. Returns the prefix hash of every block, or an empty one for a partial block.
+        """Extends the ticket's lease. Returns the prefix hash of each block; the hash of a partial block is empty.
         Raises Gone, NotHolder or Stale.
         """
         self._ledger.keep(ticket)
@@ -45,7 +45,7 @@ class BlockSource:
             self._ledger.check_readable(ticket, part)
 
     def prefix_hashes(self, refs: Sequence[BlockRef]) -> list[bytes]:
-        """Returns the prefix hash of every block, or an empty one for a partial block. Raises Stale."""
+        """Returns the prefix hash of each block; the hash of a partial block is empty. Raises Stale."""
         hashes = [self.arena.hashes[ref.block].tobytes() for ref in refs]
         if not self.arena.check_refs(refs):
             raise Stale("a block of the ticket was reallocated")

@@ -81,8 +81,8 @@ def _runs(names: Sequence[Name], present: Sequence[bool]) -> Iterator[list[Name]
 def finish(
     held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem], digests: Sequence[int]
 ) -> Pulled:
-    """Seals the copies, whose digests have been compared, and hands all blocks over to a new ticket. If that fails,
-    releases all of them.
+    """Seals the copies, whose digests have been compared, and hands all blocks over to a new ticket. If a step fails,
+    releases all blocks.
     """
     local, unsealed = dict(taken.found), dict(taken.fresh)
     counted: Counter[BlockRef] = Counter()

@@ -69,7 +69,7 @@ class Call(Protocol):
     """Index of the recurrent layer that is running."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """Maps q [T, H, D], k [T, KVH, D] and v [T, KVH, DV] to [T, H, DV]."""
+        """Computes the attention of a layer. Maps q [T, H, D], k [T, KVH, D] and v [T, KVH, DV] to [T, H, DV]."""
         ...
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -84,8 +84,8 @@ class Call(Protocol):
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **asked: Any
 ) -> tuple[Tensor, None]:
-    """Maps query [1, H, T, D], key [1, KVH, T, D] and value [1, KVH, T, DV] to [1, T, H, DV]. transformers calls
-    this.
+    """Maps query [1, H, T, D], key [1, KVH, T, D] and value [1, KVH, T, DV] to [1, T, H, DV]. transformers calls this
+    function.
     """
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} computes its own attention mask")

@@ -24,7 +24,7 @@ RECURRENT = ("linear_attention", "conv", "hybrid")
 OTHERS = ("mlp", "moe")
 """Kinds of layers that remember nothing."""
 UNLIMITED = 32_768
-"""Positions of a model whose configuration has no limit, because its states have none."""
+"""The maximum number of positions of a model whose configuration has no limit, because its states have no limit."""
 STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic")
 """Kinds of rotary positions that rotate a position the same way in every step, or are made to (`steady_rope`)."""
 

@@ -81,7 +81,7 @@ class PackedWeight(Tensor):
 
     matrices: _Matrices
     index: int | None
-    """Index of the matrix within a stack; None for all of it."""
+    """Index of the matrix within a stack; None for the whole stack."""
     outputs_first: bool
     """Whether the weight is [out, in], which means that the model's code has not transposed it."""
 

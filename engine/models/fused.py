@@ -28,7 +28,7 @@ from kernels.linear import PackedLinear
 
 
 def objection(decoder: Decoder) -> str | None:
-    """Returns the reason why a decoder cannot be run in one call, or None if it can."""
+    """Returns the reason why a decoder cannot be run in one call, or None if one call can run it."""
     if entry(current()) is None:
         return "no C++ kernels are in use"
     dtype = decoder.embed.dtype
@@ -101,7 +101,7 @@ class FusedDecoder:
         step.rows = None if len(batch.logits_rows) == len(batch.token_ids) else address(batch.logits_rows)
 
     def _make_room(self, num_tokens: int, num_rows: int) -> None:
-        """Allocates memory for a pass of this size, and keeps it for the next one."""
+        """Allocates memory for a pass of this size, and keeps the memory for the next pass."""
         if (num_tokens, num_rows) == self._room_for:
             return
         self._room_for = (num_tokens, num_rows)

@@ -60,7 +60,7 @@ class Mixture:
 
     @classmethod
     def load(cls, c: ModelConfig, how: ExpertsConfig, weights: Weights, at: str) -> Mixture:
-        """`at` is the prefix of the layer's tensors in the checkpoint."""
+        """Loads the router and the experts of a layer. `at` is the prefix of the layer's tensors in the checkpoint."""
         h, i = c.hidden_size, how.intermediate_size
         router, experts, gate, up, down = how.names
 

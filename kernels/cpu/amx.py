@@ -17,13 +17,15 @@ from kernels.cpu.loader import amx_library, current
 from kernels.cpu.selection import CpuLibrary
 
 DEPTH = 32
-"""Every number of inputs must be a multiple of this."""
+"""Every number of inputs must be a multiple of DEPTH."""
 _PANEL, _TILE = 32, 16
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Opens the build for AMX tiles; returns None if this CPU or installation has none."""
+    """Opens the build for AMX tiles. Returns None if this CPU does not support them, or the installation does not
+    contain the build.
+    """
     if (path := amx_library()) is None:
         return None
     library = ctypes.CDLL(str(path))
@@ -33,7 +35,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _entry() -> Callable[..., int] | None:
-    """Returns the C function, or None if this CPU, system or installation has none."""
+    """Returns the C function, or None if this CPU, system or installation does not support it."""
     library = _library()
     return library.ll_amx_linear if library is not None and _is_allowed(library, current()) else None
 
@@ -52,7 +54,7 @@ def available() -> bool:
 
 
 def address() -> int | None:
-    """Returns the address of the C function, for callers in C, or None if there is none."""
+    """Returns the address of the C function, for callers in C, or None if the function is not available."""
     found = _entry()
     return None if found is None else ctypes.cast(found, ctypes.c_void_p).value  # type: ignore[arg-type]
 

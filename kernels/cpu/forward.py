@@ -88,9 +88,8 @@ Entry = Callable[[Model, Pass], None]
 
 
 def entry(library: CpuLibrary) -> Entry | None:
-    """Returns the function of a build that runs a pass, or None if the build has none.
-
-    The function raises ValueError for a token, position, slot or block out of range.
+    """Returns the function of a build that runs a pass, or None if the build does not contain it. The function raises
+    ValueError for a token, position, slot or block out of range.
     """
     if library.handle is None or not hasattr(library.handle, "ll_forward"):
         return None

@@ -29,7 +29,7 @@ def entry() -> Callable[..., int] | None:
 
 
 def address() -> int | None:
-    """Returns the address of the C function, for callers in C, or None if there is none."""
+    """Returns the address of the C function, for callers in C, or None if the function is not available."""
     found = entry()
     return None if found is None else ctypes.cast(found, ctypes.c_void_p).value  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def packed_product(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
     """Packs weights, stacked one below the other. Returns them with a function from x [rows, in] to [rows, out]. If no
-    kernel supports them, returns None and counts this.
+    kernel supports them, counts a fallback and returns None.
     """
     function, n_out = entry(), sum(weight.shape[0] for weight in weights)
     if weights[0].values.is_cuda or function is None or dtype not in (torch.bfloat16, torch.float32):

@@ -94,7 +94,7 @@ def load(isa: Isa | None = None) -> CpuLibrary:
 
 
 def current() -> CpuLibrary:
-    """Returns the library in use. The first call loads the best one if none has been chosen."""
+    """Returns the library in use. The first call loads the best library if none has been chosen."""
     return selection().library or load()
 
 

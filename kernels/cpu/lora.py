@@ -48,7 +48,7 @@ class Step(ctypes.Structure):
 
 
 def table_of(products: Sequence[Sequence[PartOf]]) -> ctypes.Array[Product]:
-    """Returns one `Product` per site. The tensors must outlive it."""
+    """Returns one `Product` per site. The caller must keep the tensors for as long as the table is used."""
     table = (Product * len(products))()
     for product, parts in zip(table, products, strict=True):
         product.num_parts = len(parts)
@@ -60,8 +60,8 @@ def table_of(products: Sequence[Sequence[PartOf]]) -> ctypes.Array[Product]:
 
 
 def tiles_of(adapter_of_row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Returns tiles int32 [tiles, 2 + TILE_ROWS]: adapter, number of rows, rows. A row with the adapter -1 has none and
-    is in no tile.
+    """Returns tiles int32 [tiles, 2 + TILE_ROWS]: adapter, number of rows, rows. A row whose adapter is -1 is in no
+    tile.
     """
     tiles = []
     for adapter in np.unique(adapter_of_row[adapter_of_row >= 0]):
@@ -78,7 +78,9 @@ def tiles_of(adapter_of_row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 @functools.cache
 def entry(library: CpuLibrary) -> Callable[..., int] | None:
-    """Returns the C function of a build, or None if the build has none."""
+    """Returns the C function `ll_lora` of a build with its argument types set, or None if the build does not contain
+    that function.
+    """
     if library.handle is None or not hasattr(library.handle, "ll_lora"):
         return None
     function = library.handle["ll_lora"]

@@ -102,7 +102,7 @@ def _check_batch(a: Attention) -> None:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Returns the device's chip. For the interpreter, returns a small one, so that even small cases fill it and split
+    """Returns the device's chip. For the interpreter, returns a small chip, so that even small cases fill it and split
     their keys.
     """
     if INTERPRETED:

@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 
 def tile_for(vocab: int) -> int:
     """Returns a tile size that depends only on the vocabulary, so that the order of a row's sums also depends only on
-    it.
+    the vocabulary.
     """
     return min(_TILE, power_of_2(vocab))
 

@@ -65,7 +65,7 @@ class AttentionSpec:
 
     @property
     def extras(self) -> str | None:
-        """The names of the model's requirements beyond plain attention, or None if it has none."""
+        """The names of the model's requirements beyond plain attention, or None if there are no such requirements."""
         found = [name for name in ("softcap", "sinks") if getattr(self, name) is not None]
         return " and ".join(found) or None
 

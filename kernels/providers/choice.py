@@ -1,4 +1,4 @@
-"""Chooses the attention provider for a runner: the requested one, or the best that supports the model."""
+"""Chooses the attention provider for a runner: the requested provider, or the best provider that supports the model."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ class SchemaCall:
     """
 
     def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:
-        """Reads the operator's schema. Raises ValueError for an unsupported one; its text is the end of a sentence."""
+        """Reads the operator's schema. Raises ValueError if the schema is not supported. The text of the error is the
+        end of a sentence.
+        """
         overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
         arguments = overload._schema.arguments
         names = {argument.name for argument in arguments}

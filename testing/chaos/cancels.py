@@ -30,7 +30,8 @@ WAIT_S = 10.0
 POLL_S = 0.005
 LIMIT_MS = 250.0
 SHORTEST_PROMPT = 17
-"""At least one full block, so that each sequence on a decode worker holds a sealed one. The reserve is never sealed.
+"""At least one full block, so that each sequence on a decode worker holds a sealed block. Blocks in the reserve are
+never sealed.
 """
 
 

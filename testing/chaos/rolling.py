@@ -40,7 +40,7 @@ def rolling(run: Run) -> Report:
 
 
 def _restart(stack: Stack, name: str) -> int:
-    """Restarts a service and waits until the new process is in use. Returns the exit status of the old one."""
+    """Restarts a service and waits until the new process is in use. Returns the exit status of the old process."""
     status = stack.launcher.replace(name, overlap=name == "gateway")
     if name.startswith(("prefill", "decode")):
         stack.wait_used(name)

@@ -51,7 +51,9 @@ class Stream:
         return tuple(self.tokens) == self.case.expected[0]
 
     def longest_gap_s(self, since: float) -> float:
-        """Returns the longest gap between two messages, among those that ended after `since`; 0 if there is none."""
+        """Returns the longest gap in seconds between two messages, among the gaps that ended after `since`. Returns 0
+        if no gap did.
+        """
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs if after > since), default=0.0)
 
@@ -94,7 +96,9 @@ async def _silence(stack: Stack) -> None:
 
 
 async def _kill(report: Report, stack: Stack) -> None:
-    """Kills Redis. Returns when the decode worker holds at least as many blocks in the new ledger as in the old one."""
+    """Kills Redis. Returns when the decode worker holds at least as many blocks in the new ledger as it did in the old
+    ledger.
+    """
     before, began = stack.holder("decode"), time.monotonic()
     stack.redis.kill()
     stack.redis.start_empty()

@@ -77,7 +77,9 @@ def ledger_loss(run: Run) -> Report:
 
 
 def within(report: Report, size: Size, slack: float) -> Report:
-    """Runs a scenario. `slack` is the factor by which the machine may exceed the time limits."""
+    """Runs the load and the outage of a scenario of this size. `slack` is the factor by which the results may exceed
+    the time limits on a slow machine.
+    """
     with _store(size.num_references + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
         used: int = store.redis.client.info("memory")["used_memory"]

@@ -243,10 +243,8 @@ class _Launcher(Launcher):
             super().check()
 
     def replace(self, name: str, *, overlap: bool) -> int:
-        """Ends a service with SIGTERM and starts it again. With `overlap`, the new process starts before the old one
-        ends.
-
-        Returns the old process' exit status when the new process is ready.
+        """Ends a service with SIGTERM and starts it again. With `overlap`, the new process starts before the old
+        process ends. Returns the exit status of the old process when the new process is ready.
         """
         with self._changing:
             old = self._named(name)

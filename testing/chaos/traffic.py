@@ -37,7 +37,7 @@ class Answer:
     right: bool
     """Whether all received tokens of every sample match the oracle's, even if some are missing."""
     error: str | None
-    """The reason why the request did not complete, or None if it did."""
+    """The reason why the request did not complete, or None if it completed."""
     longest_gap_s: float
     """The longest time between two messages of the same sample. The request counts as the first message."""
 

@@ -117,7 +117,9 @@ def answer_of(done: Completion) -> Answer:
 
 
 def differences(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Returns one sentence for each sample that is not as expected. The list is empty if all samples are."""
+    """Returns one sentence for each sample that differs from the expected one. The list is empty if no sample
+    differs.
+    """
     return [
         f"{case.name}, sample {index}: {difference}"
         for case, wanted, got in zip(cases, expected, found, strict=True)

@@ -114,7 +114,7 @@ class Script:
     prefills_cancelled: int = 0
 
     def draw(self, prompt: Sequence[int], outputs: Sequence[int], sample: int) -> int:
-        """Returns the token after these."""
+        """Returns the token that follows `outputs`."""
         return self.says[len(outputs)] if len(outputs) < len(self.says) else next_id([*prompt, *outputs], sample)
 
 

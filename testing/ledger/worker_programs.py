@@ -1,8 +1,9 @@
 """For tests: workers as step-by-step programs over a real arena and the real ledger. A search can stop each program at
 any point, let others continue, and wake it again.
 
-This shows effects that are not visible in Redis: raised headers, stored and read bytes, and comparisons. `Rules` are
-the writer and reader rules of docs/design.md, Ledger; each of them can be broken, and the search must find this.
+The programs show effects that are not visible in Redis: raised headers, stored and read bytes, and comparisons. `Rules`
+are the writer and reader rules of docs/design.md, Ledger. A program can break each of these rules, and the search must
+then find an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _GARBAGE = 0xEE
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A choice of the rules that workers follow. A value of False breaks one."""
+    """The writer and reader rules that workers follow. A field that is False breaks its rule."""
 
     enter_before_store: bool = True
     compare_with_table: bool = True
