@@ -75,6 +75,11 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
     recover_s: float = Field(
         30.0, ge=0, description="time that a request whose workers have been lost waits for others"
     )
+    restarts_file: Path | None = Field(
+        None,
+        description="a file that exists while a launcher restarts a service; until it is removed, requests wait for "
+        "workers, even for longer than --recover-s",
+    )
     silence_s: float = Field(
         2.25, gt=0.5, description="a worker that sends nothing for this long, not even heartbeats, counts as lost"
     )

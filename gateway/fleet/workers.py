@@ -9,6 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from common import convert
@@ -68,7 +69,9 @@ class DecodePlace:
 class Workers:
     """The set of workers in the registry, with the connections to them."""
 
-    def __init__(self, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
+    def __init__(self, limits: LivenessLimits, trust: Trust = NO_TRUST, restarts_file: Path | None = None) -> None:
+        """`restarts_file` exists while a launcher restarts a service."""
+        self._restarts_file = restarts_file
         self._router = Router()
         self._sessions = SessionPool(self._on_load, limits, trust)
         self._usable = self._sessions.usable
@@ -117,10 +120,15 @@ class Workers:
         """Whether some prefill worker has a decode partner with an open session."""
         return self._router.ready(self._usable)
 
+    @property
+    def are_restarting(self) -> bool:
+        """Whether the launcher of this gateway is restarting a service."""
+        return self._restarts_file is not None and self._restarts_file.exists()
+
     def missing_for(self) -> float:
-        """Returns the seconds since a pair of workers was ready, or infinity if no pair has been ready yet."""
+        """Returns the seconds since a pair was last ready or a service restarting; infinity if neither has occurred."""
         now = time.monotonic()
-        if self.ready:
+        if self.ready or self.are_restarting:
             self._ready_at = now
         return now - self._ready_at
 
@@ -136,10 +144,14 @@ class Workers:
         """Returns how many sequences may be at the workers at a time."""
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
-    def holds(self, need: GroupNeed) -> bool:
-        """Returns whether some decode worker is large enough for the group."""
-        records = [state.record for state in self._router.workers.values()]
-        return any(record.role == "decode" and GroupRoom.of(record).holds(need) for record in records)
+    def objection(self, need: GroupNeed, adapter: str) -> str | None:
+        """Returns why no ready pair can accept a group, or None if one can or if no pair is ready."""
+        if not self.ready:
+            return None
+        decodes = [state.record for state in self._router.workers.values() if state.record.role == "decode"]
+        if not any(GroupRoom.of(record).holds(need) for record in decodes):
+            return "no decode worker has room for a group of this size"
+        return None if self.have_adapter(adapter) else "no pair of workers has loaded the request's adapter"
 
     def have_adapter(self, digest: str) -> bool:
         """Returns whether some pair of prefill and decode workers has loaded an adapter."""

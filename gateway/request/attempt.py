@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from common import convert
 from common.errors import Unavailable
-from common.group_need import GroupNeed
 from common.types import WorkerRecord
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
@@ -22,7 +21,6 @@ from gateway.fleet.pending_ticket import PendingTicket
 from gateway.fleet.routing import Route
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
 from gateway.fleet.workers import DecodePlace, Workers
-from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.head_start import HeadStart
 from gateway.request.isolation import Isolation, IsolationTicket
@@ -125,25 +123,21 @@ class Attempts:
         return route, isolation
 
     async def _pick_prefill(self, state: RequestState) -> Route:
-        """Picks a prefill worker that has a reachable partner. Raises Unavailable if there is none for `recover_s`."""
+        """Picks a prefill worker that has a reachable partner. Raises Unavailable if there is none for `recover_s`, not
+        counting the time in which the launcher restarts a worker.
+        """
         request, need, began = state.request, state.need, time.monotonic()
         while True:
             route = await self._workers.pick_prefill(request, need)
             if route is not None:
                 return route
-            why = self._objection(request, need)
+            if self._workers.are_restarting:
+                began = time.monotonic()  # the new worker needs some time to join after it has loaded
+            why = self._workers.objection(need, request.adapter_digest)
             waited_s = time.monotonic() - began if why is not None else self._workers.missing_for()
             if waited_s > self._recover_s:
                 raise Unavailable(why or NO_PAIR, retry_after_s=1.0)
             await asyncio.sleep(min(WAIT_FOR_WORKERS_S, state.remaining_s()))
-
-    def _objection(self, request: ResolvedRequest, need: GroupNeed) -> str | None:
-        """Returns why no ready worker can accept the request, or None if one can or if no worker is ready."""
-        if self._workers.ready and not self._workers.holds(need):
-            return "no decode worker has room for a group of this size"
-        if self._workers.ready and not self._workers.have_adapter(request.adapter_digest):
-            return "no pair of workers has loaded the request's adapter"
-        return None
 
     async def _call_prefill(self, state: RequestState, worker: WorkerRecord) -> prefill_pb2.PrefillDone:
         message, again = state.prefill_request(), state.attempts > 0

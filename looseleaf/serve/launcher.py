@@ -31,6 +31,7 @@ from looseleaf.serve.placement import (
     threads_per_worker,
     worker_processes,
 )
+from looseleaf.serve.restart_notice import RestartNotice
 from looseleaf.serve.service_flags import (
     decode_flags,
     flags_of,
@@ -94,6 +95,7 @@ class Launcher:
         self._run_directory: Path | None = None
         self._redis: PrivateServer | None = None
         self._restarts = Restarts()
+        self._notice = RestartNotice()
         self._standby: Standby | None = None
 
     def start(self) -> Addresses:
@@ -119,6 +121,7 @@ class Launcher:
         self._shared = SharedDirectory(Path(settings.directory) if settings.directory else ROOT)
         write_secret(self._secret_file)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
+        self._notice.file = self._run_directory / "restarting"
         self._echo(describe(asked, settings))
         # Workers start in parallel with the store; a service that needs the store's address waits for it.
         redis_url = settings.redis_url or self._start_redis()
@@ -134,7 +137,7 @@ class Launcher:
             self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)
-        flags = gateway_flags(settings, source, store_address)
+        flags = gateway_flags(settings, source, store_address) + flags_of({"restarts_file": self._notice.file})
         self._spawn("gateway", "gateway", flags, gateway_secrets(settings, redis_url, salt_secret(settings)))
         ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
         self._stand_by(worker_flags(settings, source, store_address), weights_bytes=int(ready[1][1]))
@@ -243,9 +246,10 @@ class Launcher:
             try:
                 child.check()
             except ChildDied as died:
-                if not self._may_restart(child.spec):
+                if not self._restarts.allow(child.name):
                     raise
                 self._children[index] = self._replacement(child.spec, str(died).partition(";")[0])
+        self._notice.check()
         if self._standby is not None:
             self._standby.check()
 
@@ -253,10 +257,7 @@ class Launcher:
         child = None if self._standby is None else self._standby.take_place(spec)
         what = "starting it again" if child is None else "the spare worker takes its place"
         self._echo(f"looseleaf: {death}; {what}")
-        return child or self._child(spec)
-
-    def _may_restart(self, spec: ServiceSpec) -> bool:
-        return self._restarts.allow(spec.name)
+        return self._notice.add(child or self._child(spec))
 
     def reload(self) -> None:
         """Makes the gateway read its key file again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,6 +316,28 @@ async def test_a_request_that_smaller_successors_cannot_hold_is_told_so(make_rig
     with pytest.raises(Unavailable, match="no decode worker has room for a group of this size"):
         await deltas_of(rig, request)
     assert rig.gate.inside == 0
+
+
+async def test_while_a_launcher_restarts_a_worker_a_request_waits_until_its_deadline(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    notice = tmp_path / "restarting"
+    rig = await make_rig(recover_s=0.05, restarts_file=notice)
+    notice.touch()
+    on_records = rig.workers.on_records
+    no_workers(rig)
+    late = asyncio.create_task(run(rig))
+    await asyncio.sleep(0.5)
+    assert not late.done(), "ten times as long as without a launcher"
+    rig.workers.on_records = on_records  # type: ignore[method-assign]
+    on_records(rig.records)
+    assert ids_of(await late) == expected_ids(PROMPT, 12)
+    no_workers(rig)
+    with pytest.raises(DeadlineExceeded):
+        await run(rig, timeout_s=0.3)
+    notice.unlink()
+    with pytest.raises(Unavailable, match="no pair"):
+        await run(rig)
 
 
 async def test_a_new_request_waits_for_the_successors_of_workers_that_were_lost(make_rig: MakeRig) -> None:

@@ -110,7 +110,12 @@ def test_its_own_death_hurts_nobody_and_before_it_is_loaded_a_worker_is_started_
         os.kill(running.wait_loaded(), signal.SIGKILL)
         wait_for(lambda: running.told("spare was killed by signal 9"), bool, 30.0, "nobody notices")
         assert not running.launcher.spare_is_loaded
-        assert running.generate("worker") == running.right
+        answer = running.pool.submit(running.generate, "worker")
+        notice = running.launcher._notice.file
+        assert notice is not None
+        wait_for(notice.exists, bool, 30.0, "the gateway is not told that a worker is being restarted")
+        assert answer.result() == running.right
+        wait_for(notice.exists, (False).__eq__, 30.0, "the worker is ready, but the notice stays")
         wait_for(lambda: running.told("worker was killed by signal 9; starting it again"), bool, 30.0, "nobody notices")
         running.wait_loaded()
 
