@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from common.kv_retention import KvRules, Retention
@@ -81,8 +81,19 @@ class GroupRoom(NamedTuple):
     rules: KvRules
 
     @classmethod
-    def of(cls, record: WorkerRecord) -> GroupRoom:
-        return cls(record.max_num_seqs, record.max_group_blocks, record.kv_rules)
+    def of(cls, record: WorkerRecord, prefill_step: int | None = None) -> GroupRoom:
+        """Returns the room of the decode worker with this record.
+
+        `prefill_step` is the shortest step of the prefill workers; None if it is unknown. With a longer step than that,
+        the decode worker has a larger floor than they have, and a group that returns to prefill may get no more blocks
+        than a prefill worker's floor. The room is then that of a decode worker with the shorter step.
+        """
+        rules, room = record.kv_rules, record.max_group_blocks
+        if room and prefill_step is not None and prefill_step < rules.prefill_step:
+            shorter, longest = replace(rules, prefill_step=prefill_step), record.max_model_len
+            room -= floor_of("decode", longest, rules) - floor_of("decode", longest, shorter)
+            rules = shorter
+        return cls(record.max_num_seqs, room, rules)
 
     def holds(self, need: GroupNeed) -> bool:
         """Returns whether the group fits into the worker's batch and floor."""

@@ -87,6 +87,8 @@ class Workers:
         """The limits of the decode workers on a group's size. If there are no workers, the limits of the last ones
         apply. A request beyond all limits is refused at once, instead of waiting for a worker.
         """
+        self._rooms: dict[str, GroupRoom] = {}
+        """The group sizes that the decode workers accept now, by worker id."""
         self._lookup: Lookup | None = None
         self._end_ticket: EndTicket | None = None
         self._promised: dict[Place, int] = {}
@@ -101,7 +103,8 @@ class Workers:
     def on_records(self, records: list[WorkerRecord]) -> None:
         """Applies the registry's list of workers after a poll."""
         self._router.update(records, time.monotonic())
-        self.group_rooms = rooms_of(records) or self.group_rooms
+        self._rooms = rooms_of(records)
+        self.group_rooms = set(self._rooms.values()) or self.group_rooms
         self._sessions.sync(records)
         self.missing_for()
         addresses = [r.address for r in records if r.role == "prefill"]
@@ -148,8 +151,7 @@ class Workers:
         """Returns why no ready pair can accept a group, or None if one can or if no pair is ready."""
         if not self.ready:
             return None
-        decodes = [state.record for state in self._router.workers.values() if state.record.role == "decode"]
-        if not any(GroupRoom.of(record).holds(need) for record in decodes):
+        if not any(room.holds(need) for room in self._rooms.values()):
             return "no decode worker has room for a group of this size"
         return None if self.have_adapter(adapter) else "no pair of workers has loaded the request's adapter"
 
@@ -285,7 +287,8 @@ class Workers:
         return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
 
     def _usable_for(self, need: GroupNeed) -> Callable[[WorkerRecord], bool]:
-        return lambda record: self._usable(record) and GroupRoom.of(record).holds(need)
+        rooms = self._rooms
+        return lambda record: self._usable(record) and record.worker_id in rooms and rooms[record.worker_id].holds(need)
 
     async def _keep_channels(self, prefills: Sequence[str]) -> None:
         await self._prefills.keep(prefills)

@@ -20,9 +20,12 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0
 """Parameters that shape random draws. A beam search draws nothing, so it accepts only values that have no effect."""
 
 
-def rooms_of(records: Iterable[WorkerRecord]) -> set[GroupRoom]:
-    """Returns the group limits of the decode workers that accept requests, without duplicates."""
-    return {GroupRoom.of(r) for r in records if r.role == "decode" and not r.draining}
+def rooms_of(records: Iterable[WorkerRecord]) -> dict[str, GroupRoom]:
+    """Returns the group limits of the decode workers that accept requests, by worker id."""
+    ready = [record for record in records if not record.draining]
+    steps = [record.prefill_step for record in ready if record.role == "prefill" and record.prefill_step]
+    shortest = min(steps, default=None)
+    return {record.worker_id: GroupRoom.of(record, shortest) for record in ready if record.role == "decode"}
 
 
 def is_beam_search(wanted: Wanted) -> bool:

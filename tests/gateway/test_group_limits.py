@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import InvalidArgument
-from common.group_need import GroupNeed, GroupRoom
-from common.kv_retention import KvRules
+from common.group_need import GroupNeed, GroupRoom, blocks_of, floor_of
+from common.kv_retention import KvRules, Retention
 from gateway.api.openai_parse import parse_body
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import GenerationDefaults
@@ -178,7 +178,48 @@ def test_limits_come_from_decode_workers_that_take_requests() -> None:
         decode, replace(decode, worker_id="d1"), replace(decode, worker_id="d2", draining=True, max_num_seqs=9),
         make_record("prefill", "p0", max_num_seqs=99),
     ]  # fmt: skip
-    assert rooms_of(records) == {room(4, 30)}
+    assert rooms_of(records) == {"d0": room(4, 30), "d1": room(4, 30)}
+
+
+def held_by_prefill(need: GroupNeed, rules: KvRules) -> int:
+    """Returns the blocks of a group's windows, and of one chunk of one sequence: prefill cannot continue a group that
+    has returned with fewer.
+    """
+    size, length = rules.block_size, need.prompt_len + need.max_tokens - 1
+    shared, end, total = need.prompt_len // size, blocks_of(length, size), 0
+    for group in rules.groups:
+        window, everything = group.most_held(length, size), shared + need.width * (end - shared)
+        chunk = group.most_held(length, size, rules.prefill_step) - window
+        windows = min(need.width * window, min(shared, window) + need.width * min(end - shared, window))
+        total += min(everything, windows + chunk)
+    return total
+
+
+WINDOWS = st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=4).map(tuple)
+
+
+@given(WINDOWS, st.integers(1, 300), st.integers(1, 300), st.sampled_from([1, 4, 16]), st.integers(1, 8), st.data())
+@example((101, 1, 31, 36), 16, 232, 4, 7, None)
+def test_a_group_that_is_accepted_can_return_to_a_prefill_worker_with_any_step(
+    windows: tuple[int | None, ...], step: int, decode_step: int, size: int, width: int, data: st.DataObject | None
+) -> None:
+    """The arena has the floors of both workers alone, and decode's is set aside although nothing runs there."""
+    length = 58 * size
+    prompt_len = 71 if data is None else data.draw(st.integers(1, length - 1))
+    max_tokens = 16 if data is None else data.draw(st.integers(1, length - prompt_len))
+    groups = tuple(map(Retention, windows))
+    rules, of_decode = KvRules(size, groups, step), KvRules(size, groups, decode_step)
+    decode = make_record(
+        "decode", "d", max_model_len=length, block_size=size, kv_windows=windows, prefill_step=decode_step,
+        max_group_blocks=floor_of("decode", length, of_decode),
+    )  # fmt: skip
+    accepted = rooms_of([decode, make_record("prefill", "p", prefill_step=step)])["d"]
+    need = GroupNeed(prompt_len, max_tokens, width)
+    if accepted.holds(need):
+        assert held_by_prefill(need, rules) <= floor_of("prefill", length, rules)
+    if data is None:
+        assert GroupRoom.of(decode).holds(need), "decode alone would have accepted it"
+        assert not accepted.holds(need)
 
 
 PROMPT_LIMITS = PromptLimits(text_bytes=1000, fitting_bytes=1000, max_model_len=100)
