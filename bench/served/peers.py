@@ -23,7 +23,7 @@ from pydantic import Field
 
 from bench.served import machine, peers_report
 from bench.served.peers_load import Failed, Load, transformers_rows
-from bench.served.peers_report import BOTH, PEERS, QUANTIZED, SPLIT
+from bench.served.peers_report import BOTH, PEERS, QUANTIZED, SPLIT, UNQUANTIZED
 from bench.served.peers_rounds import GROUPS, Rounds
 from bench.served.peers_servers import Harness, Target, check, first_token_s, our_server, peer_server
 from bench.served.startup import memory, weights_bytes
@@ -54,6 +54,7 @@ class PeersSettings(Settings):
         description="what to measure; small: the served workload on S against vLLM; quantized: decode with weights of "
         "8 and 4 bits against llama.cpp's Q8_0 and Q4_0",
     )
+    bits: list[Literal["int8", "int4"]] = Field(["int8", "int4"], description="which weights `quantized` compares")
     rounds: int = Field(3, ge=1, description="repetitions of each test; their median is compared")
     minutes: float = Field(60.0, gt=0, description="no repetition begins that would end later")
     requests: int = Field(64, ge=1, description="requests of the served workloads")
@@ -132,13 +133,15 @@ def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
 
 
 def compare_quantized(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
-    """Runs the decode tests with weights of 8 and of 4 bits, ours and llama.cpp's, with separate rounds."""
+    """Runs the decode tests with weights of 8 and of 4 bits, ours and llama.cpp's, and with our unquantized weights, in
+    separate rounds.
+    """
     apart = Rounds(rounds.harness, rounds.load, rounds.deadline + APART_S)
     apart.rows, apart.failures = rounds.rows, rounds.failures
     with ExitStack() as stack:
-        targets = start_peers(apart, [peer for _, peer in QUANTIZED.values()], stack, logs)
-        for bits, (name, _) in QUANTIZED.items():
-            flags = ("--quantization", bits)
+        targets = start_peers(apart, [QUANTIZED[bits][1] for bits in settings.bits], stack, logs)
+        ours = {UNQUANTIZED: ()} | {QUANTIZED[bits][0]: ("--quantization", bits) for bits in settings.bits}
+        for name, flags in ours.items():
             server = our_server(apart.harness.model, "both", logs / f"{name}.log", flags, name)
             targets.append(stack.enter_context(server))
         apart.run(targets, settings.rounds, ("decode",))
@@ -227,7 +230,8 @@ def main(settings: PeersSettings) -> int:
     result = conclude(rounds, found, origin)
     result["minutes"] = round((time.monotonic() - started) / 60, 1)
     if settings.keep:
-        print(f"kept as {machine.keep('peers', result, origin)}")
+        only = settings.bits if settings.parts == ["quantized"] else []
+        print(f"kept as {machine.keep('-'.join(['peers', *only]), result, origin)}")
     print(json.dumps({name: value for name, value in {**origin, **result}.items() if name != "rows"}))
     return int(exact is not None and exact["same_chars"] != exact["of"])
 

@@ -17,6 +17,8 @@ SERVERS = ("vllm", "llamacpp")
 """The peers that answer over HTTP. OpenVINO runs inside the client's process."""
 QUANTIZED = {"int8": ("looseleaf-int8", "llamacpp-q8"), "int4": ("looseleaf-int4", "llamacpp-q4")}
 """Our server and llama.cpp's with the same weights in Q8_0 or Q4_0, by the value of `--quantization`."""
+UNQUANTIZED = "looseleaf-bfloat16"
+"""Our server with unquantized weights, in the rounds of the quantized ones."""
 MEASURES = (
     "tok_s",
     "out_tok_s",
@@ -69,6 +71,10 @@ GOALS = (
         Goal(f"decode batch {size}, {bits}, against {peer}", f"decode{size}", "tok_s", 1.0, ours=ours, others=(peer,))
         for bits, (ours, peer) in QUANTIZED.items()
         for size in (1, 8, 32)
+    ),
+    *(
+        Goal(f"decode batch 1, {bits}, against bfloat16", "decode1", "tok_s", wanted, ours=ours, others=(UNQUANTIZED,))
+        for (bits, (ours, _)), wanted in zip(QUANTIZED.items(), (1.7, 2.5), strict=True)
     ),
 )
 
