@@ -22,6 +22,7 @@ import transformers
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
 from engine.sequence import Chunk
+from testing.against_transformers import cache_name
 from testing.engine import Batch
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "mamba2-130m"
@@ -58,7 +59,7 @@ class Theirs:
 
     @torch.inference_mode()
     def prefill(self, tokens: list[int]) -> Any:
-        return self._model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1).cache_params
+        return self._model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
 
     @torch.inference_mode()
     def decoder(self, num_seqs: int, context: int) -> Callable[[], object]:
@@ -66,11 +67,12 @@ class Theirs:
         the time does not depend on the context here either.
         """
         tokens = torch.ones((num_seqs, 16), dtype=torch.int64)
-        cache = self._model(tokens, use_cache=True, logits_to_keep=1).cache_params
+        name = cache_name(self._model)
+        cache = getattr(self._model(tokens, use_cache=True, logits_to_keep=1), name)
 
         @torch.inference_mode()
         def step() -> object:
-            return self._model(tokens[:, :1], cache_params=cache, use_cache=True).logits
+            return self._model(tokens[:, :1], use_cache=True, **{name: cache}).logits
 
         return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,20 @@ def by_transformers(
         if not one_by_one:
             whole: torch.Tensor = model(torch.tensor([tokens])).logits[0]
             return whole.double()
-        cache = None
+        name, cache = cache_name(model), None
         for token in tokens:
-            answer = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            cache = answer.past_key_values
+            answer = model(torch.tensor([[token]]), use_cache=True, **{name: cache})
+            cache = getattr(answer, name)
             rows.append(answer.logits[0, -1].double())
         return torch.stack(rows)
+
+
+def cache_name(model: Any) -> str:
+    """Returns what the model calls its cache, as an argument and in its results: "cache" since transformers 5.24,
+    "past_key_values" or "cache_params" before.
+    """
+    taken = inspect.signature(model.forward).parameters
+    return next(name for name in ("cache", "past_key_values", "cache_params") if name in taken)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -6,6 +6,7 @@ transformers' own configuration classes read `config.json`, with their defaults 
 from __future__ import annotations
 
 import importlib.util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ OTHERS = ("mlp", "moe")
 """Kinds of layers that remember nothing."""
 UNLIMITED = 32_768
 """The maximum number of positions of a model whose configuration has no limit, because its states have no limit."""
+OLDEST = "5.21.1"
+"""Oldest supported version of transformers. Before 5.15, recurrent layers do not call functions that `state_hook` can
+replace. Before 5.21, rotary modules do not accept frequencies by position (`steady_rope`).
+"""
 STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic")
 """Kinds of rotary positions that rotate a position the same way in every step, or are made to (`steady_rope`)."""
 
@@ -36,7 +41,10 @@ def read(directory: Path) -> Any:
             "this architecture is run by transformers, which is not installed: pip install 'looseleaf[transformers]'"
         )
     import transformers
+    from packaging.version import Version  # which transformers needs too
 
+    if Version(found := metadata.version("transformers")) < Version(OLDEST):
+        raise ModelError(f"transformers {found} is too old, {OLDEST} is needed: pip install 'looseleaf[transformers]'")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -81,9 +89,21 @@ def longest(config: Any) -> int:
         return UNLIMITED
     if not length:
         raise ModelError("config.json has no max_position_embeddings")
+    ropes = _ropes(text)
+    if len(ropes) > 1:  # max_position_embeddings includes any scaling of some layers but that of dynamic NTK
+        ropes = [rope for rope in ropes if rope.get("rope_type") == "dynamic"]
+    return max([int(length), *(_stretched(rope, int(length)) for rope in ropes)])
+
+
+def _stretched(rope: dict[str, Any], length: int) -> int:
+    original = int(rope.get("original_max_position_embeddings") or length)
+    return stretched(str(rope.get("rope_type")), length, original, float(rope.get("factor") or 1.0))
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """Returns the parameters of the rotary positions: one entry, or one for each type of layers."""
     rope = getattr(text, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or length
-    return stretched(str(rope.get("rope_type")), int(length), int(original), float(rope.get("factor") or 1.0))
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
 
 def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
@@ -120,9 +140,7 @@ def _states(config: Any) -> dict[int, StateFacts]:
 
 def rope_kinds(config: Any) -> set[str]:
     """Returns the kinds of rotary positions that the layers use. The set is empty if they use none."""
-    rope = getattr(text_of(config), "rope_parameters", None) or {}
-    each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    return {str(parameters["rope_type"]) for parameters in each if parameters.get("rope_type")}
+    return {str(rope["rope_type"]) for rope in _ropes(text_of(config)) if rope.get("rope_type")}
 
 
 def _refuse(config: Any, name: str) -> None:

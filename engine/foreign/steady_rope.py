@@ -4,50 +4,76 @@ other tokens of its pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import UnsupportedModel
-
-CHANGING = ("dynamic", "longrope")
-"""Kinds whose frequencies transformers chooses in every pass, by the highest position in it."""
+LayerType = str | None
+"""A type of layers with rotary positions of their own; None in models whose layers are all rotated alike."""
 
 
 def steady_rope(model: nn.Module, max_len: int) -> None:
-    """Fixes the frequencies of every module with rotary positions. Raises UnsupportedModel.
+    """Fixes the frequencies that transformers would choose in every pass, by the highest position in it.
 
     LongRoPE chooses its table once, by the maximum sequence length, as vLLM does. Dynamic NTK gives position p the base
     of a sequence of p + 1 tokens, as transformers does when it decodes token by token and keeps the rotated keys.
     """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_type: Mapping[LayerType, str | None] = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type in [each for each, kind in by_type.items() if kind == "longrope"]:
+            _choose_once(module, layer_type, max_len)
+        lengths = torch.arange(1, max_len + 1)[:, None]
+        growing = [each for each, kind in by_type.items() if kind == "dynamic"]
+        if tables := {each: _frequencies(module, "dynamic", each, lengths)[0] for each in growing}:
+            module.forward = _by_position(module, tables)
+
+
+def _frequencies(module: nn.Module, kind: str, layer_type: LayerType, length: int | Tensor) -> tuple[Tensor, float]:
+    """Returns the frequencies for sequences of `length` tokens, fp32 [D/2] for an int, or [L, D/2] for int64 [L, 1],
+    and the factor of cosine and sine.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict) and set(CHANGING) & set(kind.values()):
-            raise UnsupportedModel(f"{type(module).__name__} changes the frequencies of some layers in every pass")
-        if kind == "longrope":
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=max_len)
-            module.inv_freq, module.attention_scaling = frequencies.to(module.inv_freq.device), scaling  # type: ignore
-            module.rope_type = "default"  # so that transformers no longer chooses a table
-        elif kind == "dynamic":
-            lengths = torch.arange(1, max_len + 1)[:, None]
-            frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=lengths)
-            module.forward = _by_position(module, frequencies.to(module.inv_freq.device))  # type: ignore[arg-type]
+    found, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=length, **_of(layer_type))  # type: ignore[arg-type]
+    return found.to(getattr(module, f"{_prefix(layer_type)}inv_freq").device), scaling
 
 
-def _by_position(module: nn.Module, frequencies: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns the module's `forward` with a row of `frequencies`, fp32 [max_len, D/2], for each position. It does not
-    change the module, because two threads may run it at once.
+def _choose_once(module: nn.Module, layer_type: LayerType, max_len: int) -> None:
+    frequencies, scaling = _frequencies(module, "longrope", layer_type, max_len)
+    setattr(module, f"{_prefix(layer_type)}inv_freq", frequencies)
+    setattr(module, f"{_prefix(layer_type)}attention_scaling", scaling)
+    if layer_type is None:  # "default", so that transformers no longer chooses a table
+        module.rope_type = "default"  # type: ignore[assignment]
+    else:
+        module.rope_type = {**module.rope_type, layer_type: "default"}  # type: ignore
+
+
+def _by_position(module: nn.Module, tables: Mapping[LayerType, Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns the module's `forward` with a row of `tables`, fp32 [max_len, D/2] by type of layers, for each position.
+    Types without a table keep their frequencies. `forward` does not change the module, because two threads may run it
+    at once.
     """
 
-    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        fixed = SimpleNamespace(
-            inv_freq=frequencies[position_ids], attention_scaling=module.attention_scaling, config=module.config,
-            rope_type="default",
-        )  # fmt: skip
-        return type(module).forward(fixed, x, position_ids)  # type: ignore
+    def forward(x: Tensor, position_ids: Tensor, layer_type: LayerType = None) -> tuple[Tensor, Tensor]:
+        this: object = module
+        if layer_type in tables:
+            scaling, prefix = f"{_prefix(layer_type)}attention_scaling", _prefix(layer_type)
+            this = SimpleNamespace(
+                config=module.config, rope_type="default" if layer_type is None else {layer_type: "default"},
+                **{f"{prefix}inv_freq": tables[layer_type][position_ids], scaling: getattr(module, scaling)},
+            )  # fmt: skip
+        return type(module).forward(this, x, position_ids, **_of(layer_type))  # type: ignore
 
     return forward
+
+
+def _prefix(layer_type: LayerType) -> str:
+    """Returns the beginning of the names under which a module stores the settings of one type of layers."""
+    return "" if layer_type is None else f"{layer_type}_"
+
+
+def _of(layer_type: LayerType) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}

@@ -4,6 +4,7 @@ reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 from engine.config import ModelConfig
 from engine.errors import ModelError, UnsupportedModel
 from engine.foreign import attention_hook, packed_weight, row_check
+from engine.foreign import config as foreign_config
 from engine.foreign.model import TransformersModel
 from engine.sequence import Chunk, lay_out
 from testing.against_transformers import by_transformers, distance, prompt, runner_of
@@ -210,6 +212,15 @@ def test_without_transformers_it_is_said_what_to_install(checkpoint: Make, monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'looseleaf\[transformers\]'"):
         ModelConfig.from_directory(directory)
+
+
+def test_a_transformers_that_is_too_old_is_refused(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = checkpoint("glm4")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.20.2")
+    with pytest.raises(ModelError, match=r"transformers 5\.20\.2 is too old, 5\.21\.1 is needed"):
+        ModelConfig.from_directory(directory)
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert set(re.findall(r'"transformers>=([\d.]+)"', project)) == {foreign_config.OLDEST}
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:

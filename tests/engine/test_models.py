@@ -11,6 +11,7 @@ import torch
 from engine.config import Family
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
+from testing.against_transformers import cache_name
 from testing.engine import Batch
 from testing.oracle import Oracle
 
@@ -136,14 +137,15 @@ def test_dynamic_rope_gives_the_tokens_of_transformers_cached_decoding(tmp_path:
     prompts = [prompt(17), prompt(60)]
     outputs = Batch.of(runner, prompts, 100).run()
     model = reference_model(tmp_path)
+    cache = cache_name(model)
     for ids, output in zip(prompts, outputs, strict=True):
         out = model(torch.tensor([ids]), use_cache=True)
         rows = [out.logits[0, -1]]
         for position, token in enumerate(output[:-1], len(ids)):
             out = model(
                 torch.tensor([[token]]),
-                past_key_values=out.past_key_values,
                 position_ids=torch.tensor([[position]]),
+                **{cache: getattr(out, cache)},
             )
             rows.append(out.logits[0, -1])
         assert_greedy(torch.stack(rows), 1, output)

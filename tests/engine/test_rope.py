@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.errors import UnsupportedModel
 from engine.tiny import make_checkpoint
 from testing.against_transformers import by_transformers, distance, prompt, runner_of
 from testing.oracle import Oracle
@@ -101,9 +100,21 @@ def test_three_positions_of_text_are_one(tmp_path: Path) -> None:
     assert distance(got, (hidden @ tensors["lm_head.weight"].T).double()) <= CLOSE
 
 
-def test_frequencies_that_change_in_some_layers_alone_are_refused(tmp_path: Path) -> None:
-    ropes = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "dynamic", "factor": 8.0}}
-    animal = ZOO["gemma3"]
-    make_foreign(tmp_path, replace(animal, changes=animal.changes | {"rope_parameters": ropes}))
-    with pytest.raises(UnsupportedModel, match="RotaryEmbedding changes the frequencies of some layers in every pass"):
-        runner_of(tmp_path)
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_may_change_in_some_layers_alone(tmp_path: Path, kind: str) -> None:
+    """Full attention is scaled, and sliding windows are not. A table is chosen by position, not by pass."""
+
+    def gemma3(name: str, **full: Any) -> Path:
+        ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": full}
+        length = 512 if kind == "longrope" else TRAINED
+        changes = ZOO["gemma3"].changes | {"max_position_embeddings": length, "rope_parameters": ropes}
+        return make_foreign(tmp_path / name, replace(ZOO["gemma3"], changes=changes))
+
+    directory = gemma3("scaled", rope_type=kind, rope_theta=10_000.0, **ROPES[kind])
+    runner, tokens = runner_of(directory), prompt(512, 100)
+    assert runner.max_model_len == 512
+    got = Oracle(runner).logits(tokens, chunk=24)
+    assert torch.equal(Oracle(runner).logits(tokens, chunk=1), got)
+    assert distance(got, by_transformers(directory, tokens, one_by_one=kind == "dynamic")) <= CLOSE
+    plain = gemma3("plain", rope_type="default", rope_theta=10_000.0)
+    assert distance(got, by_transformers(plain, tokens)) > 0.01, "the scaling does not matter"
