@@ -87,8 +87,7 @@ class Workers:
         """The limits of the decode workers on a group's size. If there are no workers, the limits of the last ones
         apply. A request beyond all limits is refused at once, instead of waiting for a worker.
         """
-        self._rooms: dict[str, GroupRoom] = {}
-        """The group sizes that the decode workers accept now, by worker id."""
+        self._rooms: dict[str, GroupRoom] = {}  # of the current decode workers, by worker id
         self._lookup: Lookup | None = None
         self._end_ticket: EndTicket | None = None
         self._promised: dict[Place, int] = {}
@@ -107,8 +106,7 @@ class Workers:
         self.group_rooms = set(self._rooms.values()) or self.group_rooms
         self._sessions.sync(records)
         self.missing_for()
-        addresses = [r.address for r in records if r.role == "prefill"]
-        self._keep(asyncio.create_task(self._keep_channels(addresses)))
+        self._keep(asyncio.create_task(self._keep_channels([r.address for r in records if r.role == "prefill"])))
 
     def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
         """Applies the registry's block stores, by arena id, after a poll."""
@@ -287,8 +285,8 @@ class Workers:
         return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
 
     def _usable_for(self, need: GroupNeed) -> Callable[[WorkerRecord], bool]:
-        rooms = self._rooms
-        return lambda record: self._usable(record) and record.worker_id in rooms and rooms[record.worker_id].holds(need)
+        fits = {worker_id for worker_id, room in self._rooms.items() if room.holds(need)}
+        return lambda record: self._usable(record) and record.worker_id in fits
 
     async def _keep_channels(self, prefills: Sequence[str]) -> None:
         await self._prefills.keep(prefills)
