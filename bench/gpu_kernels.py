@@ -209,8 +209,8 @@ def spec_of(bench: Bench, *, deterministic: bool, max_model_len: int) -> Attenti
 
 
 def names_of(bench: Bench, library: str | None) -> list[tuple[ProviderName, bool]]:
-    """Returns (provider, deterministic) for every provider that is available here. Prints why the others are not
-    available.
+    """Returns (provider, deterministic) for every provider that is available on this machine. Prints the reason for
+    each provider that is not.
     """
     found: list[tuple[ProviderName, bool]] = []
     for name in get_args(ProviderName):

@@ -58,11 +58,11 @@ class Host:
     arena_id: str
     prefill_free_at: float = 0.0
     decode_ends: list[float] = field(default_factory=list)
-    """When each group that has a place, or waits for one, will end. Sorted."""
+    """The times at which the groups that have a place or wait for a place will end, sorted."""
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Returns the number of leading tokens that are cached here."""
+        """Returns the number of leading tokens that this host has in its cache."""
         found = itertools.takewhile(self.cached.__contains__, prompt.chunks)
         return sum(1 for _ in found) * prompt.chunk_tokens
 
@@ -203,7 +203,7 @@ def _records(arena_ids: Iterable[str]) -> list[WorkerRecord]:
 
 
 def chats(seed: int, count: int, requests_per_s: float) -> list[Prompt]:
-    """Returns the turns of chats that begin at random and grow by 64 to 1,024 tokens a turn."""
+    """Returns the first `count` turns of chats that begin at random times and grow by 64 to 1,024 tokens a turn."""
     rng, names = random.Random(seed), itertools.count()
     prompts: list[Prompt] = []
     at = 0.0

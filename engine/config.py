@@ -56,7 +56,9 @@ class ExpertsConfig:
     renormalize: bool
     """Whether the weights of a token's experts are scaled to a sum of 1."""
     round_weights: bool
-    """Whether these weights are rounded to the model's dtype, as transformers does for some families."""
+    """Whether the weights of a token's experts are rounded to the model's dtype, which transformers does for some
+    families.
+    """
     names: tuple[str, str, str, str, str]
     """Names in a layer of the checkpoint: the router, the list of experts, and an expert's gate, up and down
     projections.
@@ -70,7 +72,7 @@ class ModelConfig:
     """The configuration of one model. Lengths are in tokens, sizes in elements."""
 
     family: Family | Literal["transformers"]
-    """transformers: the library defines the model (`engine.foreign`)."""
+    """The family of the model. "transformers": the library defines the model (`engine.foreign`)."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -81,13 +83,15 @@ class ModelConfig:
     max_model_len: int
     norm_eps: float = 1e-6
     rope: RopeConfig | None = None
-    """None if positions are learned."""
+    """The configuration of rotary positions; None if positions are learned."""
     window_rope: RopeConfig | None = None
     """Rotary positions of layers with a window, if they differ from `rope`."""
     window: int | None = None
     """Sliding window: a query at position p sees keys p - window + 1 .. p. None: all keys up to p."""
     memories: tuple[LayerMemory, ...] = ()
-    """What each layer stores for a sequence. Empty: every layer attends to `window`."""
+    """The memory of each layer, which describes what the layer stores for a sequence. Empty: every layer attends to
+    `window`.
+    """
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -118,7 +122,7 @@ class ModelConfig:
     final_norm: bool = True
     checkpoint_dtype: DType = "float32"
     weight_format: WeightFormat | None = None
-    """How quantized weights are stored; None if they are not quantized."""
+    """The storage format of quantized weights; None if weights are not quantized."""
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -176,7 +180,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> tuple[LayerMemory, ...]:
-        """What each layer stores for a sequence."""
+        """The memory of each layer, which describes what the layer stores for a sequence."""
         return self.memories or (LayerMemory(window=self.window),) * self.num_layers
 
 

@@ -162,8 +162,8 @@ class CudaDevice:
 
     def _abandon(self, pool: Any) -> None:
         """Cleans up after a failed capture. torch's `capture_end` raises before it stops allocating from the pool.
-        Without this, the pool would keep everything that the stream allocates from then on, and every later capture
-        would fail.
+        Without the cleanup, the pool would keep everything that the stream allocates from then on, and every later
+        capture would fail.
         """
         self._newest = lambda: None
         with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended in order

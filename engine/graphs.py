@@ -48,8 +48,8 @@ class DecodeGraphs:
     """
 
     def __init__(self, device: Device, attention: AttentionProvider, max_blocks: int, logits: torch.Tensor) -> None:
-        """max_blocks: width of the block table, for the longest sequence. logits: fp32 [most sequences, vocab], into
-        which every bucket writes.
+        """Allocates the inputs of the buckets. max_blocks: width of the block table, for the longest sequence. logits:
+        fp32 [most sequences, vocab], into which every bucket writes.
         """
         self._device = device
         self._attention = attention
@@ -112,7 +112,7 @@ class DecodeGraphs:
     # --- inside
 
     def _pad(self, start: int, end: int) -> None:
-        """Makes rows start..end - 1 padding."""
+        """Fills rows `start` to `end - 1` with padding."""
         for place, nothing in zip(self._inputs, (0, 0, -1, 0), strict=False):  # token, position, slot, context
             place.host[start:end] = nothing
 

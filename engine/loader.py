@@ -231,7 +231,9 @@ class Weights:
         return weight if self._target.bits is None else [quantize(weight, self._target.bits)]
 
     def finish(self, allowed: Sequence[str] = ()) -> None:
-        """Raises an error for a checkpoint with unused tensors, because the checkpoint and its config disagree."""
+        """Raises ModelError if the checkpoint contains tensors that were not used, because the checkpoint and its
+        config then disagree.
+        """
         extra = [name for name in self._source.unused() if name not in allowed]
         if extra:
             raise ModelError(f"the checkpoint has unexpected tensor {extra[0]} ({len(extra)} in all)")

@@ -61,7 +61,7 @@ class LoraStep:
     __slots__ = ("of_rows", "of_tokens")
 
     def __init__(self, batch: StepInput) -> None:
-        """Call this only if the batch has `adapters`."""
+        """Prepares the adapters of a step. Must be called only if the batch has `adapters`."""
         used = list(dict.fromkeys(adapter for adapter in batch.adapters if adapter is not None))
         index = {adapter: number for number, adapter in enumerate(used)}
         of_sequence = np.array([-1 if a is None else index[a] for a in batch.adapters], np.int32)

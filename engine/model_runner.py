@@ -49,19 +49,19 @@ class RunnerSettings:
     model: str | Path
     """Hugging Face model directory."""
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
-    """auto: bfloat16, with which a row's result does not depend on the batch (docs/design.md, Numbers)."""
+    """The compute dtype. auto: bfloat16, whose row results do not depend on the batch (docs/design.md, Numbers)."""
     load_format: LoadFormat = "auto"
     model_impl: ModelImpl = "auto"
     allow_variant_numerics: bool = False
-    """Run a model of transformers even if its rows depend on their batch."""
+    """Whether to run a model of transformers even if its rows depend on their batch."""
     quantization: Literal["int8", "int4"] | None = None
-    """Round the matrices of a checkpoint that is not quantized to 8 or 4 bits."""
+    """Type to which the matrices of an unquantized checkpoint are rounded; None: they are not rounded."""
     block_size: int | None = None
-    """None: 16, more if the model has recurrent states."""
+    """Token positions per block; None: 16, or more if the model has recurrent states."""
     max_model_len: int | None = None
     """Longest sequence in tokens; None: the model's own limit."""
     num_threads: int = 0
-    """0: one per core."""
+    """Number of compute threads; 0: one per core."""
     seed: int = 0
     """Seed of dummy weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -47,8 +47,8 @@ class WeightFormat(Protocol):
     """A protocol of the storage formats of a checkpoint's matrices."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | Tensor | None:
-        """Returns the weight [out, in]: a quantized one, floats if it is stored in FP8, or None if it is not quantized.
-        Raises ModelError.
+        """Returns the weight [out, in], quantized or (if it is stored in FP8) as floats, or None if it is not
+        quantized. Raises ModelError.
         """
 
 
@@ -72,7 +72,7 @@ def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -> None:
-    """Raises UnsupportedModel if the value of a field is not one of the allowed ones. The first allowed value is the
+    """Raises UnsupportedModel if the value of a field is not one of the allowed values, the first of which is the
     default.
     """
     for field, values in allowed.items():

@@ -45,11 +45,11 @@ class RopeConfig:
     """The part of a head's dimensions that is rotated."""
 
     def rotated(self, head_dim: int) -> int:
-        """Returns the number of rotated dimensions of a head. They are the first ones."""
+        """Returns the number of rotated dimensions of a head, which are its first dimensions."""
         return int(head_dim * self.partial)
 
     def is_long(self, max_len: int) -> bool:
-        """Returns whether LongRoPE takes `long_factors` in a server whose longest sequence has `max_len` tokens. As in
+        """Returns whether LongRoPE uses `long_factors` in a server whose longest sequence has `max_len` tokens. As in
         vLLM, the choice does not depend on the sequence, so that a key does not depend on later tokens.
         """
         return self.kind == "longrope" and max_len > self.original_max_len

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample: its tokens, its block tables and its progress."""
+    """A sample of a request: its tokens, its block tables and its progress."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -70,14 +70,14 @@ class Sequence:
     grammar: GrammarState | None = None
     """The sample's state in its grammar; None for free text."""
     pooling: Pooling | None = None
-    """How the hidden states of the prompt become one vector; None: tokens are drawn."""
+    """The method by which the hidden states of the prompt become one vector; None: tokens are drawn."""
     adapter: LoraAdapter | None = None
     """The adapter with which all of the sequence's positions are computed; None: the base model."""
 
     @property
     def wants_every_row(self) -> bool:
-        """Whether a result is wanted for every position, so that all of them must be computed: log-probabilities of the
-        prompt, or its mean.
+        """Whether a result is required for every position, so that all of them must be computed: the request asks for
+        log-probabilities of the prompt, or for its mean.
         """
         return self.sampling.prompt_logprobs is not None or self.pooling == "mean"
 
@@ -192,7 +192,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next positions of a sequence, `num_tokens` of them, to be computed in a step."""
+    """A range of `num_tokens` consecutive positions of a sequence that one step computes."""
 
     sequence: Sequence
     num_tokens: int
@@ -249,7 +249,7 @@ def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
 
 
 def adapters_of(sequences: Seq[Sequence]) -> tuple[LoraAdapter | None, ...]:
-    """Returns the adapter of every sequence, or nothing if none has one."""
+    """Returns the adapter of every sequence, or an empty result if no sequence has an adapter."""
     found = tuple(sequence.adapter for sequence in sequences)
     return found if any(adapter is not None for adapter in found) else ()
 

@@ -73,7 +73,7 @@ class QuantizedWeight:
 
     @property
     def form(self) -> tuple[Bits, int, bool, torch.dtype]:
-        """The properties that matrices must share to be stored as one."""
+        """The properties in which matrices must agree if they are to be stored as one."""
         return self.bits, self.group, self.offsets is None, self.scales.dtype
 
     def above(self, other: Self) -> Self:

@@ -32,7 +32,7 @@ def keep_rows() -> None:
 
 
 class _NumpyThatKeepsRows:
-    """numpy with a different `matmul`."""
+    """A stand-in for numpy with a different `matmul`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

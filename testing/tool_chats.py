@@ -60,7 +60,7 @@ def write_model(directory: Path, family: str) -> Path:
 
 
 def chat(http: httpx.Client, number: int) -> str:
-    """Runs one chat. Returns a description of what is wrong, or an empty string."""
+    """Runs one chat. Returns a description of the errors found, or an empty string if there are none."""
     names = list(_FUNCTIONS)
     named = {"type": "function", "function": {"name": names[number % 3]}}
     body = {

@@ -151,7 +151,9 @@ def show(values: dict[str, Any], *, header: bool) -> None:
 
 
 def main(settings: PreemptionSettings) -> int:
-    """Measures and prints the rows. Returns exit status 1 if an answer differed."""
+    """Measures and prints the rows. Returns exit status 1 if an answer differs from that of the run with ample
+    space.
+    """
     rows = measure(settings)
     machine = platform.processor() or platform.machine()
     print(json.dumps({"benchmark": "preemption", "rows": rows, "machine": machine}))

@@ -164,5 +164,5 @@ def mappings(smaps: str) -> Iterator[tuple[str, int]]:
 
 
 def weights_bytes(model: str) -> int:
-    """Returns the bytes of a directory's safetensors files."""
+    """Returns the total size of a directory's safetensors files in bytes."""
     return sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))

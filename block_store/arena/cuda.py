@@ -88,7 +88,7 @@ class Cuda:
             raise CudaUnavailable(f"the CUDA driver finds no usable GPU: {error}") from None
 
     def call(self, name: str, *args: Any) -> None:
-        """Makes one driver call. Raises CudaError if it fails."""
+        """Makes one driver call. Raises CudaError if the call fails."""
         code = self._functions[name](*args)
         if code != 0:
             raise CudaError(name, self._error_name(code))

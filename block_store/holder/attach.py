@@ -106,7 +106,7 @@ class Attached:
         self._registry = WorkerRegistry(self._registry_client)
         self.adapters = AdapterRegistry(self._registry_client, Fallbacks(logger))
         self.adapter_status: Callable[[], Mapping[str, str]] = dict
-        """Returns `WorkerRecord.adapters`."""
+        """Callback that returns `WorkerRecord.adapters`."""
         self._stop = threading.Event()
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None

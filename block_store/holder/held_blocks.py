@@ -36,7 +36,7 @@ from common.ticket import Ticket, TicketId
 from common.types import BlockRef, Epoch
 
 Tables = Sequence[Sequence[Sequence[BlockRef]]]
-"""tables[branch][group] is a block table."""
+"""The block tables of a group of sequences: tables[branch][group] is a block table."""
 
 
 class HeldBlocks:
@@ -47,7 +47,9 @@ class HeldBlocks:
     """
 
     def __init__(self, holder: LedgerClient, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
-        """`reserve` is the minimum number of blocks to keep allocated in advance."""
+        """Creates the table of counts and the reserve. `reserve` is the minimum number of blocks to keep allocated in
+        advance.
+        """
         self.holder = holder
         self.arena = arena
         self.writer_slot = writer_slot
@@ -102,7 +104,9 @@ class HeldBlocks:
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve as far as blocks are available, as the beat thread also does after every answered beat."""
+        """Fills the reserve with the blocks that are available, as the beat thread also does after every answered
+        beat.
+        """
         self._calls.check_fence()
         self._reserve.level()
 
@@ -118,10 +122,8 @@ class HeldBlocks:
 
     @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Returns the longest indexed prefix, per group, and counts one more sequence for each of its blocks.
-
-        If the ledger stops answering, returns the blocks found so far. Returns none if one of them has been
-        reallocated.
+        """Returns the longest indexed prefix, per group, and counts one more sequence for each of its blocks. If the
+        ledger stops answering, returns the blocks found so far. Returns no blocks if one of them has been reallocated.
         """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:

@@ -47,8 +47,8 @@ def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P]
 
 
 class OutageCalls:
-    """A caller of the ledger that copes with late and missing answers. One thread uses it, and the holder's beat
-    thread.
+    """A caller of the ledger that copes with late and missing answers. It is used by one thread of the worker and by
+    the holder's beat thread.
     """
 
     def __init__(self, holder: LedgerClient, arena: Arena) -> None:

@@ -26,8 +26,8 @@ class Rejoining:
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]
     ) -> None:
-        """`in_use` contains the blocks that this worker's sequences use. `wanted` contains unanswered claims that will
-        be repeated. The caller owns both and continues to change them.
+        """Connects to the lease's callbacks. `in_use` contains the blocks that this worker's sequences use. `wanted`
+        contains unanswered claims that will be repeated. The caller owns both and continues to change them.
         """
         self._calls = calls
         self._reserve = reserve
@@ -77,7 +77,7 @@ class Rejoining:
 
     def reconcile(self) -> None:
         """Settles differences after unanswered calls. Makes the late seals, and releases the blocks that the ledger
-        records as held here but that this worker does not know about.
+        records for this worker although the worker does not know about them.
         """
         calls = self._calls
         if not (calls.is_unsure or calls.late_seals):
@@ -119,10 +119,8 @@ class Rejoining:
             self._calls.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
 
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
-        """Yields the references that the ledger records as held here, in parts.
-
-        The lock is held from a call until its answer is recorded here. A caller that then takes the lock therefore
-        knows the references of every answered call.
+        """Yields the references that the ledger records for this worker, in parts. The lock is held from a call until
+        its answer is recorded. A caller that then takes the lock therefore knows the references of every answered call.
         """
         holder = self._calls.holder
         part, place = holder.holdings_after(0)

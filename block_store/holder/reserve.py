@@ -19,7 +19,7 @@ class Reserve:
     """
 
     def __init__(self, calls: OutageCalls, writer_slot: WriterSlot, least: int) -> None:
-        """`least` is the minimum number of blocks to hold, as far as they are available."""
+        """Creates an empty reserve. `least` is the minimum number of blocks to keep in it while they are available."""
         self.target = least
         """Number of blocks to which the beat thread fills the reserve."""
         self._calls = calls
@@ -58,7 +58,7 @@ class Reserve:
         self.target = max(self._least, min(num_blocks, self._calls.arena.num_blocks // 8))
 
     def level(self) -> None:
-        """Fills the reserve to its target, as far as blocks are available, and gives back a large surplus."""
+        """Fills the reserve to its target with the blocks that are available, or gives back a large surplus."""
         try:
             while (missing := self.target - len(self._refs)) > 0:
                 with self.lock:
@@ -78,7 +78,7 @@ class Reserve:
         self._calls.release(refs)
 
     def keep_only(self, is_kept: Callable[[BlockRef], bool]) -> None:
-        """Forgets the blocks for which `is_kept` returns False. The ledger does not record them as held here."""
+        """Forgets the blocks for which `is_kept` returns False. The ledger does not record them for this worker."""
         self._refs = {ref: None for ref in self._refs if is_kept(ref)}
 
     def clear(self) -> None:

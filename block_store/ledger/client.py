@@ -130,9 +130,8 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.present(hashes), changes=False)
 
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
-        """Returns a ticket for `refs`, which are still held here. Raises Fenced, Stale or NotHolder.
-
-        After LedgerUnavailable the call may be repeated with the same `attempt`.
+        """Returns a ticket for `refs`. The holder keeps its own references to these blocks. Raises Fenced, Stale or
+        NotHolder. After LedgerUnavailable, the call may be repeated with the same `attempt`.
         """
         while attempt.ticket is None or attempt.num_answered * CHUNK < len(refs):
             first = attempt.num_answered * CHUNK
@@ -202,11 +201,11 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.holdings_after(call.epoch, place), changes=False)
 
     def holdings(self) -> list[BlockRef]:
-        """Returns everything that the ledger records as held here. Raises Fenced."""
+        """Returns all references that the ledger records for this holder. Raises Fenced."""
         return self.lane.call(lambda call: self.ledger.holdings(call.epoch), changes=False)
 
     def holds(self, refs: Sequence[BlockRef]) -> list[bool]:
-        """Returns which of at most CHUNK references the ledger records as held here. Raises Fenced."""
+        """Returns which of at most CHUNK references the ledger records for this holder. Raises Fenced."""
         return self.lane.call(lambda call: self.ledger.holds(call.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The ordered lane of a holder's ledger calls. Each call takes effect once, even if it has to be repeated.
+"""The ordered lane of a holder's ledger calls. Each call takes effect once, even if it is repeated.
 
 Mutating calls are numbered consecutively and made one at a time. An unanswered call is repeated with the same number
 before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget. When the
@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 _REPEAT_PAUSE_S = 0.002
 T = TypeVar("T")
 Key = tuple[object, ...]
-"""Identifies a call that its caller may repeat."""
+"""The identity of a call that its caller may repeat."""
 
 
 @dataclass(slots=True, eq=False)

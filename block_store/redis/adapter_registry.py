@@ -39,7 +39,7 @@ class AdapterRegistry:
     """A client of the list of adapters under one namespace of one Redis. All methods can raise LedgerUnavailable."""
 
     def __init__(self, client: redis.Redis, fallbacks: Fallbacks, namespace: str = "looseleaf") -> None:
-        """`fallbacks` counts unreadable entries."""
+        """Creates a client of the list in `namespace`. `fallbacks` counts unreadable entries."""
         self._client = client
         self._fallbacks = fallbacks
         self._key = f"{namespace}:adapters"

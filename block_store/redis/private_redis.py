@@ -23,7 +23,9 @@ from common.secret_files import read_secret, write_secret
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 10.0
-"""Startup takes a tenth of a second. On a machine that froze during startup, it took over three seconds."""
+"""The time limit for a server's startup. Startup takes a tenth of a second. On a machine that froze during startup, it
+took over three seconds.
+"""
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
 _SOCKET_NAME = "redis.sock"
@@ -53,9 +55,10 @@ class PrivateServer:
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
-        """Returns when the server answers; its socket is in `directory`. If `confined` is True, clients with the
-        password may use only the commands that services need. (Tests set it to False, for example to empty a server.)
-        `may_restart` is called each time the server ends, and `tell` is called with a log line. Raises RedisUnusable.
+        """Starts a server with its socket in `directory`, and returns when it answers. If `confined` is True, clients
+        with the password may use only the commands that services need. (Tests set it to False, for example to empty a
+        server.) `may_restart` is called each time the server ends, and `tell` is called with a log line. Raises
+        RedisUnusable.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"

@@ -43,9 +43,8 @@ class RedisHandle:
         return None if self._private is None else self._private.process
 
     def follow(self) -> bool:
-        """Makes `client` talk to the server that currently answers. Returns whether this is a different server.
-
-        Raises redis.ConnectionError or redis.TimeoutError if none answers.
+        """Makes `client` talk to the server that currently answers. Returns whether this is a different server. Raises
+        redis.ConnectionError or redis.TimeoutError if no server answers.
         """
         info: dict[str, Any] = self._any_server.info("server")
         before, self.run_id = self.run_id, str(info["run_id"])

@@ -87,8 +87,7 @@ class DiskTier:
             self._file.close()
 
     async def restore(self, prefix: Prefix) -> int:
-        """Restores the prefix as far as possible, and returns the number of blocks that came from disk.
-
+        """Restores as many of the prefix's blocks as possible, and returns the number of blocks that came from disk.
         Other prompts run meanwhile. If the ledger does not answer, nothing is restored.
         """
         if self._file is None or not is_on_disk(self._file, prefix):

@@ -33,7 +33,7 @@ _READABLE = (BlockState.SEALED, BlockState.CACHED)
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The result of a comparison."""
+    """The result of a comparison of the ledger with the header and the workers."""
 
     differences: tuple[str, ...]
     silent: tuple[str, ...]

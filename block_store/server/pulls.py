@@ -34,7 +34,7 @@ class Pulls:
         self._owner = owner
         self._trust = trust
         self._making: asyncio.Task[Puller] | None = None
-        """Creates the puller. All pulls wait for the same one."""
+        """The task that creates the puller. All pulls wait for the same task."""
         self._upkeep: asyncio.Task[None] | None = None
 
     async def pull(

@@ -49,7 +49,7 @@ class BlockStoreServicer:
     def __init__(
         self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float, pulls: Pulls | None = None
     ) -> None:
-        """`pulls` is None if the store does not accept pulls."""
+        """Creates the service. `pulls` is None if the store does not accept pulls."""
         self._owner = owner
         self._pulls = pulls
         self._expect_workers = expect_workers

@@ -20,7 +20,7 @@ from common.ticket import TicketId
 from common.types import BlockRef
 
 FRAME_BYTES = 4 << 20
-"""Maximum number of bytes of blocks in a message. A block that is larger takes a message of its own."""
+"""Maximum number of bytes of blocks in a message. A larger block is sent in a separate message."""
 _NO_HASH = bytes(HASH_BYTES)
 
 
@@ -59,11 +59,12 @@ class BlockSource:
             yield self.read(index, refs[index : index + size])
 
     def read(self, index: int, refs: Sequence[BlockRef]) -> bytes:
-        """Returns a serialized frame (`frames`) with the blocks and their digests. `index` is that of the first block.
+        """Returns a serialized frame (`frames`) with the blocks and their digests. `index` is the position of the first
+        block in the ticket's table.
 
-        A digest is the one made when the block was sealed. If there is none (`Arena.seal_digests`), it is computed from
-        the copy, and protects the bytes only on the way from here. Raises Stale if a block is not sealed, or does not
-        have this generation before and after the copy.
+        A digest is the one that was computed when the block was sealed. If the block has no digest
+        (`Arena.seal_digests`), the digest is computed from the copy, and protects the bytes only during the transfer.
+        Raises Stale if a block is not sealed, or does not have this generation before and after the copy.
         """
         ids, generations = ref_arrays(refs)
         if not self.arena.check(ids, generations) or (self.arena.states[ids] != HeaderState.SEALED).any():

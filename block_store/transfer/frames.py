@@ -44,7 +44,9 @@ def encode(index: int, blocks: Sequence[bytes | memoryview], digests: Sequence[i
 
 
 def decode(message: bytes) -> Frame:
-    """Returns the frame in a serialized message, without a copy of the blocks. Raises ValueError if it is not one."""
+    """Returns the frame in a serialized message, without a copy of the blocks. Raises ValueError if the message does
+    not contain a valid frame.
+    """
     index, data, digests = 0, memoryview(b""), memoryview(b"")
     for tag, value in _fields(memoryview(message)):
         if tag == _INDEX and isinstance(value, int):

@@ -21,7 +21,7 @@ from common.ticket import Ticket
 from common.types import BlockRef
 
 Name = TypeVar("Name")
-"""How a source names its blocks."""
+"""The type of a source's names for its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Pulled:
     num_pulled: int
     """Number of blocks that were copied."""
     num_found: int
-    """Number of blocks that were already here."""
+    """Number of blocks that this arena already contained."""
     num_bytes: int
     num_tokens: int
     """Number of token positions that were copied, for at least one KV group."""
@@ -41,12 +41,14 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[Name]):
-    """The blocks of this arena that were taken for the blocks of a source. Each is counted once in `HeldBlocks`."""
+    """The blocks of this arena that were taken for the blocks of a source. Each block is counted once in
+    `HeldBlocks`.
+    """
 
     found: dict[Name, BlockRef]
     """For each of the source's blocks that is cached here, the local block."""
     fresh: dict[Name, BlockRef]
-    """For each of the others, the block that receives its bytes."""
+    """For each other block of the source, the local block that receives its bytes."""
 
 
 def take(held: HeldBlocks, hashes: dict[Name, bytes]) -> Taken[Name] | None:

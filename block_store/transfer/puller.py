@@ -81,10 +81,10 @@ class Puller:
     async def pull(
         self, ticket: Ticket, source: str, quota: CacheQuota | None = None, public_tokens: int = 0
     ) -> Pulled:
-        """Returns a local ticket for copies of a ticket's blocks. Cancelling this ends the pull. `quota` is that of the
-        tenant; the blocks of the first `public_tokens` tokens do not count against it.
+        """Returns a local ticket for copies of a ticket's blocks. Cancelling the call ends the pull. `quota` is the
+        tenant's quota; the blocks of the first `public_tokens` tokens do not count against it.
 
-        Waits for room as long as it takes. Raises Aborted if the source no longer has the blocks or the bytes are
+        Waits for room as long as necessary. Raises Aborted if the source no longer has the blocks or the bytes are
         wrong, and Unavailable if the source or the ledger does not answer.
         """
         if self._attached.is_fenced:
@@ -210,7 +210,9 @@ class Puller:
             keeping.cancel()
 
     async def _whole(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-        """Runs `work` in the ledger's thread. If this is cancelled meanwhile, its result is undone there."""
+        """Runs `work` in the ledger's thread, and returns its result. If the caller is cancelled meanwhile, runs `undo`
+        with the result in the same thread.
+        """
         running = asyncio.ensure_future(self._in_thread(work))
         try:
             return await asyncio.shield(running)

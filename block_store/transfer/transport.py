@@ -55,7 +55,7 @@ class Copy:
 
 
 class Transport(Protocol):
-    """A way to copy blocks from another host."""
+    """The interface of a transport, which copies blocks from another host."""
 
     async def fetch(self, copy: Copy) -> None:
         """Copies all blocks, and returns when all of them have arrived, their digests are right and `copy.digests` has

@@ -82,7 +82,9 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def longest(config: Any) -> int:
-    """Returns the maximum number of positions of the model, including what a scaling adds. Raises ModelError."""
+    """Returns the maximum number of positions of the model, including what a scaling adds. Raises ModelError if the
+    model has attention and its configuration has no maximum.
+    """
     text = text_of(config)
     length = getattr(text, "max_position_embeddings", None)
     if not length and not any(layer.attends for layer in layer_memories(config)):
@@ -108,7 +110,8 @@ def _ropes(text: Any) -> list[dict[str, Any]]:
 
 def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
     """Returns what each layer stores for a sequence, according to the configuration. (For a loaded model, a `Recorder`
-    records this.) The sizes of states come from a model without weights.
+    records this.) The sizes of states come from a model without weights. Raises UnsupportedModel for a recurrent state
+    that is not supported.
     """
     text = text_of(config)
     num_layers, window = int(text.num_hidden_layers), getattr(text, "sliding_window", None) or None

@@ -38,7 +38,7 @@ class TransformersModel:
     """A model of transformers that maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
 
     sites: ClassVar[Sequence[Site]] = ()
-    """Adapters cannot correct the products of this model."""
+    """The products that adapters can correct: none in this model."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
@@ -70,7 +70,7 @@ class TransformersModel:
 
     @property
     def memories(self) -> tuple[LayerMemory, ...]:
-        """What each layer stores for a sequence."""
+        """The memory of each layer, which describes what the layer stores for a sequence."""
         return tuple(
             LayerMemory(
                 index in self.layers,

@@ -27,10 +27,8 @@ BATCH = 3
 
 def check_rows(runner: ModelRunner) -> None:
     """Checks before a transformers model serves whether its rows are independent. Does nothing for other models, and on
-    a GPU without `deterministic`.
-
-    Raises UnsupportedModel if a row depends on others, unless `allow_variant_numerics` is set; in that case, the
-    numerics fingerprint records it.
+    a GPU without `deterministic`. Raises UnsupportedModel if a row depends on others, unless `allow_variant_numerics`
+    is set; in that case, the numerics fingerprint records the dependence.
     """
     model, settings = runner.model, runner.settings
     on_gpu = runner.device.compute_capability is not None

@@ -107,7 +107,7 @@ def _recur(inputs: Recurrence) -> Tensor:
 def _convolve(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **asked: Any
 ) -> Tensor:
-    """`causal_conv1d_fn`: maps [1, C, T] to the same shape. weight: [C, taps]."""
+    """Replaces `causal_conv1d_fn`. Maps [1, C, T] to the same shape. weight: [C, taps]."""
     _refuse_unknown("causal_conv1d_fn", asked)
     if activation not in (None, "silu", "swish"):
         raise UnsupportedModel(f"causal_conv1d_fn takes activation {activation}")
@@ -122,7 +122,9 @@ def _mamba2(
     dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
     **asked: Any,
 ) -> Tensor:  # fmt: skip
-    """`mamba2_chunk_scan`: maps [1, T, H, P] to fp32 of the same shape. dt: [1, T, H]; A: [H]; B, C: [1, T, G, N]."""
+    """Replaces `mamba2_chunk_scan`. Maps [1, T, H, P] to fp32 of the same shape. dt: [1, T, H]; A: [H]; B, C: [1, T, G,
+    N].
+    """
     _refuse_unknown("mamba2_chunk_scan", asked)
     steps = _time_steps(dt[0], dt_bias, dt_softplus).clamp(*dt_limit)
     x = hidden_states[0].float()
@@ -135,7 +137,9 @@ def _mamba(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **asked: Any,
 ) -> Tensor:  # fmt: skip
-    """`mamba_selective_scan`: maps [1, P, T] to fp32 of that shape. dt, z: [1, P, T]; A: [P, N]; B, C: [1, N, T]."""
+    """Replaces `mamba_selective_scan`. Maps [1, P, T] to fp32 of the same shape. dt, z: [1, P, T]; A: [P, N]; B, C: [1,
+    N, T].
+    """
     _refuse_unknown("mamba_selective_scan", asked)
     x, steps = hidden_states[0].T.float(), _time_steps(dt[0].T, delta_bias, delta_softplus)
     keys, queries = B[0].T.float()[:, None], C[0].T.float()[:, None]
@@ -154,8 +158,8 @@ def _gated_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: None = None,
     use_qk_l2norm_in_kernel: bool = False, **asked: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """`torch_chunk_gated_delta_rule`: maps value [1, T, H, P] to the same shape. query, key: [1, T, G, N]; g, beta:
-    [1, T, H].
+    """Replaces `torch_chunk_gated_delta_rule`. Maps value [1, T, H, P] to the same shape. query, key: [1, T, G, N]; g,
+    beta: [1, T, H].
     """
     _refuse_unknown("torch_chunk_gated_delta_rule", asked)
     queries, keys = query[0].float(), key[0].float()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 PIECE = 16_384
-"""In elements: fewer than the 32,768 from which torch uses a second thread."""
+"""The number of elements in a piece. torch uses a second thread from 32,768 elements on."""
 VECTORS = 64
 """Elements of two vectors of bf16 in AVX-512, the most that torch takes at once."""
 ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(

@@ -49,7 +49,7 @@ class FusedDecoder:
     def __init__(
         self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache], groups: Sequence[LayerGroup]
     ) -> None:
-        """Prepares the call. Use this only if `objection` returns None."""
+        """Prepares the call. Must be used only if `objection` returns None."""
         self._library = current()
         run = entry(self._library)
         assert run is not None

@@ -15,7 +15,7 @@ from kernels.linear import PackedLinear
 from kernels.silu_mul import silu_mul
 
 Product = Callable[[PackedLinear, torch.Tensor], torch.Tensor]
-"""Computes a linear layer for the rows of a step (`StepMetadata.linear`)."""
+"""A function that computes a linear layer for the rows of a step (`StepMetadata.linear`)."""
 GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 
 
@@ -29,7 +29,7 @@ class Mlp:
 
     @classmethod
     def load(cls, c: ModelConfig, weights: Weights, at: str) -> Mlp:
-        """`at` is the prefix of the MLP's tensors in the checkpoint."""
+        """Loads the layers of an MLP. `at` is the prefix of their tensors in the checkpoint."""
         h, i = c.hidden_size, c.intermediate_size
         names, sizes = ([f"{at}gate_up_proj"], [2 * i]) if c.fused_projections else _parts(at, i)
         return cls(
@@ -50,8 +50,8 @@ class Mlp:
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """A mixture of experts, which computes the weighted sum of each token's experts. An expert computes all tokens that
-    chose it at once; its results are added in the order of the experts' numbers, so that a token's bits do not depend
-    on the others.
+    chose it at once. The results are added in the order of the experts' numbers, so that a token's bits do not depend
+    on the other tokens.
     """
 
     router: PackedLinear  # h -> experts

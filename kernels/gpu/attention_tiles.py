@@ -95,8 +95,8 @@ FP32 = {(64, False): Tiling(16, 32, 8, 2), (128, False): Tiling(16, 32, 8, 2), (
 
 
 def width_of(head_dim: int) -> int:
-    """Returns the columns that a program holds: 80 and 96 take up 128 in registers, but only the real columns are
-    loaded.
+    """Returns the number of columns that a program holds in registers. Heads of 80 and 96 take up 128 columns, but only
+    the real columns are loaded.
     """
     return max(16, power_of_2(head_dim))
 

@@ -28,8 +28,8 @@ PACKAGES = {f"{role}_svc": f"testing.chaos.faulty_{role}" for role in ("prefill"
 """The entry points of workers with faults."""
 PHASES = ("fill", "before seal", "after seal", "hand-over")
 """The phases in which a prefill worker can be told to die. In "fill", KV has been stored but nothing has been
-published. In "before seal", the header says sealed, but the ledger does not know. In "after seal", only the worker and
-the ledger know. In "hand-over", the ticket exists, but the gateway has not received it.
+published. In "before seal", the header's state is sealed, but the ledger's is not. In "after seal", only the worker and
+the ledger know about the sealed block. In "hand-over", the ticket exists, but the gateway has not received it.
 """
 DIED = "chaos: dies in phase "
 

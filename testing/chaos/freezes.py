@@ -22,7 +22,7 @@ FOUND_S = 3.0
 POLL_S = 0.05
 WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 AT_ONCE = 2
-"""One worker of each role."""
+"""The number of workers that are stopped at a time: one of each role."""
 FENCED = r"is fenced: |starting over: the worker's lease had expired"
 
 

@@ -30,7 +30,7 @@ ANSWERS_S = 120.0
 
 
 def garbled(run: Run) -> Report:
-    """Changes `trials` values."""
+    """Changes `trials` values in Redis at random while requests run."""
     with run.stack() as stack:
         return garble_on(run, stack)
 

@@ -14,7 +14,7 @@ from testing.chaos.report import Report
 from testing.chaos.stack import Stack
 
 AFTER_S = 9.0
-"""A lease of 5 s and a sweep of 0.5 s, with a margin."""
+"""The time in seconds from a death to the check: a lease of 5 s and a sweep of 0.5 s, with a margin."""
 
 
 @dataclass(frozen=True, slots=True)

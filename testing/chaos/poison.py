@@ -14,7 +14,7 @@ from testing.chaos.run import Run, judge
 from testing.chaos.stack import Plan, Stack
 
 TOKEN = 300
-"""A token that occurs in no prompt of the book and in no expected answer used here."""
+"""A token that occurs in no prompt of the book and in no answer that this scenario expects."""
 MOST_DEATHS = 2
 WORKERS = ("prefill-0", "prefill-1")
 

@@ -38,7 +38,7 @@ BLOCK_SIZE = 16
 QUIET_S = 30.0
 """If no request is answered for this long, the system counts as stuck."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
-"""Needs more than 256 blocks, which is more than any floor here, so it must be refused."""
+"""A case that needs more than 256 blocks, which is more than any floor here, so it must be refused."""
 REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")
 SWAPPED = r"no block left: group \d+, (\d+) blocks, is swapped out \(([\d.]+) ms\)"
 RESUMED = r"group \d+ is back: (\d+) blocks copied in ([\d.]+) ms, waited ([\d.]+) s"
@@ -82,7 +82,7 @@ def blocks_needed(case: Case) -> int:
 
 
 def _watch(traffic: Traffic, seconds: float) -> float:
-    """Waits for the given time, or until answers stop. Returns the longest time without any answer."""
+    """Waits for the given time, or until answers stop. Returns the longest time without an answer, in seconds."""
     last, end, longest, seen = time.monotonic(), time.monotonic() + seconds, 0.0, 0
     while (now := time.monotonic()) < end and longest <= QUIET_S:
         if len(traffic.answers) > seen:

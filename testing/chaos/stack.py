@@ -64,7 +64,7 @@ class Plan:
     variables: Mapping[str, str] | None = None
     """Environment variables for all services."""
     preemption: Literal["auto", "swap", "give-back"] | None = None
-    """If it is None, the decode worker's default is used."""
+    """The preemption mode; None: the decode worker's default."""
     spare: int = 0
     restarted: tuple[str, ...] = ("prefill", "decode")
     """The services that may die and are restarted without limit, by the beginnings of their names."""

@@ -37,12 +37,14 @@ NUM_BLOCKS = 160
 evicted soon, including those of a stopped worker.
 """
 LONGEST_OUTPUT = 128
-"""The longest output of the requests used here. Shorter outputs make blocks change hands faster."""
+"""The longest output of this scenario's requests, in tokens. Shorter outputs make blocks change hands faster."""
 MOST_ATTEMPTS = 100
 CONCURRENCY = 20
 """More requests than fit, so a group is preempted now and then."""
 DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
-"""A detection in a step of either role. A group that was about to be swapped out counts as one sequence."""
+"""A pattern for the log lines of detections in a step of either role. A group that was about to be swapped out counts
+as one sequence.
+"""
 SENT_AWAY = r"starting over: .*; (\d+) "
 UNRULED_VICTIMS = 300
 """Number of victims within which the run without the rule must produce a wrong token."""

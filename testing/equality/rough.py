@@ -55,8 +55,8 @@ class RoughWorld:
         self, runner: ModelRunner, directory: Path, client: Any, *, largest: Sequence[GroupNeed], spare_blocks: int,
         preemption: Choice, reserve: int,
     ) -> None:  # fmt: skip
-        """The arena has room for the largest of these needs, for the reserves of both roles, and for `spare_blocks` in
-        each KV group. The reserve is also per KV group.
+        """Creates the arena and the workers. The arena has room for the largest of these needs, for the reserves of
+        both roles, and for `spare_blocks` in each KV group. The reserve is also per KV group.
         """
         self.runner, self._client, self._choice = runner, client, preemption
         self._rules = runner.layout.rules(TOKEN_BUDGET)
@@ -128,7 +128,7 @@ class RoughWorld:
             self.errors.append(f"{event.sources.cached} tokens of another tenant's blocks")
 
     def deliver(self, request: Request) -> None:
-        """Sends the output of prefill to decode."""
+        """Records the first tokens from prefill. If prefill issued a ticket, submits the group to decode."""
         event, request.arrived = request.arrived, None
         assert event is not None
         for token in event.tokens:

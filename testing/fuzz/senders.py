@@ -21,8 +21,8 @@ TIMEOUT_S = 60.0
 `DEADLINE_EXCEEDED`.
 """
 _OWN_WORDS = "Internal error from Core"
-"""The message that `grpc.aio` itself generates, not the server, if the server ends a stream while the client is still
-writing to it.
+"""The message that `grpc.aio`, not the server, generates if the server ends a stream while the client is still writing
+to it.
 """
 CALL_S = 3.0
 """The deadline of a gRPC call."""

@@ -169,7 +169,9 @@ class SmallWorld:
         assert epoch in self.store.ledger.reap(gap_s=LONG_S).reaped
 
     def _shape(self, roles: tuple[Role, ...]) -> tuple[Any, ...]:
-        """Returns the relevant parts of the current state."""
+        """Returns the parts of the current state that determine whether it equals a state that the search has already
+        visited.
+        """
         now = inspect(self.store.ledger, with_blocks=True)
         names: dict[Epoch, int | str] = {role.epoch: index for index, role in enumerate(roles)}
         waits = {block: index for block, slot in now.quarantine for index, r in enumerate(roles) if r.slot == slot}

@@ -33,7 +33,7 @@ class Host:
         ledger = LedgerScripts.attach(open_client(reply.redis_url, self.arena.fixed.run_id), self.arena)
         self.held = HeldBlocks(LedgerClient.register(ledger, "worker", writer_slot=slot.number), self.arena, slot)
         self._lock = threading.Lock()
-        """`HeldBlocks` is used by one thread at a time."""
+        """A lock for `HeldBlocks`, which only one thread at a time may use."""
 
     def fill(self, hashes: Sequence[bytes], *, partial: bool = False) -> tuple[list[BlockRef], list[BlockRef]]:
         """Writes and seals a full block for every hash and, if `partial` is True, one partial block. Returns both

@@ -74,8 +74,8 @@ def preload() -> None:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float) -> int | None:
-    """Runs pytest in a fork. Returns its exit status (negative if a signal killed it), or None if it ran out of
-    time.
+    """Runs pytest in a fork. Returns its exit status (negative if a signal killed it), or None if it exceeded
+    `timeout_s`.
     """
     child = os.fork()
     if child == 0:
