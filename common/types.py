@@ -27,7 +27,7 @@ DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float
 KV_SCALE_BYTES: dict[str, int] = {"int8": 4}
 """Bytes of the scale behind the keys or values of one token and head (`kernels.kv_cache`); other types have none."""
 KvCacheDType = Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"]
-"""Types of KV that a user can choose, by vLLM's names. auto: the model's dtype; fp8 is fp8_e4m3."""
+"""Types of KV that a user can choose, by vLLM's names. auto means the model's dtype, and fp8 means fp8_e4m3."""
 
 
 def kv_dtype(chosen: KvCacheDType, dtype: DType) -> DType:
@@ -186,9 +186,7 @@ class SamplingParams:
     seed: int = 0
     """63 bits. The gateway draws one if the client gave none."""
     logprobs: int | None = None
-    """Return the log-probability of the chosen token and of this many most likely ones; None for no
-    log-probabilities.
-    """
+    """Return the log-probabilities of the chosen token and of this many most likely ones; None for none at all."""
     prompt_logprobs: int | None = None
     num_sequences: int = 1
     """Number of samples (n); in a beam search, the number of best beams to return."""
@@ -300,7 +298,7 @@ class WorkerLoad:
     num_preempted: int = 0
     """Sequences that are swapped out of the arena and wait to be resumed."""
     prompt_tokens_per_s: float = 0.0
-    """Rate at which a prefill worker computes, over its recent steps. 0.0: not measured, or not a prefill worker."""
+    """Rate of a prefill worker in its recent steps. 0.0 if it has not been measured, or for a decode worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from common.settings import WorkerSettings, settings_config
 
 
 class DecodeSettings(WorkerSettings):
-    """Flags of `python -m decode_svc`. The environment's variables are LOOSELEAF_DECODE_*."""
+    """Flags of `python -m decode_svc`. The environment variables are LOOSELEAF_DECODE_*."""
 
     model_config = settings_config("LOOSELEAF_DECODE_", "decode_svc")
     reserve_blocks: int = Field(

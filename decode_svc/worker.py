@@ -31,8 +31,8 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
-"""Time for which running sequences continue while the ledger does not answer: a lease, plus a beat to fill the
-reserve.
+"""Time for which running sequences continue while the ledger does not answer: the length of a lease, plus the interval
+between two renewals, in which the reserve is filled.
 """
 
 
@@ -165,7 +165,7 @@ class DecodeWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Claims, schedules, reserves and runs: `step` without its guard. Returns whether anything ran."""
+        """Claims, schedules, reserves and runs. This is `step` without its guard. Returns whether anything ran."""
         self._claim_all()
         for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
             self._reject(group, Rejection.DEADLINE)

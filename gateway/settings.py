@@ -13,7 +13,7 @@ from gateway.tools.names import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(VllmGrpcSettings, ServerSettings):
-    """Flags of `python -m gateway`. The environment's variables are LOOSELEAF_GATEWAY_*. A flag that vLLM also has
+    """Flags of `python -m gateway`. The environment variables are LOOSELEAF_GATEWAY_*. A flag that vLLM also has
     keeps vLLM's name.
     """
 

@@ -105,7 +105,9 @@ def _normal_cdf(x: float) -> float:
 
 
 def read_trace(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs of prompt and output length in a trace of Azure's format, divided by `divisor`, at least 1."""
+    """Returns the pairs of prompt and output length in a trace of Azure's format. Each length is divided by `divisor`,
+    but is at least 1.
+    """
     with path.open(encoding="utf-8") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
         pairs = [(float(row["ContextTokens"]), float(row["GeneratedTokens"])) for row in rows]

@@ -10,7 +10,7 @@
 With `n` or `beam_width`, a stream contains deltas of several samples, and `delta.index` is the number of a delta's
 sample.
 
-A refused or failed call raises a subclass of `LooseleafError` with the gateway's message of one sentence. Ending a
+A refused or failed call raises a subclass of `LooseleafError` with the gateway's one-sentence message. Ending a
 stream early (break, `close`, garbage collection) cancels the request at the gateway.
 """
 

@@ -54,7 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     """The only tokens that may be drawn."""
     seed: int
     logprobs: int
-    """Return the log-probability of each output token, and those of this many most likely tokens."""
+    """Return the log-probabilities of each output token and of this many most likely tokens."""
     prompt_logprobs: int
     n: int
     """Number of samples of the prompt, which is computed once; in a beam search, the number of the best beams to

@@ -14,14 +14,14 @@ from engine.beam_search import Candidates
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """An event: a step has computed part of the prompt."""
+    """The event that a step has computed part of the prompt."""
 
     num_computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """An event: the token that has been drawn for one branch."""
+    """The event that a token has been drawn for one branch."""
 
     sample_index: int
     token_id: int

@@ -88,7 +88,7 @@ def _pool_of(model: LoraModel | None, max_loras: int) -> AdapterPool:
 
 
 def pool_of(runner: ModelRunner) -> AdapterPool:
-    """Returns the process' adapters for the model of a runner."""
+    """Returns the process's adapters for the model of a runner."""
     return _pool_of(runner.lora, runner.settings.max_loras)
 
 

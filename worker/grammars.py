@@ -132,5 +132,5 @@ _stack_size = threading.Lock()
 
 @cache
 def grammars_of(directory: str, vocab_size: int) -> Grammars:
-    """Returns the process' grammars for a model."""
+    """Returns the process's grammars for a model."""
     return Grammars(directory, vocab_size)

@@ -48,8 +48,8 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
     """Runs the computation. After an error in the step itself, only the results of the step are lost (`fail`). An error
-    of the device ends the thread; the blocks stay ours until our lease has expired and our process has ended. Raises
-    LedgerError or ArenaError.
+    of the device ends the thread; the worker keeps its blocks until its lease has expired and its process has ended.
+    Raises LedgerError or ArenaError.
     """
     try:
         run()

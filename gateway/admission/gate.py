@@ -26,7 +26,7 @@ workers have room.
 BUSY_SHARE = 0.7
 """The service counts as busy if at least this share of the places (`Workers.gate_capacity`) is taken."""
 RESERVED_RANK = -(1 << 32)
-"""Added to the priority of a request with a reserved place, so that it precedes every request without one."""
+"""A number added to the priority of a request with a reserved place, which thus precedes every request without one."""
 
 
 @dataclass(frozen=True, slots=True)

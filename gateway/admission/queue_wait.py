@@ -48,7 +48,7 @@ class ServiceRate:
 
     @property
     def per_second(self) -> float | None:
-        """Returns the rate in tokens per busy second, or None until enough work has been seen."""
+        """Returns the rate in tokens per busy second, or None until enough requests have ended."""
         if self._busy_s < MIN_BUSY_S or self._num_done < MIN_DONE or not self._work:
             return None
         return self._work / self._busy_s

@@ -67,8 +67,8 @@ def effort_variable(name: str, effort: str | None) -> dict[str, str]:
 
 
 def tool_choice(body: ToolFields) -> ToolChoice:
-    """Checks the tools of a body and returns them, with the choice of those that the model may or must call. Raises
-    InvalidArgument.
+    """Returns the tools of a body, with the choice of those that the model may or must call. Raises InvalidArgument if
+    the tools or the choice are invalid.
     """
     functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
     chosen = chosen_of(body.tool_choice, _name_in, '{"type": "function", "function": {"name": ...}}')

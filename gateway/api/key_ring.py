@@ -1,4 +1,4 @@
-"""Reads the API keys that a gateway accepts again when it receives SIGHUP."""
+"""Reloads the API keys of a gateway when the gateway receives SIGHUP."""
 
 from __future__ import annotations
 

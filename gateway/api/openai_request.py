@@ -1,8 +1,8 @@
-"""The schema of OpenAI's HTTP request bodies, with vLLM's additions. `openai_parse` builds them from bytes.
+"""The schema of OpenAI's HTTP request bodies, with vLLM's additions.
 
-`openai_parse` handles unknown fields. Fields that cannot change the answer (`user`, `store`, ...) are accepted and
-ignored. Unsupported fields that would change the answer are refused, unless they have their neutral value, which
-requests nothing.
+`openai_parse` builds the bodies from bytes and handles unknown fields. Fields that cannot change the answer (`user`,
+`store`, ...) are accepted and ignored. Unsupported fields that would change the answer are refused, unless they have
+their neutral value, which requests nothing.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def bind_grpc(server: RpcServer, port: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raises this process' limit on open files to the system's maximum, because every connection is an open file.
+    """Raises this process's limit on open files to the system's maximum, because every connection is an open file.
     Returns the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,5 +1,5 @@
-"""Limits how many wrong API keys an address may try: a token bucket per address, for a bounded number of addresses. No
-I/O.
+"""Limits how many wrong API keys an address may try: a token bucket per address, for a bounded number of addresses.
+Does no I/O.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The LoRA adapters that clients can choose by name: loading and unloading them, and the requests that use them.
 
 The list of wanted adapters is in Redis (`AdapterRegistry`). Workers load the adapters on this list and report them in
-their registry entries. An adapter is served once a pair of workers has loaded it, and until it is unloaded: while a
-worker restarts, requests for the adapter wait. All calls to Redis run in threads, one at a time, so that no answer is
-older than what this gateway has written.
+their registry entries. Once a pair of workers has loaded an adapter, it is served until it is unloaded: while a worker
+restarts, requests for the adapter wait. All calls to Redis run in threads, one at a time, so that no answer is older
+than what this gateway has written.
 """
 
 from __future__ import annotations

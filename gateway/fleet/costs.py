@@ -58,7 +58,7 @@ class RouteCosts:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str], _CopyTime] = {}
-        """By source arena and destination arena."""
+        """Copy times by source arena and destination arena."""
         self._decode_s = USUAL_DECODE_S
 
     def note_copy(self, source: str, destination: str, num_tokens: int, seconds: float, now: float) -> None:

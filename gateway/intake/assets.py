@@ -1,5 +1,5 @@
-"""The data that the gateway reads from a model's directory: tokenizer, sizes, generation defaults, chat template. No
-weights.
+"""The data that the gateway reads from a model's directory: tokenizer, sizes, generation defaults and chat template.
+The gateway does not read the weights.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class ResolvedRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     stopping: StoppingParams
-    """stop_token_ids includes the model's end tokens unless ignore_eos is set."""
+    """Its `stop_token_ids` include the model's end-of-sequence tokens unless `ignore_eos` is set."""
     timeout_s: float
     stop: tuple[str, ...] = ()
     include_stop: bool = False

@@ -39,7 +39,9 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
-    """Yields types. `seen` has the ids of schemas, each of which is visited once, because schemas may be recursive."""
+    """Yields names of types. `seen` contains the ids of the schemas visited so far. Each schema is visited only once,
+    because schemas may be recursive.
+    """
     schema = resolved(schema, root)
     if id(schema) in seen:
         return

@@ -28,7 +28,7 @@ class Replies:
         self._write = write
         self._stream = stream
         self._turn = asyncio.Lock()
-        """An aborted request may still have a write in progress, and a stream takes one write at a time."""
+        """A lock for writes. An aborted request may still have one in progress, and a stream takes one at a time."""
         self._open = {index: Delta(index) for index in range(request.sampling.num_sequences)}
         """The pending content of `complete`, for each sample that has not ended."""
         self._num_tokens = dict.fromkeys(self._open, 0)

@@ -11,7 +11,7 @@ from decode_svc.settings import DecodeSettings
 
 
 class BothSettings(DecodeSettings):
-    """Flags of `python -m looseleaf.both_roles`, for both roles. The environment's variables are LOOSELEAF_WORKER_*."""
+    """Flags of `python -m looseleaf.both_roles`, for both roles. The environment variables are LOOSELEAF_WORKER_*."""
 
     model_config = settings_config("LOOSELEAF_WORKER_", "looseleaf.both_roles")
     steps: Literal["auto", "turns", "free"] = Field(

@@ -65,7 +65,7 @@ _PORT_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a launch, as host:port that a client on this machine can reach."""
+    """The addresses of a launch, each in the form host:port, by which a client on this machine can reach it."""
 
     http: str
     grpc: str
