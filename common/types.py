@@ -186,7 +186,7 @@ class SamplingParams:
     seed: int = 0
     """63 bits. The gateway draws one if the client gave none."""
     logprobs: int | None = None
-    """Return the log-probabilities of the chosen token and of this many most likely ones; None for none at all."""
+    """Number of most likely tokens whose log-probabilities are returned beside the chosen token's, or None for none."""
     prompt_logprobs: int | None = None
     num_sequences: int = 1
     """Number of samples (n); in a beam search, the number of best beams to return."""

@@ -127,7 +127,7 @@ async def timings(llm: LLM, settings: TenantsSettings) -> dict[str, list[float]]
 
 
 def area_under_curve(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Returns the probability that one of `slow` took longer than one of `fast`. A tie counts as half."""
+    """Returns the probability that a random value of `slow` exceeds a random value of `fast`. A tie counts as half."""
     wins = sum((a > b) + 0.5 * (a == b) for a in slow for b in fast)
     return round(wins / (len(slow) * len(fast)), 3)
 

@@ -54,14 +54,12 @@ class GenerateOptions(TypedDict, total=False):
     """The only tokens that may be drawn."""
     seed: int
     logprobs: int
-    """Return the log-probabilities of each output token and of this many most likely tokens."""
+    """Number of most likely tokens whose log-probabilities are returned for each output token, beside its own."""
     prompt_logprobs: int
     n: int
-    """Number of samples of the prompt, which is computed once; in a beam search, the number of the best beams to
-    return.
-    """
+    """Number of samples; in a beam search, the number of best beams to return. The prompt is computed only once."""
     beam_width: int
-    """Search for the most likely continuation with this many beams, instead of drawing tokens."""
+    """Number of beams of a beam search, which looks for the most likely continuation instead of drawing tokens."""
     length_penalty: float
     """The sum of a beam's log-probabilities is divided by the beam's length to this power. The default is 1."""
     early_stopping: bool | Literal["never"]
@@ -76,11 +74,11 @@ class GenerateOptions(TypedDict, total=False):
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     truncate_prompt_tokens: int
-    """Keep this many tokens at the end of the prompt; -1 keeps as many as leave room for the output."""
+    """Number of tokens to keep at the end of the prompt; -1 keeps as many as leave room for the output."""
     model: str
     request_id: str
     cache_salt: str
-    """Share cached prefixes only with requests that have the same salt."""
+    """A salt: cached prefixes are shared only with requests that have the same one."""
     priority: int
     """Lower numbers go first."""
     timeout: float

@@ -95,8 +95,8 @@ class WorkerRole:
         turns: AnyFairLock | None,
         adapters: AdapterPool,
     ) -> None:
-        """`turns` is shared by the roles of a process that step one at a time. If it is None, the role steps
-        independently.
+        """`turns` is shared by roles that step one at a time, in one process or in several. If it is None, the role
+        steps independently.
         """
         self.thread = StepThread(step, turns)
         self.weights_bytes = attached.weights_bytes

@@ -108,7 +108,7 @@ def admitted(front: Front, context: Context) -> Iterator[Entry]:
 
 
 class _Messages:
-    """A writer of one request's deltas as messages."""
+    """A writer that sends one request's deltas as messages."""
 
     __slots__ = ("_request_id", "_write")
 

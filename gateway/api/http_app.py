@@ -253,7 +253,7 @@ class HttpApi:
 
 
 class _Events:
-    """A writer of one request's deltas as events of the HTTP answer."""
+    """A writer that sends one request's deltas as events of the HTTP answer."""
 
     __slots__ = ("_answer", "_number", "_send")
 

@@ -76,7 +76,7 @@ class RequestState:
 
     @property
     def is_heard_of(self) -> bool:
-        """Whether decode sends tokens of the request before its end."""
+        """Whether decode sends tokens of the request before the request ends."""
         return not self.is_beam_search and self.request.pooling is None
 
     @property

@@ -1,5 +1,5 @@
-"""`looseleaf certs DIRECTORY`: creates a CA and certificates for trying TLS. In production, use certificates of your
-own CA.
+"""`looseleaf certs DIRECTORY`: creates a CA and certificates for trying out TLS. In production, use certificates that
+your own CA has issued.
 """
 
 from __future__ import annotations
