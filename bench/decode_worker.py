@@ -34,7 +34,7 @@ class Stopwatch:
         self.wall = self.cpu = 0.0
 
     def times(self, owner: Any, *names: str) -> None:
-        """Starts to measure these methods of `owner`."""
+        """Starts to measure the methods `names` of `owner`."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 

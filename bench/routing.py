@@ -30,7 +30,7 @@ from gateway.fleet.routing import Asked, Route, Router
 PREFILL_TOKENS_PER_S = 4_000.0
 MAX_NUM_SEQS = 16
 TOKEN_S = 0.02
-"""Time of a decode step with one sequence."""
+"""Seconds of a decode step with one sequence."""
 SLOWER_IN_FULL_BATCH = 0.5
 COPY_START_S = 0.01
 CACHED_CHUNKS = 4_000
@@ -53,7 +53,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Host:
-    """The true state of one host."""
+    """A record of the true state of one host."""
 
     arena_id: str
     prefill_free_at: float = 0.0
@@ -74,7 +74,7 @@ class Host:
             self.cached.popitem(last=False)
 
     def decode(self, ready_at: float, num_decoded: int) -> tuple[float, float]:
-        """Returns when a group that is ready at a certain time begins to decode here, and when it ends."""
+        """Returns when a group that is ready at `ready_at` begins to decode on this host, and when it ends."""
         later = [end for end in self.decode_ends if end > ready_at]
         begins = later[-MAX_NUM_SEQS] if len(later) >= MAX_NUM_SEQS else ready_at
         share = min(1.0, len(later) / MAX_NUM_SEQS)
@@ -98,7 +98,9 @@ class Fleet:
     def __init__(self, num_hosts: int, link_tokens_per_s: float, costs: RouteCosts) -> None:
         self.hosts = {f"a{i}": Host(f"a{i}") for i in range(num_hosts)}
         self.losses: list[float] = []
-        """For each request, the time until its last token, without what decoding takes alone. Seconds."""
+        """The loss of each request in seconds: the time until its last token, minus the time that decoding would take
+        alone.
+        """
         self.regrets: list[float] = []
         self.num_copied = 0
         self._link = link_tokens_per_s
@@ -167,7 +169,7 @@ class Fleet:
     # --- the true outcome of a route
 
     def _lost_s(self, prompt: Prompt, source: str, destination: str, now: float) -> float:
-        """Returns the time that this route would lose, if no other request arrived."""
+        """Returns the seconds that this route would lose if no other request arrived."""
         ready_at = self._prefilled_at(prompt, source, now)
         if source != destination:
             ready_at = self._copied_at(prompt, source, destination, ready_at)

@@ -17,7 +17,7 @@ from common.grammar import GrammarError
 from common.types import StoppingParams
 
 MAX_MASK_CPU_S = 0.25
-"""Maximum CPU time for one mask. A grammar that needs more would delay the steps of all requests."""
+"""Maximum CPU time for one mask, in seconds. A grammar that needs more would delay the steps of all requests."""
 Mask = npt.NDArray[np.uint8]
 """A bit mask over the vocabulary: bit i % 8 of byte i // 8 is set if token i may follow."""
 

@@ -118,7 +118,7 @@ class LoraModel:
         return width * self._max_rank * torch.empty((), dtype=self._dtype).element_size()
 
     def step_of(self, batch: StepInput) -> LoraStep | None:
-        """Returns the adapters of a step, or None if no sequence has one."""
+        """Returns the adapters of a step, or None if no sequence has an adapter."""
         return LoraStep(batch) if batch.adapters else None
 
     def load(self, ref: AdapterRef) -> LoraAdapter:

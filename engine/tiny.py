@@ -41,7 +41,7 @@ PECULIAR: dict[Family, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
-"""Keys that only these families have, or for which they have other values."""
+"""Keys of config.json that only some families have, or that have different values in some families."""
 
 TEXT = """\
 A prompt's cache of keys and values is not a bound notebook. It is a binder of loose leaves, and a block table is the

@@ -222,7 +222,7 @@ class PackedLinear:
     ) -> None:
         self.bias = None if bias is None else bias.detach().contiguous()
         self.site: int | None = None
-        """Number by which LoRA adapters correct this product (`kernels.lora`); None: they do not."""
+        """Number by which LoRA adapters correct this product (`kernels.lora`); None: they do not correct it."""
         self.how: Provider | Literal["triton", "int4", "int8"]
         self.packed: Tensor | None
         if not isinstance(weight, Tensor):

@@ -71,7 +71,7 @@ class LoraRows:
         self._tiles = cpu.tiles_of(adapter_of_row)
         self._pointers = (ctypes.c_void_p * len(adapters))(*(ctypes.addressof(each.table) for each in adapters))
         self.step = cpu.Step(ctypes.addressof(self._pointers), self._tiles.ctypes.data, len(self._tiles))
-        """The C structure, valid as long as this object."""
+        """The C structure, which is valid as long as this object exists."""
 
     def by_adapter(self, device: torch.device) -> list[tuple[LoraWeights, Tensor]]:
         """Returns each adapter with its rows, int64 on `device`, which must be the same in every call."""

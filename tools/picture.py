@@ -39,7 +39,7 @@ class Story:
     after: str = ""
     """The text after the kill."""
     gap_s: float = 0.0
-    """The longest time between two pieces of text."""
+    """The longest time between two pieces of text, in seconds."""
 
     @property
     def text(self) -> str:

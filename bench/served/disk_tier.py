@@ -70,7 +70,7 @@ class Computed:
     short: list[float]
     """Times to the first token of the short prompts that are sent between the prompts."""
     store_cpu_s: float
-    """CPU time of the block store for each of the prompts."""
+    """CPU time of the block store for each of the prompts, in seconds."""
 
 
 async def computed(addresses: Addresses, prompts: Sequence[Sequence[int]], store: int) -> Computed:
@@ -88,7 +88,7 @@ async def computed(addresses: Addresses, prompts: Sequence[Sequence[int]], store
 
 
 async def behind(client: AsyncClient, other: Sequence[int], ids: Sequence[int]) -> float:
-    """Returns the seconds until the first token of a prompt that is sent shortly after another one."""
+    """Returns the seconds until the first token of a prompt that is sent shortly after another prompt."""
     ahead = asyncio.create_task(first_token_s(client, other))
     await asyncio.sleep(AHEAD_S)
     seconds = await first_token_s(client, ids)

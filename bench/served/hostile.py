@@ -69,7 +69,7 @@ class Watched:
             thread.start()
 
     def gap_ms(self) -> float:
-        """Returns the longest gap since the last call, including one that has not ended."""
+        """Returns the longest gap since the last call in milliseconds, including a gap that has not ended."""
         now = time.monotonic()
         gap, self._gap = max(self._gap, *(now - last for last in self._last)), 0.0
         return gap * 1e3

@@ -42,7 +42,9 @@ class Harness:
 
     @property
     def python(self) -> Path:
-        """The Python of the environment with the packages of the load client and transformers."""
+        """The path of the Python interpreter in the environment with the packages of the load client and
+        transformers.
+        """
         return self.root / "base" / "bin" / "python"
 
     def missing(self, peer: str) -> str | None:
@@ -156,8 +158,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_token_s(model: Path, starts: int = 3) -> float:
-    """Returns the median time of several starts of `looseleaf serve`, each alone on the machine. The first start reads
-    its files from disk.
+    """Returns the median, in seconds, of the time to the first token over several starts of `looseleaf serve`, each
+    alone on the machine. The first start reads its files from disk.
     """
     seconds = []
     for _ in range(starts):

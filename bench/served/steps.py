@@ -28,9 +28,9 @@ class StepRecord:
     table_blocks: int
     """The total length of all block tables, which is the number of blocks without sharing."""
     own_blocks: int
-    """The number of different blocks in these tables."""
+    """The number of different blocks in all block tables."""
     filled_slots: int
-    """The number of token positions in these blocks that have KV."""
+    """The number of token positions that have KV, over the different blocks of all block tables."""
     sequence_tokens: int
     """The number of positions with KV over all sequences. Shared positions count once per sequence."""
     held_blocks: int
@@ -42,7 +42,7 @@ class StepRecord:
     num_tickets: int
     """The number of tickets received since the start."""
     ticket_bytes: int
-    """The size in bytes of the messages of these tickets."""
+    """The size in bytes of the messages of all tickets received since the start."""
     ticket_blocks: int
     """The number of different blocks in each ticket, summed over all tickets."""
     preemption: Mapping[str, float]

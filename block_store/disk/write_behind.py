@@ -19,9 +19,9 @@ from common.types import BlockRef
 
 logger = logging.getLogger("disk")
 INTERVAL_S = 0.1
-"""Time between two scans of the header."""
+"""Seconds between two scans of the header."""
 PAUSE_S = 10.0
-"""Time for which nothing is stored after the disk has failed to store a block."""
+"""Seconds for which nothing is stored after the disk has failed to store a block."""
 
 LOWEST_PRIORITY = 19
 """Nice value of the thread, so that copies do not take the cores from a step."""

@@ -51,7 +51,7 @@ from protos.v1 import block_store_pb2_grpc
 
 logger = logging.getLogger("attach")
 PREDECESSOR_S = 10.0
-"""Time for which a starting worker retries its registration, so that the lease of a killed predecessor can end."""
+"""Seconds for which a starting worker retries its registration, so that the lease of a killed predecessor can end."""
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
 """Time to wait for the store's answer. It is long, because the store answers only when every worker that it expects has

@@ -19,7 +19,7 @@ millisecond, but on two cores that all services and a load generator share, Redi
 the breaker opened six times in a minute with 32 users, for up to 2.3 s each time, and requests waited until it closed.
 """
 PROBE_S = 0.1
-"""Interval between probes while the breaker is open."""
+"""Seconds between probes while the breaker is open."""
 
 
 class Breaker:

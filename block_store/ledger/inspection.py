@@ -22,8 +22,7 @@ _PIECE = 512
 """Number of entries that one command reads."""
 _TRIES = 3
 _HOPELESS_S = 0.5
-"""A reading that takes longer is not repeated, because a busy ledger does not stay unchanged for so long.
-"""
+"""A reading that takes more seconds is not repeated, because a busy ledger does not stay unchanged for so long."""
 
 
 class BlockState(IntEnum):
@@ -62,7 +61,7 @@ class HolderView:
     floor: int
     writer_slot: int
     lease_ms: int
-    """Time left on the lease; negative if it has ended."""
+    """Milliseconds left on the lease; negative if it has ended."""
     num_references: int
     own: dict[BlockRef, int]
 

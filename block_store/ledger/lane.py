@@ -52,7 +52,7 @@ class OrderedLane:
         self.name = name
         self.epoch = epoch
         self.budget_s = budget_s
-        """Longest time that a call may take, including repetitions."""
+        """Maximum number of seconds that a call may take, including repetitions."""
         self.breaker = Breaker(name)
         self.fenced = threading.Event()
         self.on_fenced: Callable[[], None] = lambda: None

@@ -18,8 +18,8 @@ from common.telemetry import Fallbacks
 _LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
 MOST_PROBE_PAUSE_S = 8 * PROBE_S
-"""Longest pause between two attempts to join a new ledger that does not admit the holder. The pauses grow to this
-length.
+"""Longest pause, in seconds, between two attempts to join a new ledger that does not admit the holder. The pauses grow
+to this length.
 """
 
 

@@ -266,7 +266,9 @@ def _ticket_id(request: pb.ReadBlocksRequest | pb.KeepTicketRequest) -> TicketId
 
 
 def _layout_of(request: pb.AttachRequest) -> KvLayout:
-    """Returns the request's layout. Raises InvalidArgument, which names the field."""
+    """Returns the request's layout. Raises InvalidArgument, which names the field, if the worker id is empty or the
+    layout is invalid.
+    """
     if not request.worker_id:
         raise InvalidArgument.of("worker_id", "must not be empty")
     if not request.layout.groups:

@@ -43,9 +43,9 @@ MAX_UNANSWERED = 2
 """Number of consecutive unanswered extensions after which the source counts as lost."""
 UPKEEP_S = 0.25
 CLOSE_S = 3.0
-"""Maximum time to wait at the end for stores into blocks."""
+"""Maximum number of seconds to wait at the end for stores into blocks."""
 MAX_PULLS = 16
-"""Number of pulls that copy at the same time. It bounds the memory of the frames that are under way."""
+"""Maximum number of pulls that copy at the same time. It bounds the memory of the frames that are under way."""
 
 
 @dataclass(slots=True)

@@ -75,7 +75,9 @@ def _dtype(t: Tensor) -> int:
 
 
 def kv_type(cache: Tensor, q: Tensor) -> int:
-    """Returns the number that stands for a cache's dtype, given the dtype of the queries (kernels/cpu/entries.h)."""
+    """Returns the number that denotes a cache's dtype in the C++ kernels, given the dtype of the queries
+    (kernels/cpu/entries.h).
+    """
     return 0 if cache.dtype == q.dtype else _KV_TYPES[cache.dtype]
 
 

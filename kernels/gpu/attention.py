@@ -223,7 +223,8 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Implements the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as above.
+    """Implements the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as in
+    `paged_attention`.
 
     max_q_len: upper bound on the length of a chunk (not checked); short chunks then use smaller tiles. Rows of q and
     out at index cu_seqlens_q[num_seqs] or above are neither read nor written.

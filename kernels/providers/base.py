@@ -114,7 +114,9 @@ class AttentionProvider(Protocol):
 
     name: str
     version: str
-    """Identifies the code that decides the bits. It is part of the numerics fingerprint, so it contains no spaces."""
+    """A string that identifies the code that decides the bits. It is part of the numerics fingerprint, so it contains
+    no spaces.
+    """
     deterministic: bool
     """Whether results satisfy `AttentionSpec.deterministic`."""
     capturable: bool

@@ -23,7 +23,7 @@ from testing.system import assert_nothing_held, inspect, wait_for
 
 BACK_MOST_S = 3.0
 RECONNECT_S = 5.0
-"""The longest time that gRPC clients wait before they try a lost connection again."""
+"""The maximum number of seconds that gRPC clients wait before they try a lost connection again."""
 _WARM_PROMPT = [17 + number % 200 for number in range(160)]
 
 

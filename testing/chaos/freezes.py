@@ -31,7 +31,7 @@ class _Freeze:
     """A record of one worker that was stopped and woken."""
 
     found_after_s: float
-    """The time until the gateway gave the worker up; infinite if the gateway did not."""
+    """The seconds until the gateway gave the worker up; infinite if the gateway did not."""
     by_silence: bool
     """Whether the gateway noticed silence on a stream. Otherwise it noticed that an idle worker had left
     the registry.

@@ -36,7 +36,7 @@ PRIORITIES = (0, 0, 1)
 MAX_MODEL_LEN = 432
 BLOCK_SIZE = 16
 QUIET_S = 30.0
-"""If no request is answered for this long, the system counts as stuck."""
+"""If no request is answered for this number of seconds, the system counts as stuck."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
 """A case that needs more than 256 blocks, which is more than any floor here, so it must be refused."""
 REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")

@@ -28,9 +28,9 @@ MOST_STOPPED_S = 20.0
 a second on an idle machine and ten on a loaded one, because a reaped worker's blocks are evicted last.
 """
 STEP_S = 1.0
-"""A worker with work makes a step within this time."""
+"""The number of seconds within which a worker with work makes a step."""
 RENEWED_S = 3.0
-"""If a woken worker has not registered again after this time, it was not fenced."""
+"""If a woken worker has not registered again after this number of seconds, it was not fenced."""
 MAX_MODEL_LEN = 432
 NUM_BLOCKS = 160
 """Slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14). Cached blocks are

@@ -18,7 +18,7 @@ from looseleaf.client import AsyncClient
 from testing.chaos.book import Case
 
 DRAIN_S = 90.0
-"""The time limit for requests in flight after the last one has been sent."""
+"""The time limit, in seconds, for requests in flight after the last one has been sent."""
 NUM_SALTS = 3
 """The number of shared cache salts. Every fourth case uses a unique salt instead, so that some prefixes are cached and
 some are not.
@@ -39,7 +39,7 @@ class Answer:
     error: str | None
     """The reason why the request did not complete, or None if it completed."""
     longest_gap_s: float
-    """The longest time between two messages of the same sample. The request counts as the first message."""
+    """The longest time between two messages of the same sample, in seconds. The request counts as the first message."""
 
     def spans(self, moment: float) -> bool:
         return self.began < moment < self.ended

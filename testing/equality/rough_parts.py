@@ -16,8 +16,8 @@ from testing.ledger.lossy_redis import LossyRedis
 
 Role = Literal["prefill", "decode"]
 BUDGET_S = 0.01
-"""The time budget of a ledger call. It suffices for a few repetitions; after that, the worker continues without the
-ledger.
+"""The time budget of a ledger call, in seconds. It suffices for a few repetitions; after that, the worker continues
+without the ledger.
 """
 
 
@@ -26,11 +26,11 @@ class Request(Asked):
     """A request, its output and its phase."""
 
     job: Job | None = None
-    """The job, while the request is at prefill."""
+    """The job while the request is at prefill; None otherwise."""
     arrived: Done | None = None
     """The output of prefill that has not been sent to decode yet."""
     handle: int | None = None
-    """The handle, while the request is at decode."""
+    """The handle while the request is at decode; None otherwise."""
     times_sent: int = 0
     is_cancelled: bool = False
     dropped: set[int] = field(default_factory=set)

@@ -17,15 +17,15 @@ from testing.fuzz import inputs
 
 Metadata = tuple[tuple[str, str], ...]
 TIMEOUT_S = 60.0
-"""A call that takes longer than this counts as a hang. Calls that wait have a shorter deadline and end with
-`DEADLINE_EXCEEDED`.
+"""A call that takes more than this number of seconds counts as a hang. Calls that wait have a shorter deadline and end
+with `DEADLINE_EXCEEDED`.
 """
 _OWN_WORDS = "Internal error from Core"
 """The message that `grpc.aio`, not the server, generates if the server ends a stream while the client is still writing
 to it.
 """
 CALL_S = 3.0
-"""The deadline of a gRPC call."""
+"""The deadline of a gRPC call, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

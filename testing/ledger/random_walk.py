@@ -22,7 +22,7 @@ from common.types import BlockRef, CacheQuota
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
 
 QUOTAS = {"ax": CacheQuota(b"a" * 32, 34), "bx": CacheQuota(b"b" * 32, 9)}
-"""The quotas of the tenants that own these chains."""
+"""The quotas of the tenants, by the names of the chains that they own."""
 
 
 @dataclass(slots=True)

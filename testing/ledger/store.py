@@ -40,7 +40,7 @@ LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="b
 
 
 LONG_S = 3600.0
-"""The length of leases that only `TestStore.expire` ends, even on a slow machine."""
+"""The length, in seconds, of leases that only `TestStore.expire` ends, even on a slow machine."""
 
 
 def chain(name: str, length: int) -> list[bytes]:
