@@ -210,7 +210,7 @@ def spec_of(bench: Bench, *, deterministic: bool, max_model_len: int) -> Attenti
 
 def names_of(bench: Bench, library: str | None) -> list[tuple[ProviderName, bool]]:
     """Returns (provider, deterministic) for every provider that is available on this machine. Prints the reason for
-    each provider that is not.
+    each provider that is not available.
     """
     found: list[tuple[ProviderName, bool]] = []
     for name in get_args(ProviderName):

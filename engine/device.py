@@ -73,7 +73,7 @@ class CpuDevice:
         return max(0, _status_bytes("VmHWM") - before)
 
     def release(self) -> None:
-        """Returns memory that the C library keeps but nothing uses to the system."""
+        """Gives memory that the C library keeps unused back to the system."""
         with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -181,7 +181,7 @@ class CudaDevice:
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
     def release(self) -> None:
-        """Returns memory that torch's allocator keeps but nothing uses to the device."""
+        """Gives memory that torch's allocator keeps unused back to the device."""
         torch.cuda.empty_cache()
 
     def used_bytes(self) -> int:

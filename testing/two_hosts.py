@@ -228,7 +228,9 @@ class TwoHosts:
             return None
 
     def assert_nothing_held(self, within_s: float = 20.0) -> None:
-        """Waits until every block of both arenas is FREE, CACHED or RESERVED."""
+        """Waits until every block of both arenas is FREE, CACHED or RESERVED. Raises AssertionError if this takes
+        longer than `within_s` for a host.
+        """
         for host in (0, 1):
             state = wait_for(
                 lambda host=host: self._inspected(host),  # type: ignore[misc]

@@ -104,7 +104,7 @@ class OutageCalls:
 
     def contradicted(self, reason: str) -> None:
         """Asks for a rebuild, because the header is ahead of the ledger, which means that the ledger is older than the
-        arena. The caller must not write into the blocks concerned. Raises Fenced.
+        arena. The caller must not write into the blocks concerned. Raises Fenced if the lease has ended.
         """
         self.is_unsure = True
         self.holder.contradict(reason)

@@ -156,7 +156,9 @@ def middle_of(low, high, step):
 
 @triton.jit
 def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
-    """Returns the id after the nth (from 1) token with this key and an id below limit."""
+    """Returns the id after the nth (from 1) token with this key and an id below limit, or limit if there are fewer such
+    tokens.
+    """
     seen, found, start = nth * 0, limit, vocab * 0
     while (seen < nth) & (start < vocab):
         at = start + tl.arange(0, TILE)

@@ -30,9 +30,9 @@ def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None =
 def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
     """Returns the provider that will compute attention, and logs it with the reason.
 
-    With "auto", this is the C++ kernels on a CPU. On a GPU, it is FlashAttention-3 if installed, or else Triton, and
-    always Triton if results must be deterministic. Raises Unavailable if the forced provider cannot serve the model, or
-    if none can.
+    With "auto", the C++ kernels are chosen on a CPU. On a GPU, FlashAttention-3 is chosen if it is installed, or else
+    Triton, and always Triton if results must be deterministic. Raises Unavailable if the forced provider cannot serve
+    the model, or if none can.
     """
     if backend != "auto":
         provider, why = open_provider(backend, spec, library), "asked for"
