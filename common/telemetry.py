@@ -122,6 +122,8 @@ def fallback_counts() -> dict[str, int]:
 
 
 def count_fallbacks_of(source: Callable[[], Mapping[str, int]]) -> None:
-    """Adds the counts of a layer that may not import this module. A source is added once."""
+    """Makes `fallback_counts` include the counts that `source` returns, for a layer that may not import this module.
+    Adding the same source again has no effect.
+    """
     if source not in _SOURCES:
         _SOURCES.append(source)

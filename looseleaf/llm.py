@@ -136,7 +136,7 @@ def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
 
 
 def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Returns whether this is one prompt rather than several."""
+    """Returns whether `prompts` is one prompt rather than several."""
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping)))
 
 

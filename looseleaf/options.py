@@ -140,7 +140,9 @@ class EmbedOptions(TypedDict, total=False):
 
 
 def build_embed_request(text: str | Sequence[int], options: EmbedOptions) -> pb.EmbedRequest:
-    """Returns the request for an embedding. Raises TypeError for an unknown option or a value of a wrong type."""
+    """Returns the request for an embedding. Raises TypeError for an unknown option or a value of the wrong type, and
+    ValueError for a value that the field cannot represent.
+    """
     check_names(cast(Mapping[str, object], options), EmbedOptions.__annotations__)
     request, values = pb.EmbedRequest(), cast(Mapping[str, object], options)
     _set_text(request, text)
@@ -151,7 +153,9 @@ def build_embed_request(text: str | Sequence[int], options: EmbedOptions) -> pb.
 
 
 def _set(message: object, name: str, values: Mapping[str, object], option: str | None = None) -> None:
-    """Fills the field `name` with the value of `option` (default: the option of the same name)."""
+    """Fills the field `name` with the value of `option` (default: the option of the same name), if the option is given.
+    Raises TypeError or ValueError if the field does not accept the value.
+    """
     option = option or name
     value = values.get(option)
     if value is None:

@@ -76,7 +76,9 @@ class Adapters:
             self._in_use[ref.digest] -= 1
 
     async def run(self) -> None:
-        """Follows the list and the workers until cancelled. While Redis is silent, the last list stays valid."""
+        """Follows the list and the workers until cancelled. While Redis is silent, the last list stays valid. Returns
+        at once if adapters are disabled.
+        """
         while self.is_enabled:
             try:
                 await self._look()

@@ -1,6 +1,6 @@
-"""Finds tool calls that are written as Python: Llama 3.2 and 4, LFM2 and Olmo 3.
+"""Finds tool calls that are written as Python, in the formats of Llama 3.2, Llama 4, LFM2 and Olmo 3.
 
-Arguments are literals. They are passed on as JSON while they are written.
+Arguments are literals, which are passed on as JSON while the model writes them.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def open_for(settings: HealthSettings) -> grpc.Channel:
-    """Opens a channel. Raises StartupError if a file cannot be used."""
+    """Opens a channel to the service. Raises StartupError if a TLS file cannot be used."""
     if settings.tls_ca is not None and settings.tls_cert is None:
         return grpc.secure_channel(settings.address, front_credentials(settings.tls_ca))
     files = TrustFiles(None, settings.tls_cert, settings.tls_key, settings.tls_ca)
