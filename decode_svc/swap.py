@@ -209,6 +209,7 @@ def _distinct_slots(tables: Tables) -> list[int]:
 def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torch.Tensor:
     """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides the memory only when it is written to.
     On a GPU, the memory is pinned and allocated at once, because the copy engines need pinned memory for full speed.
+    Raises StartupError if the memory is not available.
     """
     on_gpu = runner.device.compute_capability is not None
     try:

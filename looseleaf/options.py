@@ -86,8 +86,8 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def check_names(options: Mapping[str, object], known: Collection[str] = GenerateOptions.__annotations__) -> None:
-    """Checks the names of options. Raises TypeError for an unknown option, with the closest known one if there is
-    one.
+    """Checks the names of options. Raises TypeError for an unknown option. The message names the closest known option,
+    or else all known options.
     """
     for name in options:
         if name not in known:

@@ -56,8 +56,8 @@ def chat_prompt(body: TemplateFields, messages: Sequence[MessageBody], effort: s
 
 
 def effort_variable(name: str, effort: str | None) -> dict[str, str]:
-    """Returns the chat template's variable for a reasoning effort, or no variable if `effort` is None. `name`
-    identifies the field in error messages.
+    """Returns the chat template's variable for a reasoning effort, or no variable if `effort` is None. Raises
+    InvalidArgument for an unknown effort. `name` identifies the field in error messages.
     """
     if effort is None:
         return {}

@@ -18,8 +18,8 @@ class Salts:
     secret: bytes = field(repr=False)
 
     def derive(self, tenant: str, cache_salt: str | None) -> bytes:
-        """Returns the salt of a request's blocks. A request without a tenant and a cache_salt gets the public salt,
-        which is empty.
+        """Returns the salt of a request's blocks. A request with neither a tenant nor a cache_salt gets the public
+        salt, which is empty.
         """
         if not tenant and cache_salt is None:
             return b""

@@ -54,7 +54,7 @@ class Sample:
         finish: FinishReason | None,
     ) -> None:
         """Adds tokens to the sample and to its delta. Tokens that are already known, or that follow the sample's end,
-        are dropped. Raises WorkerLost if tokens are missing.
+        are dropped. Raises WorkerLost if tokens are missing, or if `finish` comes without a new token.
         """
         known = len(self.output_ids) - first_index
         fresh, details = token_ids[known:], list(logprobs)[known:]

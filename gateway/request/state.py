@@ -134,8 +134,8 @@ class RequestState:
         self.left_at = sample.left_at = now
 
     def _account_first(self, delta: Delta, now: float) -> None:
-        """Counts the tokens of a sample's first delta, which have no inter-token latency, and the request's time to
-        first token.
+        """Counts the tokens of a sample's first delta, which have no inter-token latency. For the request's first
+        delta, also records the time to first token and counts the prompt. An embedding has no tokens to count.
         """
         count, metrics = len(delta.token_ids), self.metrics
         if delta.embedding:

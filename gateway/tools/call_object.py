@@ -1,8 +1,9 @@
 """Reads the JSON object of a tool call, `{"name": ..., "arguments": {...}}`, one character at a time.
 
 The readers are generators: they are sent one character after another, and END after the last one. Each reader returns
-the first character after the part that it has read. The result therefore never depends on how the text was split.
-Arguments are passed on as the model wrote them. They end where their brackets balance, and need not be valid JSON.
+the first character after the part that it has read, or raises NotACall if the text has a different form. The result
+therefore never depends on how the text was split. Arguments are passed on as the model wrote them. They end where their
+brackets balance, and need not be valid JSON.
 """
 
 from __future__ import annotations
@@ -176,7 +177,9 @@ class CallObject:
         return ch
 
     def _odd_arguments(self, text: str) -> str:
-        """Returns arguments that are not an object, or that preceded the name, as the text of an object if possible."""
+        """Returns arguments that are not an object, or that preceded the name, as the text of an object if possible.
+        If not, raises NotACall where an object without a marker may be data, and otherwise returns the text.
+        """
         if text.startswith('"'):
             text = _decoded([text])
         elif text == "null":

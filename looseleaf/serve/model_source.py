@@ -75,7 +75,7 @@ def cache_directory() -> Path:
 
 def tiny_checkpoint(cache: Path) -> Path:
     """Returns a small random Llama below `cache`. On first use, a separate process creates it, because that needs
-    torch.
+    torch. Raises StartupError if the model cannot be created.
     """
     target = cache / f"tiny-llama-{_VERSION}"
     if (target / "config.json").is_file():
@@ -99,7 +99,8 @@ def gguf_directory(file: Path, cache: Path) -> Path:
     """Returns a model directory below `cache` for a GGUF file. A separate process creates it, because that needs
     transformers.
 
-    The weights stay in the file. A different file with the same name gets a different directory.
+    The weights stay in the file. A different file with the same name gets a different directory. Raises StartupError
+    if the directory cannot be created.
     """
     state = file.resolve().stat()
     identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns}"
@@ -121,7 +122,7 @@ def gguf_directory(file: Path, cache: Path) -> Path:
 
 def with_tokenizer(directory: Path, cache: Path) -> Path:
     """Returns a directory of the same name below `cache`, with `directory`'s config.json and the small random model's
-    tokenizer.
+    tokenizer. Raises StartupError if the directory cannot be created.
     """
     tiny = tiny_checkpoint(cache)
     config = (directory / "config.json").read_bytes()
