@@ -38,8 +38,8 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _LineFormatter(logging.Formatter):
-    """A formatter of plain lines for people. Control characters are escaped, so that an event without an exception
-    stays one line.
+    """A formatter of plain lines for people. In an event without an exception, unprintable characters are escaped, so
+    that it stays one line.
     """
 
     def format(self, record: logging.LogRecord) -> str:

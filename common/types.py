@@ -81,7 +81,7 @@ class KvSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Returns the size of one position's keys, or values, of one head in one layer, with their scale if any."""
+        """Returns the size of the keys, or values, of one position and head in one layer, including any scale."""
         return self.head_dim * DTYPE_BYTES[self.dtype] + KV_SCALE_BYTES.get(self.dtype, 0)
 
     def block_bytes(self, block_size: int) -> int:

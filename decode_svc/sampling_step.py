@@ -72,7 +72,7 @@ class SamplingStep:
             self._blocks.release(gone)
 
     def _draw(self, plan: Plan, logits: torch.Tensor) -> tuple[list[Drawn], Steps]:
-        """Draws tokens from fp32 logits [len(plan), vocab]."""
+        """Returns the tokens drawn for samples and the candidates of beam searches, from logits [len(plan), vocab]."""
         beams = [row for row, (group, _) in enumerate(plan) if group.search is not None]
         if not beams:
             return self._samples(plan, logits), []

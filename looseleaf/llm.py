@@ -141,4 +141,4 @@ def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _drop(line: str) -> None:
-    """Discards a log line. `Child` keeps its last lines for `ChildDied`."""
+    """Discards a log line. `Child` keeps a service's last lines for `ChildDied`."""

@@ -31,8 +31,8 @@ class Property:
 
 
 def properties_of(parameters: Mapping[str, Any]) -> list[Property]:
-    """Returns the properties of a function's schema, required ones first. Raises ValueError for a schema with other
-    rules, which a grammar of separate arguments cannot enforce.
+    """Returns the properties of a function's schema, required ones first. Raises ValueError for a schema that a grammar
+    of separate arguments cannot enforce.
     """
     root = resolved(parameters, parameters)
     if others := sorted(set(root) - _ROOT - NOTES):
