@@ -327,6 +327,8 @@ class RoughWorld:
                 attachment.line.heal()
                 if pump % 10 == 0 or attachment.held.holder.breaker.is_open:
                     attachment.beat()
+            if pump == MAX_PUMPS // 2:  # the ticket of a cancelled request keeps its blocks until its lease expires
+                self.expire_tickets()
             self.pump()
             if self.errors or all(request.is_over for request in self.requests):
                 break
