@@ -19,6 +19,7 @@ from typing import TypeVar
 from block_store.arena.arena import Arena, ref_arrays
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, hash_blocks
+from block_store.ledger.prefix_lengths import PrefixLengths
 from block_store.ledger.rebuild import open_ledger
 from block_store.ledger.scripts import CHUNK, CallId, LedgerScripts
 from block_store.redis import redis_server
@@ -41,6 +42,7 @@ class Bench:
         self._arena = arena
         self._ledger = ledger
         self._table_len = table_len
+        self._lengths = PrefixLengths(ledger.client)
         self._numbers: dict[Epoch, int] = defaultdict(int)
         names = ("prefill", "decode")
         self._prefill, self._decode = (ledger.register(name, writer_slot=1, lease_s=LEASE_S) for name in names)
@@ -57,6 +59,7 @@ class Bench:
 
     def round(self, number: int) -> None:
         ledger, arena, prefill, decode = self._ledger, self._arena, self._prefill, self._decode
+        lengths = self._lengths
         tokens = [number, *range(self._table_len * 16 - 1)]
         hashes = self._timed("(hash)", lambda: hash_blocks(chain_start(b"bench"), tokens, 16))
         self._timed("ping", ledger.client.ping)
@@ -72,7 +75,7 @@ class Bench:
         ticket = self._timed("hand_over", lambda: ledger.hand_over(self._lane(prefill), refs))
         ledger.release(self._lane(prefill), refs)
         self._timed("claim", lambda: ledger.claim(self._lane(decode), ticket))
-        self._timed("lookup", lambda: ledger.lookup([hashes]))
+        self._timed("lookup", lambda: lengths.find([ledger], hashes))
         self._timed("release", lambda: ledger.release(self._lane(decode), refs))
         self._timed("acquire", lambda: ledger.acquire(self._lane(decode), [hashes]))
         ledger.release(self._lane(decode), refs)

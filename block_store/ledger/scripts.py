@@ -11,6 +11,7 @@ import copy
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -45,7 +46,7 @@ LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders")
 T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
-    "holdings", "holds", "lookup", "reap", "inspect", "assert_held", "assert_all", "distrust", "report",
+    "holdings", "holds", "reap", "inspect", "assert_held", "assert_all", "distrust", "report",
     "readable", "present", "keep",
 )  # fmt: skip
 
@@ -247,16 +248,6 @@ class LedgerScripts:
         _bounded(len(refs))
         return [letter == ord("1") for letter in self._call("holds", epoch, codec.pack_refs(refs))]
 
-    def lookup(self, hashes_by_group: Sequence[Sequence[bytes]]) -> int:
-        """Returns the length in blocks of the longest prefix indexed for every group. Takes no references."""
-        length = 0
-        for part in parts_of(hashes_by_group):
-            found = self._ask(int, "lookup", codec.pack_hashes(part))
-            length += found
-            if found < max(map(len, part)):
-                break
-        return length
-
     def present(self, hashes: Sequence[bytes]) -> list[bool]:
         """Returns, for each prefix hash, whether a block is indexed under it. Takes no references."""
         marks: list[bool] = []
@@ -318,12 +309,19 @@ class LedgerScripts:
         return reply[1:]
 
     def _execute(self, name: str, *args: bytes | str | int) -> Any:
-        try:
+        with answering(name):
             return self._scripts[name](keys=[self.tag + "meta"], args=[self.dataset, *args])
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            raise errors.LedgerUnavailable(f"{name}: {error}") from error
-        except redis.ResponseError as error:
-            raise errors.LedgerDamaged(f"{name}: {error}") from error
+
+
+@contextmanager
+def answering(name: str) -> Iterator[None]:
+    """Raises LedgerUnavailable if Redis does not answer the script `name`, and LedgerDamaged if the script fails."""
+    try:
+        yield
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise errors.LedgerUnavailable(f"{name}: {error}") from error
+    except redis.ResponseError as error:
+        raise errors.LedgerDamaged(f"{name}: {error}") from error
 
 
 def server_run_id(client: redis.Redis) -> str:

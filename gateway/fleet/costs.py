@@ -36,8 +36,7 @@ class _CopyTime:
     """The time to copy tokens from one arena to another."""
 
     def __init__(self) -> None:
-        start, whole = USUAL_COPY_START_S, USUAL_COPY_START_S + _USUAL_TOKENS * USUAL_COPY_TOKEN_S
-        self._fit = LineFit([(0, start), (_USUAL_TOKENS, whole)])
+        self._fit = LineFit([(tokens, _usual_copy_s(tokens)) for tokens in (0, _USUAL_TOKENS)])
         self._at = -math.inf
 
     def note(self, num_tokens: int, seconds: float, now: float) -> None:
@@ -74,24 +73,32 @@ class RouteCosts:
         live = set(arena_ids)
         self._copies = {pair: copy for pair, copy in self._copies.items() if live.issuperset(pair)}
 
-    def prefill_s(self, num_tokens: int, load: WorkerLoad, others: Iterable[WorkerLoad]) -> float:
-        """Returns the time in which a worker computes this number of tokens. A worker that has not measured its rate is
-        assumed to have the mean rate of the `others`, or `USUAL_PROMPT_TOKENS_PER_S` if none of them has a rate.
+    def usual_rate(self, loads: Iterable[WorkerLoad]) -> float:
+        """Returns the mean rate of the workers that have measured theirs, in prompt tokens per second, or
+        `USUAL_PROMPT_TOKENS_PER_S` if no worker has.
         """
-        rate = load.prompt_tokens_per_s
-        if not rate:
-            known = [other.prompt_tokens_per_s for other in others if other.prompt_tokens_per_s]
-            rate = sum(known) / len(known) if known else USUAL_PROMPT_TOKENS_PER_S
-        return num_tokens / rate
+        known = [load.prompt_tokens_per_s for load in loads if load.prompt_tokens_per_s]
+        return sum(known) / len(known) if known else USUAL_PROMPT_TOKENS_PER_S
+
+    def prefill_s(self, num_tokens: int, load: WorkerLoad, usual_rate: float) -> float:
+        """Returns the time in which a worker with this load computes `num_tokens` tokens. `usual_rate` applies to a
+        worker that has not measured its rate.
+        """
+        return num_tokens / (load.prompt_tokens_per_s or usual_rate)
 
     def copy_s(self, source: str, destination: str, num_tokens: int, now: float) -> float:
         """Returns the time to copy the KV of `num_tokens` tokens; 0.0 within an arena."""
         if source == destination:
             return 0.0
-        return self._copies.get((source, destination), _CopyTime()).seconds(num_tokens, now)
+        measured = self._copies.get((source, destination))
+        return _usual_copy_s(num_tokens) if measured is None else measured.seconds(num_tokens, now)
 
     def decode_s(self, share: float) -> float:
         """Returns the time that a group loses at a decode worker, by waiting for a place and because steps of larger
         batches take longer. `share` is the fraction of the batch that is taken; above 1.0, sequences are waiting.
         """
         return self._decode_s * (max(0.0, share - 1.0) + _SLOWER_IN_FULL_BATCH * min(1.0, share))
+
+
+def _usual_copy_s(num_tokens: int) -> float:
+    return USUAL_COPY_START_S + num_tokens * USUAL_COPY_TOKEN_S

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -19,6 +20,7 @@ from typing import TypeVar
 from block_store.errors import BlockStoreError, LedgerUnavailable
 from block_store.ledger.breaker import Breaker
 from block_store.ledger.prefix_hash import adapter_domain, group_hash, hash_blocks, prompt_chain
+from block_store.ledger.prefix_lengths import PrefixLengths
 from block_store.ledger.scripts import CHUNK, LedgerScripts
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
@@ -59,6 +61,7 @@ class Discovery:
         self._grace_s = grace_s
         self._client = open_client(redis_url)
         self._registry = WorkerRegistry(self._client)
+        self._lengths = PrefixLengths(self._client)
         self._poll_s = poll_s
         self._on_records = on_records
         self._on_stores = on_stores
@@ -143,14 +146,15 @@ class Discovery:
             self.breaker.open(f"{MAX_UNANSWERED} lookups in a row had no answer in {LOOKUP_BUDGET_S * 1000:.0f} ms")
 
     def _lookup(self, by_arena: dict[str, WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
-        found: dict[str, int] = {}
-        hashes: dict[tuple[str, int], list[bytes]] = {}
+        alike: dict[tuple[str, KvRules], dict[str, LedgerScripts]] = defaultdict(dict)
         for arena_id, record in by_arena.items():
             if (ledger := self._ledgers.get(arena_id)) is not None:
-                key = record.hash_domain, record.block_size
-                if key not in hashes:  # arenas of one model differ in their contents only
-                    hashes[key] = _prompt_hashes(request, *key)
-                found[arena_id] = cached_blocks(ledger, hashes[key], record.kv_rules) * record.block_size
+                alike[record.hash_domain, record.kv_rules][arena_id] = ledger
+        found: dict[str, int] = {}
+        for (domain, rules), ledgers in alike.items():  # arenas of one model differ in their contents only
+            hashes = _prompt_hashes(request, domain, rules.block_size)
+            lengths = cached_blocks(self._lengths, list(ledgers.values()), hashes, rules)
+            found |= {arena_id: length * rules.block_size for arena_id, length in zip(ledgers, lengths, strict=True)}
         return found
 
     def _open_ledgers(self) -> tuple[dict[str, LedgerScripts], dict[str, StoreAddress]]:
@@ -197,21 +201,37 @@ def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> lis
     return list(hash_blocks(start, ids, size, rekey=rekey)[: (len(ids) - 1) // size])
 
 
-def cached_blocks(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules) -> int:
-    """Returns the number of blocks in the longest cached prefix from which all KV groups can continue, by the same rule
-    as a worker's `find_prefix`.
-
-    With full attention beside windows or states, only the end of the prefix that full attention finds is checked: the
-    blocks that the groups need there, or what one call asks about if that is more. Earlier blocks of windows and states
-    are evicted before later ones.
+def cached_blocks(
+    lengths: PrefixLengths, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes], rules: KvRules
+) -> list[int]:
+    """Returns for each ledger the number of blocks in the longest cached prefix from which all KV groups can continue,
+    by the same rule as a worker's `find_prefix`; 0 for a ledger that has been rebuilt.
     """
-    sliding = [number for number, group in enumerate(rules.groups) if group.slides]
     full = [number for number, group in enumerate(rules.groups) if not group.slides]
-    reach = ledger.lookup([[group_hash(each, number) for each in hashes] for number in full]) if full else len(hashes)
-    if not sliding or not reach:
+    reach = [len(hashes)] * len(ledgers)
+    for number in full:
+        found = lengths.find(ledgers, [group_hash(each, number) for each in hashes])
+        reach = [min(most, length or 0) for most, length in zip(reach, found, strict=True)]
+    if len(full) == len(rules.groups):
         return reach
+    return [
+        _usable(ledger, hashes[:most], rules, has_full=bool(full)) for ledger, most in zip(ledgers, reach, strict=True)
+    ]
+
+
+def _usable(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules, *, has_full: bool) -> int:
+    """Returns how many of these blocks windows and states can continue from.
+
+    With full attention beside them, only the end of the prefix that full attention finds is checked: the blocks that
+    the groups need there, or what one call asks about if that is more. Earlier blocks of windows and states are evicted
+    before later ones.
+    """
+    reach = len(hashes)
+    if not reach:
+        return 0
+    sliding = [number for number, group in enumerate(rules.groups) if group.slides]
     needed = max(reach - rules.first_needed(number, reach) for number in sliding)
-    start = max(0, reach - max(needed, CHUNK // len(sliding))) if full else 0
-    asked = [group_hash(each, number) for number in sliding for each in hashes[start:reach]]
+    start = max(0, reach - max(needed, CHUNK // len(sliding))) if has_full else 0
+    asked = [group_hash(each, number) for number in sliding for each in hashes[start:]]
     marks = iter(ledger.present(asked))
-    return rules.usable_length({number: [next(marks) for _ in hashes[start:reach]] for number in sliding}, start)
+    return rules.usable_length({number: [next(marks) for _ in hashes[start:]] for number in sliding}, start)

@@ -10,6 +10,8 @@ the one that was picked longest ago is chosen, so that the load is spread.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -137,20 +139,21 @@ class Router:
         """Picks the prefill worker with which decode is predicted to begin first, or None if no worker has a partner.
         `usable` returns whether a decode worker can take the request.
         """
+        shares = self._shares(usable, asked.adapter, now)
         prefills = [
             p for p in self._of_role("prefill") if p.unreachable_until <= now and p.record.has_adapter(asked.adapter)
         ]
-        partners = {p.record.worker_id: list(self._partners(p.record, usable, asked.adapter)) for p in prefills}
-        partnered = [p for p in prefills if partners[p.record.worker_id]]
-        loads = [p.load for p in partnered]
-
-        def cost(prefill: WorkerState) -> float:
-            arena_id = prefill.record.arena_id
+        usual_rate = self.costs.usual_rate(p.load for p in prefills)
+        after: dict[tuple[str, str], float] = {}
+        costs: dict[str, float] = {}
+        for prefill in prefills:
+            arena_id, key = prefill.record.arena_id, (prefill.record.pairing, prefill.record.arena_id)
+            if key not in after:
+                after[key] = self._after_prefill_s(arena_id, shares.get(prefill.record.pairing, {}), asked, now)
             num_tokens = prefill.tokens_before(now) + asked.missing(arena_id)
-            after = min(self._after_prefill_s(arena_id, d, asked, now) for d in partners[prefill.record.worker_id])
-            return self.costs.prefill_s(num_tokens, prefill.load, loads) + after
-
-        return self._least(partnered, cost, now)
+            costs[prefill.record.worker_id] = self.costs.prefill_s(num_tokens, prefill.load, usual_rate) + after[key]
+        partnered = [p for p in prefills if costs[p.record.worker_id] < math.inf]
+        return self._least(partnered, lambda p: costs[p.record.worker_id], now)
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> WorkerState | None:
         """Picks the decode worker that is predicted to begin first after the route's prefill, among those that accept
@@ -159,7 +162,9 @@ class Router:
         prefill, asked = route.prefill, route.asked
 
         def cost(decode: WorkerState) -> float:
-            return self._after_prefill_s(prefill.arena_id, decode, asked, now)
+            destination = decode.record.arena_id
+            copy_s = self.costs.copy_s(prefill.arena_id, destination, asked.missing(destination), now)
+            return copy_s + self.costs.decode_s(decode.share(now))
 
         return self._least(list(self._partners(prefill, usable, asked.adapter)), cost, now)
 
@@ -171,11 +176,31 @@ class Router:
         """Returns the length of the longest sequence that every worker accepts, or None if there are no workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
-    def _after_prefill_s(self, arena_id: str, decode: WorkerState, asked: Asked, now: float) -> float:
-        """Returns the time that a request loses between a prefill in this arena and its decoding at `decode`."""
-        destination = decode.record.arena_id
-        copy_s = self.costs.copy_s(arena_id, destination, asked.missing(destination), now)
-        return copy_s + self.costs.decode_s(decode.share(now))
+    def _shares(self, usable: Callable[[WorkerRecord], bool], adapter: str, now: float) -> dict[str, dict[str, float]]:
+        """Returns by pairing and arena the share of the batch that is taken at the arena's emptiest decode worker, the
+        smallest share first. Counts workers that are usable and have loaded the adapter.
+        """
+        found: dict[str, dict[str, float]] = defaultdict(dict)
+        for decode in sorted(self._of_role("decode"), key=lambda decode: decode.share(now)):
+            record = decode.record
+            if usable(record) and record.has_adapter(adapter):
+                found[record.pairing].setdefault(record.arena_id, decode.share(now))
+        return found
+
+    def _after_prefill_s(self, source: str, shares: Mapping[str, float], asked: Asked, now: float) -> float:
+        """Returns the least time that a request loses between a prefill in this arena and its decoding, or infinity if
+        no decode worker accepts its ticket. `shares` are those of `_shares` for one pairing.
+
+        Reads only arenas that can be better than the prefill worker's own: a large fleet has many pairs of arenas.
+        """
+        least = self.costs.decode_s(shares[source]) if source in shares else math.inf
+        for destination, share in shares.items():
+            decode_s = self.costs.decode_s(share)
+            if decode_s >= least:
+                break
+            if self._reaches(source, destination):
+                least = min(least, decode_s + self.costs.copy_s(source, destination, asked.missing(destination), now))
+        return least
 
     def _of_role(self, role: str) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]

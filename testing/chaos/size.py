@@ -23,6 +23,7 @@ from block_store.arena.arena import Arena
 from block_store.errors import BlockStoreError
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import inspect
+from block_store.ledger.prefix_lengths import MOST_ARENAS, PrefixLengths
 from block_store.ledger.reaper import Reaper
 from block_store.ledger.rebuild import open_ledger
 from block_store.ledger.scripts import CHUNK, RELEASE_CHUNK, CallId, LedgerScripts, chunks
@@ -191,7 +192,8 @@ def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], A
     ticket = timed("hand_over", lambda: ledger.hand_over(lane(one), refs))
     timed("release", lambda: ledger.release(lane(one), refs[:RELEASE_CHUNK]))
     timed("claim", lambda: ledger.claim(lane(two), ticket))
-    timed("lookup", lambda: ledger.lookup([hashes]))
+    lengths = PrefixLengths(ledger.client)
+    timed("prefix_lengths", lambda: lengths.find([ledger] * MOST_ARENAS, hashes))
     timed("acquire", lambda: ledger.acquire(lane(one), [hashes]))
     timed("holdings", lambda: ledger.holdings_after(one, 0))
     timed("holds", lambda: ledger.holds(one, refs))

@@ -19,7 +19,7 @@ from block_store.ledger.replies import ReapReport, Standing
 from block_store.ledger.scripts import TICKET_SECRET_BYTES, CallId, LedgerScripts
 from common.ticket import TicketId
 from common.types import BlockRef, CacheQuota
-from testing.ledger.store import LONG_S, Caller, TestStore, chain, content
+from testing.ledger.store import LONG_S, Caller, TestStore, chain, content, indexed
 
 QUOTAS = {"ax": CacheQuota(b"a" * 32, 34), "bx": CacheQuota(b"b" * 32, 9)}
 """The quotas of the tenants, by the names of the chains that they own."""
@@ -134,11 +134,11 @@ class LedgerWalk:
 
     def acquire(self, who: int, which: int, n: int) -> None:
         mine, hashes = self._mine(who), chain("aab"[which % 3] + "xy"[which % 2], n % 4 + 1)
-        indexed = self.ledger.lookup([hashes])
+        num_indexed = indexed(self.ledger, [hashes])
         answer = self._once("acquire", mine, lambda lane: self.ledger.acquire(lane, [hashes]))
         assert isinstance(answer, list)
         refs = answer[0]
-        assert len(refs) <= indexed
+        assert len(refs) <= num_indexed
         self.successes["hit"] += len(refs)
         mine.held.update(zip(refs, hashes, strict=False))
         self._read(mine)

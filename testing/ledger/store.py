@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ LONG_S = 3600.0
 def chain(name: str, length: int) -> list[bytes]:
     """Returns prefix hashes of an invented chain. Chains whose names share the first letter share their first block."""
     return [hashlib.sha256(f"{name[: i + 1] if i == 0 else name}/{i}".encode()).digest() for i in range(length)]
+
+
+def indexed(ledger: LedgerScripts, hashes_by_group: Sequence[Sequence[bytes]]) -> int:
+    """Returns the length in blocks of the longest prefix that is indexed for every group."""
+    marks = [ledger.present(hashes) for hashes in hashes_by_group]
+    return min(len(list(takewhile(bool, group))) for group in marks)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from block_store.redis import redis_server
 from block_store.redis.redis_server import RedisHandle
 from common.ticket import Ticket
 from common.types import BlockRef
-from testing.ledger.store import TestStore, chain, content, wait_until
+from testing.ledger.store import TestStore, chain, content, indexed, wait_until
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
     silenceable.wake()
     reconnect(held, decode)
     ticket_id = held.hand_over(tables_of([old[0], *new[:2]]))
-    assert store.ledger.lookup([chain("new", 3)]) == 3, "sealed late, the released tail too"
+    assert indexed(store.ledger, [chain("new", 3)]) == 3, "sealed late, the released tail too"
     assert decode.claim(Ticket(store.arena.arena_id, ticket_id, tables_of([old[0], *new[:2]]), (48,)))
     decode.claim(ticket, claiming)
     held.release(last)
@@ -154,7 +154,7 @@ def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silencea
     held.top_up()
     assert set(held.holder.holdings()) == {*kept, *late, partial, writing, *held._reserve}
     for name, length in (("kept", 2), ("gone", 2), ("late", 2), ("writing", 1)):
-        assert store.ledger.lookup([chain(name, 9)]) == length, name
+        assert indexed(store.ledger, [chain(name, 9)]) == length, name
     store.check()
     held.hand_over(tables_of([*kept, *late, writing, partial]))
     held.assert_idle()
@@ -283,7 +283,7 @@ def test_a_late_seal_of_what_another_has_sealed_meanwhile(silenceable: Silenceab
     held.release([])
     held.top_up()
     assert set(held.holder.holdings()) == {*mine, *held._reserve}, "their blocks are not wanted any more"
-    assert store.ledger.lookup([chain("a", 2)]) == 2
+    assert indexed(store.ledger, [chain("a", 2)]) == 2
     held.release(mine)
     held.assert_idle()
     other.release(theirs)

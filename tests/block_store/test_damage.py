@@ -20,7 +20,7 @@ from block_store.ledger.inspection import inspect
 from block_store.ledger.rebuild import rebuild
 from block_store.server.fsck import fsck
 from common.types import BlockRef, CacheQuota
-from testing.ledger.store import LAYOUT, Caller, StoreProcess, TestStore, chain, content
+from testing.ledger.store import LAYOUT, Caller, StoreProcess, TestStore, chain, content, indexed
 
 HUGE = 1 << 40
 
@@ -39,7 +39,7 @@ def key(store: TestStore, name: str) -> str:
 def is_void(store: TestStore) -> bool:
     """Whether a rebuild has been requested."""
     try:
-        store.ledger.lookup([chain("z", 1)])
+        indexed(store.ledger, [chain("z", 1)])
     except StaleDataset:
         return True
     return False

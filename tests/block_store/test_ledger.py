@@ -15,7 +15,7 @@ from block_store.ledger.scripts import CHUNK, CallId, chunks
 from block_store.redis.redis_server import RedisHandle
 from common.ticket import TicketId
 from common.types import BlockRef, CacheQuota, Epoch
-from testing.ledger.store import TestStore, chain
+from testing.ledger.store import TestStore, chain, indexed
 
 
 def test_alloc_takes_free_blocks_then_the_coldest_cached(store: TestStore) -> None:
@@ -28,7 +28,7 @@ def test_alloc_takes_free_blocks_then_the_coldest_cached(store: TestStore) -> No
     # A chain is evicted tail first, and the chain that was released first is evicted first.
     order = [ledger.alloc(me.lane(), 1)[0].block for _ in range(8)]
     assert order == [ref.block for ref in [*reversed(old), *reversed(new)]]
-    assert ledger.lookup([chain("old", 4)]) == ledger.lookup([chain("new", 4)]) == 0
+    assert indexed(ledger, [chain("old", 4)]) == indexed(ledger, [chain("new", 4)]) == 0
     store.check()
 
 
@@ -37,7 +37,7 @@ def test_a_shortened_chain_still_hits(store: TestStore) -> None:
     refs = store.fill(me, chain("a", 6))
     ledger.release(me.lane(), refs)
     ledger.alloc(me.lane(), 6 + 2)
-    assert ledger.lookup([chain("a", 6)]) == 4
+    assert indexed(ledger, [chain("a", 6)]) == 4
     assert ledger.acquire(me.lane(), [chain("a", 6)]) == [refs[:4]]
 
 
@@ -48,7 +48,7 @@ def test_reaped_chains_too_are_evicted_tail_first(store: TestStore) -> None:
     store.ledger.reap()
     assert store.moment().cached == tuple(ref.block for ref in reversed(refs))
     store.ledger.alloc(me.lane(), 7 + 3)
-    assert store.ledger.lookup([chain("a", 5)]) == 2
+    assert indexed(store.ledger, [chain("a", 5)]) == 2
 
 
 def test_hashes_that_differ_in_one_bit_are_two_blocks(store: TestStore) -> None:
@@ -58,7 +58,7 @@ def test_hashes_that_differ_in_one_bit_are_two_blocks(store: TestStore) -> None:
     assert len(set(refs)) == len(hashes)
     for prefix_hash, ref in zip(hashes, refs, strict=True):
         assert ledger.acquire(me.lane(), [[prefix_hash]]) == [[ref]]
-    assert ledger.lookup([[bytes(32)]]) == 0
+    assert indexed(ledger, [[bytes(32)]]) == 0
     store.check()
 
 
@@ -74,7 +74,7 @@ def test_a_tenants_coldest_blocks_leave_the_cache_at_its_quota(store: TestStore)
         now = store.check()
         assert (now.counts.free, now.counts.cached) == (5, 7)
         assert now.owned == {1: tuple(ref.block for ref in reversed(refs[:3]))}
-    assert [ledger.lookup([chain(name, 4)]) for name in ("other", "a", "b")] == [4, 0, 3]
+    assert [indexed(ledger, [chain(name, 4)]) for name in ("other", "a", "b")] == [4, 0, 3]
     held = ledger.acquire(me.lane(), [chain("b", 3)])[0]
     assert store.check().owned == {1: ()}
     more = store.fill(me, chain("c", 4), quota)
@@ -138,7 +138,7 @@ def test_acquire_needs_every_group(store: TestStore) -> None:
     full, window = chain("full", 3), chain("window", 3)
     refs = store.fill(me, [*full, *window[:2]])
     assert ledger.acquire(me.lane(), [full, window]) == [refs[:2], refs[3:5]]
-    assert ledger.lookup([full, window]) == 2
+    assert indexed(ledger, [full, window]) == 2
     assert ledger.acquire(me.lane(), [full, chain("none", 1)]) == [[], []]
     assert ledger.acquire(me.lane(), []) == []
     store.check()
@@ -207,7 +207,7 @@ def test_a_ticket_expires_and_its_blocks_stay_cached(store: TestStore) -> None:
     assert ledger.reap().reaped == (ticket.epoch,)
     with pytest.raises(errors.Gone):
         ledger.claim(one.lane(), ticket)
-    assert store.moment().counts.cached == 3 and ledger.lookup([chain("a", 3)]) == 3
+    assert store.moment().counts.cached == 3 and indexed(ledger, [chain("a", 3)]) == 3
 
 
 def test_floors_are_kept_free_for_others(store: TestStore) -> None:
@@ -256,7 +256,7 @@ def test_every_call_carries_the_dataset(store: TestStore) -> None:
         lambda: old.register("x", writer_slot=1), lambda: old.beat(me.epoch), lambda: old.alloc(lane, 1),
         lambda: old.seal(lane, [SealItem(refs[0])]), lambda: old.acquire(lane, hashes),
         lambda: old.hand_over(lane, refs), lambda: old.claim(lane, ticket), lambda: old.release(lane, refs),
-        lambda: old.unregister(me.epoch), lambda: old.holdings(me.epoch), lambda: old.lookup(hashes), old.reap,
+        lambda: old.unregister(me.epoch), lambda: old.holdings(me.epoch), lambda: indexed(old, hashes), old.reap,
         lambda: old.inspect_raw(), lambda: old.give_up(ticket), lambda: old.holds(me.epoch, refs),
         lambda: old.assert_all(lane), lambda: old.assert_held(lane, refs), lambda: old.report(me.epoch, "c", refs, []),
     ):  # fmt: skip
@@ -331,7 +331,7 @@ def test_a_ticket_is_built_and_claimed_in_pieces(redis_handle: RedisHandle, shm:
     assert ledger.claim(you.lane(), first) == (refs[2 * CHUNK :], False)
     with pytest.raises(errors.Gone):
         ledger.claim(you.lane(), first)
-    assert ledger.holdings(you.epoch) == refs and ledger.lookup([hashes]) == size
+    assert ledger.holdings(you.epoch) == refs and indexed(ledger, [hashes]) == size
     assert ledger.claim(thief.lane(), second)[1]
     ledger.give_up(TicketId(second.epoch, b"a guess"))
     store.check()

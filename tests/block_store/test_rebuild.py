@@ -28,7 +28,7 @@ from block_store.redis import private_redis, redis_server
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord
 from common.types import BlockRef
-from testing.ledger.store import LAYOUT, TestStore, chain, content, wait_until
+from testing.ledger.store import LAYOUT, TestStore, chain, content, indexed, wait_until
 
 NUM_BLOCKS = 24
 
@@ -404,7 +404,7 @@ def test_a_ledger_is_kept_if_it_is_the_one_and_built_anew_if_not(store: TestStor
     for number, damage in enumerate(({"dataset": "other"}, {"run_id": "another"}), 2):
         store.client.hset(store.ledger.tag + "meta", mapping=damage)
         store.ledger = open_ledger(store.client, store.arena)
-        assert store.arena.rebuild_count == number and store.ledger.lookup([chain("a", 2)]) == 2
+        assert store.arena.rebuild_count == number and indexed(store.ledger, [chain("a", 2)]) == 2
         store.check()
 
 

@@ -16,7 +16,7 @@ from block_store.ledger.rebuild import rebuild
 from block_store.ledger.scripts import CHUNK
 from block_store.redis.redis_server import RedisHandle
 from common.types import BlockRef
-from testing.ledger.store import TestStore, chain
+from testing.ledger.store import TestStore, chain, indexed
 
 NUM_EACH = 2 * CHUNK + 7
 """The number of blocks of each kind that one writer holds."""
@@ -67,7 +67,7 @@ def test_every_writer_keeps_all_that_it_holds(large: TestStore, order: int) -> N
     assert after.counts.cached == NUM_EACH and after.counts.quarantine == 0
     assert after.counts.sealed == 3 * NUM_EACH and after.counts.reserved == 3 * NUM_EACH
     for name in (*names, "d"):
-        assert large.ledger.lookup([chain(name, NUM_EACH)[:CHUNK]]) == CHUNK
+        assert indexed(large.ledger, [chain(name, NUM_EACH)[:CHUNK]]) == CHUNK
     for held, *tables in zip(workers, sealed, unsealed, strict=True):
         held.release_many(tables)
         held.assert_idle()

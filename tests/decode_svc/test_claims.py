@@ -16,6 +16,7 @@ from decode_svc.outputs import Rejection, timings_of
 from decode_svc.scheduler import Group
 from engine.model_runner import ModelRunner
 from testing.decode import DOMAIN, DecodeBench
+from testing.ledger.store import indexed
 from testing.oracle import Oracle
 
 PROMPT = list(range(20, 30))
@@ -113,7 +114,7 @@ def test_blocks_that_decode_fills_are_found_under_the_salt_that_came_with_the_ti
     for first in range(0, len(tokens) - small.block_size, small.block_size):
         hashes.append(next_hash(hashes[-1], tokens[first : first + small.block_size]))
     filled = hashes[1 + len(PROMPT) // small.block_size]
-    assert small.held.holder.ledger.lookup([[filled]]) == 1
+    assert indexed(small.held.holder.ledger, [[filled]]) == 1
     assert sequence.hashes[: len(hashes)] == hashes[: len(sequence.hashes)]
 
 

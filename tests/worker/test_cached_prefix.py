@@ -12,6 +12,7 @@ import pytest
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import group_hash
+from block_store.ledger.prefix_lengths import PrefixLengths
 from block_store.ledger.scripts import CHUNK, LedgerScripts
 from block_store.redis import redis_server
 from common.types import BlockRef, KvKind, KvLayout, KvSpec
@@ -73,17 +74,17 @@ def test_usable_is_what_the_next_position_can_read(seed: int) -> None:
 @pytest.mark.parametrize("windows", [(None,), (None, 2 * SIZE), (SIZE, 3 * SIZE), (None, 1, 1), (None, None, 40)])
 def test_the_gateway_guesses_what_prefill_finds(store: TestStore, windows: tuple[int | None, ...]) -> None:
     held, layout, rng = store.held(), layout_of(*windows), random.Random(len(windows))
-    lengths = set[int]()
+    lengths, seen = PrefixLengths(store.client), set[int]()
     for number in range(30):
         name, length = f"{number}", rng.randint(1, 9)
         for group, window in enumerate(windows):
             kept = range(rng.randint(0, length)) if window is None else range(rng.randint(0, length), length)
             held.release(list(fill(held, name, group, kept, length).values()))
         found = find_prefix(held, chain(name, length), layout)
-        assert cached_blocks(store.ledger, chain(name, length), layout.rules()) == found.num_blocks
+        assert cached_blocks(lengths, [store.ledger], chain(name, length), layout.rules()) == [found.num_blocks]
         held.release_many(found.tables)
-        lengths.add(found.num_blocks)
-    assert len(lengths) > 2
+        seen.add(found.num_blocks)
+    assert len(seen) > 2
     held.assert_idle()
 
 
@@ -94,9 +95,10 @@ def test_the_gateway_checks_windows_at_the_end_of_what_full_attention_finds(
     fill(held, "a", 0, range(length), length)
     fill(held, "a", 1, range(length - 3, length - 1), length)
     asked: list[int] = []
+    lengths = PrefixLengths(store.client)
     present = LedgerScripts.present
     monkeypatch.setattr(LedgerScripts, "present", lambda *args: asked.append(len(args[1])) or present(*args))
-    assert cached_blocks(store.ledger, chain("a", length), layout.rules()) == length - 1
+    assert cached_blocks(lengths, [store.ledger], chain("a", length), layout.rules()) == [length - 1]
     assert asked == [CHUNK], "one call"
 
 
