@@ -17,10 +17,16 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from common.command_line import hide_values
+from common.tensor_parallel import MOST_RANKS
 from common.types import KvCacheDType
 
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
 KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take half the bytes of bfloat16"
+TENSOR_PARALLEL_SIZE = "number of processes that share a worker's model and its threads: 1, 2, 4 or 8"
+REDUCTION_PARTS = (
+    "number of sums that the products of all ranks are divided into; workers share blocks only if it is the same; "
+    "default: 1 if no worker has several ranks, else 4"
+)
 KV_DISK_DIR = Path("~/.cache/looseleaf/kv")
 
 
@@ -164,6 +170,8 @@ class WorkerSettings(ServerSettings):
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
     max_queue: int = Field(1024, ge=0, description="maximum number of waiting sequences")
     num_threads: int = Field(0, ge=0, description="number of threads that compute the model; 0: one per core")
+    tensor_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=TENSOR_PARALLEL_SIZE)
+    reduction_parts: int | None = Field(None, ge=1, le=MOST_RANKS, description=REDUCTION_PARTS)
     turns_file: Path | None = Field(
         None,
         description="workers on the same cores with the same file step one at a time; two roles in one "

@@ -21,6 +21,7 @@ from protos.v1 import decode_pb2_grpc
 from worker.adapters import pool_of
 from worker.fair_lock import AnyFairLock, FairFileLock
 from worker.grammars import grammars_of
+from worker.ranks import bind_ranks, end_with_ranks
 from worker.role import WorkerRole, domain_of, least_floor, record_of
 
 
@@ -60,7 +61,7 @@ class DecodeRole(WorkerRole):
         settings: DecodeSettings,
         turns: AnyFairLock | None = None,
     ) -> None:
-        runner.bind(attached.arena.data)
+        bind_ranks(runner, attached)
         start_up.capture(runner, settings.max_num_seqs)
         scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
         swap_bytes = 0 if settings.preemption == "give-back" else int(settings.swap_space * 2**30)
@@ -69,6 +70,7 @@ class DecodeRole(WorkerRole):
         record = record_of(needs, attached, runner, settings)
         adapters = pool_of(runner)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns, adapters)
+        end_with_ranks(runner, self.thread)
         vocab_size = runner.config.vocab_size
         grammars = grammars_of(settings.model, vocab_size)
         grammars.warm()

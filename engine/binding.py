@@ -50,18 +50,29 @@ class Binding:
     """Recurrent states of each layer that has one, and its KV group."""
     graphs: DecodeGraphs | None = None
     fused: FusedDecoder | None = None
+    is_shared: bool = False
+    """Whether the other ranks have bound the same memory."""
 
     @classmethod
-    def of(cls, arena: Arena, layout: KvLayout, groups: Sequence[LayerGroup], device: torch.device) -> Binding:
-        """Binds the memory to the layout. Raises ValueError for a wrong shape or dtype, or for memory of another
-        device.
+    def of(
+        cls,
+        arena: Arena,
+        layout: KvLayout,
+        groups: Sequence[LayerGroup],
+        device: torch.device,
+        heads: slice = slice(None),
+    ) -> Binding:
+        """Binds the memory to the layout. `heads` are the KV heads of this rank.
+
+        Raises ValueError for a wrong shape or dtype, or for memory of another device.
         """
         tensor = as_tensor(arena, device)
         shape, least = tuple(tensor.shape), layout.block_bytes
         if tensor.dtype != torch.uint8 or len(shape) != 2 or shape[1] < least or tensor.device.type != device.type:
             what = f"{tensor.dtype} {shape} on {tensor.device.type}"
             raise ValueError(f"an arena is uint8 [num_blocks, >= {least}] on {device.type}, not {what}")
-        return cls(tensor, layer_caches(tensor, layout, groups), state_caches(tensor, layout, groups))
+        caches = {layer: cache.of_heads(heads) for layer, cache in layer_caches(tensor, layout, groups).items()}
+        return cls(tensor, caches, state_caches(tensor, layout, groups))
 
 
 def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:

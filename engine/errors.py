@@ -1,4 +1,6 @@
-"""Errors of a model directory. A message is one sentence. It names the file, tensor, setting or feature concerned."""
+"""Errors of a model directory, and of the ranks that share a model. A message is one sentence. It names the file,
+tensor, setting or feature concerned.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,10 @@ class ModelError(StartupError):
 
 class UnsupportedModel(ModelError):
     """Raised if a checkpoint can be read, but has an architecture or a feature that this version does not support."""
+
+
+class RankLost(Exception):
+    """Raised if a rank of a worker has ended, is frozen, or is no longer at the same step. The worker must end."""
 
 
 def refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:

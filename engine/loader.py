@@ -7,9 +7,9 @@ module does not depend on model definitions.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +24,23 @@ from common.digests import check_digests
 from engine import quantized
 from engine.checkpoint import WeightFile, weight_files
 from engine.config import ModelConfig
+from engine.dummy_weights import DummySource
 from engine.errors import ModelError
 from engine.gguf_file import GgufSource
 from engine.lora import Site
 from engine.quantized import Matrix, WeightFormat
+from engine.ranks.shard import WHOLE, Shard
+from kernels.cpu.ranks import Ranks
 from kernels.cpu.selection import count_fallback
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, our_provider
 from kernels.quantization import Bits, QuantizedWeight, quantize
+from kernels.row_parallel import RowParallelLinear
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 logger = logging.getLogger("engine")
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 """Buffers that old checkpoints contain and no model needs."""
-DUMMY_POOL = 1_048_573
-"""Number of random values from which dummy weights are taken: a prime, so that rows of any width differ."""
-DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,10 @@ class Target:
     """Whether a row of a linear layer must not depend on its batch. On a CPU it never does."""
     bits: Bits | None = None
     """Bits to which matrices of floats are rounded. None: they are not rounded."""
+    shard: Shard = WHOLE
+    """The share of the model that is loaded."""
+    ranks: Ranks | None = None
+    """The process's place among the ranks that share the model."""
 
 
 class TensorSource(Protocol):
@@ -109,35 +114,6 @@ class SafetensorsSource:
         return sorted(name for name in self._unused if not name.endswith(ignored))
 
 
-class DummySource:
-    """A source of random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
-
-    def __init__(self, seed: int, target: Target) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._device = target.device
-        pool = (torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD).to(target.dtype).to(target.device)
-        self._pool = pool.repeat(2)  # twice, so that a cut of up to DUMMY_POOL numbers may start anywhere
-
-    def has(self, name: str) -> bool:
-        return True
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if name.endswith(".bias"):
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=dtype, device=self._device)
-        size = shape[0] * shape[1]
-        start = zlib.crc32(name.encode()) % DUMMY_POOL
-        cut = self._pool[start : start + min(size, DUMMY_POOL)]
-        return cut.repeat(-(-size // DUMMY_POOL))[:size].view(shape).to(dtype)
-
-    def raw(self, name: str) -> torch.Tensor:
-        raise ModelError(f"dummy weights are not quantized: there is no {name}")
-
-    def unused(self) -> list[str]:
-        return []
-
-
 class Weights:
     """A loader of a model's parameters: in the compute dtype, on the device, fused and packed."""
 
@@ -150,6 +126,7 @@ class Weights:
         task: TaskID = TaskID(0),  # noqa: B008
     ) -> None:
         self.device = target.device
+        self.shard = target.shard
         self._target = target
         self._format = weight_format
         self.num_bytes = 0
@@ -186,10 +163,51 @@ class Weights:
             self.sites.append(Site(packed, tuple(parts)))
         return packed
 
+    def columns(
+        self, names: Sequence[str], outs: Sequence[Sequence[int]], size_in: int, *, bias: bool = False
+    ) -> PackedLinear:
+        """Returns the projections `names` as one. `outs` has, for each of them, the numbers of outputs of the things
+        that it contains (q, k and v; gate and up). This rank takes its share of each of them.
+        """
+        sizes = [sum(each) for each in outs]
+        if self.shard.is_whole:
+            return self.linear(names, sizes, size_in, bias=bias)
+        rows = [self._rows_of_rank(each) for each in outs]
+        weight = self._cut([f"{name}.weight" for name in names], [(size, size_in) for size in sizes], rows)
+        added = self._cut([f"{name}.bias" for name in names], [(size,) for size in sizes], rows) if bias else None
+        return self._of_rank(weight, added)
+
+    def rows(self, name: str, size_out: int, size_in: int, *, bias: bool = False) -> PackedLinear | RowParallelLinear:
+        """Returns the projection `name`, of whose inputs this rank takes its share."""
+        if self.shard.is_whole:
+            return self.linear([name], [size_out], size_in, bias=bias)
+        dtype, span = self._target.dtype, self.shard.span(size_in)
+        weight = self._count(self._source.take(f"{name}.weight", (size_out, size_in), dtype)[:, span])
+        added = self._source.take(f"{name}.bias", (size_out,), dtype).clone() if bias else None
+        return RowParallelLinear(weight, added, self.shard.own_parts, self._target.ranks)
+
+    def _rows_of_rank(self, sizes: Sequence[int]) -> list[slice]:
+        """Returns this rank's rows of things of these sizes that lie one below the other."""
+        starts = itertools.accumulate(sizes, initial=0)
+        spans = [(start, self.shard.span(size)) for start, size in zip(starts, sizes, strict=False)]
+        return [slice(start + span.start, start + span.stop) for start, span in spans]
+
+    def _cut(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], rows: Sequence[Sequence[slice]]
+    ) -> torch.Tensor:
+        """Returns these rows of these tensors, one below the other, in private memory."""
+        found = [self._source.take(name, shape, self._target.dtype) for name, shape in zip(names, shapes, strict=True)]
+        return self._count(torch.cat([tensor[at] for tensor, each in zip(found, rows, strict=True) for at in each]))
+
+    def _of_rank(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        return PackedLinear(weight, bias, provider=our_provider(weight.dtype, weight.shape[1]))
+
     def pack(self, weight: torch.Tensor) -> PackedLinear:
         """Returns a linear layer of a parameter that is also used elsewhere. Its bytes are counted again only if
         packing copies them.
         """
+        if not self.shard.is_whole:
+            return self._of_rank(self._count(weight[self.shard.span(len(weight))]))
         counted = self.num_bytes
         packed = self._packed(self._rounded(weight))
         if not packed.is_packed:

@@ -7,31 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import torch
 
 from common.group_need import blocks_of
-from common.settings import AttentionBackend, WorkerSettings
-from common.types import DType, KvCacheDType, kv_dtype
+from common.types import DType, kv_dtype
 from engine.attention_choice import Model, choose_by_layer, spec_by_layer
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
-from engine.config import ModelConfig, ModelImpl
+from engine.config import ModelConfig
 from engine.device import open_device
-from engine.errors import ModelError
+from engine.errors import ModelError, RankLost
 from engine.foreign.model import TransformersModel
-from engine.loader import LoadFormat, Target, open_weights
+from engine.loader import Target, open_weights
 from engine.lora import LoraModel
 from engine.models.attention import LayerCache
 from engine.models.decoder import Decoder
 from engine.models.fused import FusedDecoder, objection
 from engine.models.opt import Opt
 from engine.numerics import numerics
+from engine.ranks.checks import check_ranks
+from engine.ranks.leader import Leader
+from engine.ranks.messages import Loaded, SharedBlocks
+from engine.ranks.seat import Seat
+from engine.ranks.shard import Shard
+from engine.runner_settings import RunnerSettings
 from engine.step import StepInput
 from engine.step_upload import upload
 from kernels.copy_blocks import copy_blocks
@@ -39,54 +44,23 @@ from kernels.providers.base import AttentionProvider, AttentionSpec, Unavailable
 from kernels.providers.choice import choose
 from kernels.quantization import Bits
 
+__all__ = ["ModelRunner", "RunnerSettings"]
 logger = logging.getLogger("engine")
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """The settings of a runner. Names and defaults are those of a worker's settings."""
-
-    model: str | Path
-    """Hugging Face model directory."""
-    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
-    """The compute dtype. auto: bfloat16, whose row results do not depend on the batch (docs/design.md, Numbers)."""
-    load_format: LoadFormat = "auto"
-    model_impl: ModelImpl = "auto"
-    allow_variant_numerics: bool = False
-    """Whether to run a model of transformers even if its rows depend on their batch."""
-    quantization: Literal["int8", "int4"] | None = None
-    """Type to which the matrices of an unquantized checkpoint are rounded; None: they are not rounded."""
-    block_size: int | None = None
-    """Token positions per block; None: 16, or more if the model has recurrent states."""
-    max_model_len: int | None = None
-    """Longest sequence in tokens; None: the model's own limit."""
-    num_threads: int = 0
-    """Number of compute threads; 0: one per core."""
-    seed: int = 0
-    """Seed of dummy weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention_backend: AttentionBackend = "auto"
-    attention_library: str | None = None
-    deterministic: bool = False
-    """Whether a row's result must not depend on its batch. On a CPU it never does."""
-    enforce_eager: bool = False
-    kv_cache_dtype: KvCacheDType = "auto"
-    """Type of keys and values in blocks (`kernels.kv_cache`): int8 and fp8 take half the bytes of bfloat16."""
-    enable_lora: bool = False
-    max_loras: int = 8
-    max_lora_rank: int = 16
-
-    @classmethod
-    def of(cls, settings: WorkerSettings) -> RunnerSettings:
-        """Returns the part of a worker's settings that concerns its model."""
-        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
 
 
 class ModelRunner:
     """A model that is ready to step over the blocks of the arena that it is bound to."""
 
-    def __init__(self, settings: RunnerSettings, model: Model | None = None, *, urgent: bool = False) -> None:
-        """Loads the weights, unless a `model` of the same settings exists already (see `sharing`).
+    def __init__(
+        self,
+        settings: RunnerSettings,
+        model: Model | None = None,
+        *,
+        seat: Seat | None = None,
+        urgent: bool = False,
+    ) -> None:
+        """Loads the weights, unless a `model` of the same settings exists already (see `sharing`). If the settings ask
+        for several ranks and there is no `seat` among them, starts the others.
 
         Raises ModelError, whose message is one sentence that names the file, tensor or setting.
         """
@@ -96,14 +70,18 @@ class ModelRunner:
             raise ModelError(f"quantization {settings.quantization} is for checkpoints that are not quantized already")
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
         self.max_model_len = _max_model_len(self.config, settings.max_model_len)
-        self.device = open_device(settings.device, settings.num_threads, urgent)
+        self.shard = (seat and seat.shard) or Shard.of(0, settings.tensor_parallel_size, settings.reduction_parts)
+        self.shard.check(self.config)
+        self.device = open_device(settings.device, settings.threads_of_rank, urgent)
+        check_ranks(self.shard, settings, self.device)
         self._kv_dtype = kv_dtype(settings.kv_cache_dtype, self.dtype)
         self._block_size = settings.block_size or self.config.default_block_size(self._kv_dtype)
         self.device.enter()
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
         self.weights_bytes = 0
-        """Bytes of weights that this runner has loaded; 0 if it shares the weights of another runner."""
+        """Bytes of weights that this runner and its followers have loaded; 0 if it shares those of another."""
+        self.seat = Leader(self.shard, asdict(settings)) if seat is None and self.shard.size > 1 else seat
         self.model = model or self._load()
         kind = (TORCH_DTYPES[self.dtype], self.device.torch_device)
         self.lora = LoraModel.of(self.model.sites, kind, settings) if settings.enable_lora else None
@@ -114,7 +92,10 @@ class ModelRunner:
             self.config = replace(self.config, memories=self.model.memories)
         self.layout, self.layer_groups = self.config.kv_groups(self._block_size, self._kv_dtype)
         self.attention_by_layer = self._attention_by_layer()
-        self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings)
+        parts = self.shard.parts
+        self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings, parts)
+        if isinstance(self.seat, Leader) and self.weights_bytes:
+            self.weights_bytes += self.seat.wait_loaded(Loaded(0, self.numerics, self.model_fingerprint))
         self._bound: Binding | None = None
         self.peaks: dict[tuple[int, int, bool], int] = {}
         """Peak bytes that `start_up.profile` has measured, by its arguments."""
@@ -124,7 +105,7 @@ class ModelRunner:
         """Returns a runner over the same weights for another thread, with its own stream, buffers, graphs and binding.
         urgent: on a GPU, its steps run before those of the other runner if both wait for free multiprocessors.
         """
-        runner = cls(other.settings, other.model, urgent=urgent)
+        runner = cls(other.settings, other.model, seat=other.seat, urgent=urgent)
         runner.lora = other.lora
         return runner
 
@@ -155,12 +136,19 @@ class ModelRunner:
         """The bound arena, uint8 [num_blocks, >= block_bytes]."""
         return self.binding.arena
 
-    def bind(self, arena: Arena) -> None:
+    def bind(self, arena: Arena, shared: SharedBlocks | None = None) -> None:
         """Sets the arena of all following steps: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, with
         contiguous, preferably 64-byte-aligned rows. The memory must outlive its use by the runner. Graphs are dropped.
+
+        shared: where the other ranks find the same memory. Without it, steps over this arena are rehearsals: they take
+        the time and memory of a step, and their results mean nothing if there are several ranks.
         """
-        self._bound = Binding.of(arena, self.layout, self.layer_groups, self.device.torch_device)
+        heads = self.shard.span(self.config.num_kv_heads)
+        self._bound = Binding.of(arena, self.layout, self.layer_groups, self.device.torch_device, heads)
         self._bound.fused = self._fuse(self._bound.caches)
+        self._bound.is_shared = shared is not None
+        if shared is not None and isinstance(self.seat, Leader):
+            self.seat.share(shared)
 
     def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
         """Returns private blocks on the runner's device, filled with the byte `fill` (0xff: NaN in any dtype)."""
@@ -173,35 +161,43 @@ class ModelRunner:
         """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the requested rows,
         valid until the next step. On a GPU they stay on the device; the call returns after the step's completion event.
         """
-        self.device.enter()
-        bound = self.binding
+        return self._on_all_ranks(batch, lambda: self._logits(batch, self.binding), self.config.vocab_size)
+
+    def _logits(self, batch: StepInput, bound: Binding) -> torch.Tensor:
         if bound.graphs is not None and not batch.adapters and bound.graphs.takes(batch):
-            logits = bound.graphs.run(batch)
-        elif bound.fused is not None and bound.fused.takes(batch):
-            logits = bound.fused.run(batch, self.lora and self.lora.step_of(batch))
-        else:
-            logits = self._eager(batch, bound)
-        self.device.wait()
-        return logits
+            return bound.graphs.run(batch)
+        if bound.fused is not None and bound.fused.takes(batch):
+            return bound.fused.run(batch, self.lora and self.lora.step_of(batch))
+        return self._eager(batch, bound)
 
     @torch.inference_mode()
     def hidden_states(self, batch: StepInput) -> torch.Tensor:
         """Computes the batch's tokens, and writes their K and V, like `step`. Returns fp32 hidden states [R, h] of the
         requested rows after the last norm, from which `step` computes logits.
         """
+        return self._on_all_ranks(batch, lambda: self._eager(batch, self.binding, head=False), None)
+
+    def _on_all_ranks(
+        self, batch: StepInput, compute: Callable[[], torch.Tensor], vocab_size: int | None
+    ) -> torch.Tensor:
+        """Runs `compute` in the device's stream, together with the other ranks. For `vocab_size`, see `Seat.run`."""
         self.device.enter()
-        states = self._eager(batch, self.binding, head=False)
+        if self.seat is None:
+            result = compute()
+        else:
+            result = self.seat.run(batch, compute, vocab_size, alone=not self.binding.is_shared)
         self.device.wait()
-        return states
+        return result
 
     def settle(self, error: Exception) -> None:
         """Waits for all launched work, after a step, a copy or a draw has failed with `error`. The caller may then
         release the blocks that this work writes to.
 
         If the device is no longer usable, raises `error` itself if it is a CUDA error (each later call would fail with
-        it too), or the device's error during the wait. The blocks must then be kept, and the process should end.
+        it too), or the device's error during the wait. The same is true for the loss of a rank. The blocks must then be
+        kept, and the process should end.
         """
-        if isinstance(error, torch.AcceleratorError):
+        if isinstance(error, torch.AcceleratorError | RankLost):
             raise error
         self.device.wait()
 
@@ -235,7 +231,8 @@ class ModelRunner:
         if device.compute_capability is None and dtype == torch.float16:
             raise ModelError("dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
         return AttentionSpec(
-            device.torch_device, device.compute_capability, c.num_heads, c.num_kv_heads, c.head_dim,
+            device.torch_device, device.compute_capability, c.num_heads // self.shard.size,
+            c.num_kv_heads // self.shard.size, c.head_dim,
             self._block_size, dtype, stored, c.scale_of_scores, c.window, self.max_model_len,
             settings.deterministic, c.softcap,
         )  # fmt: skip
@@ -257,7 +254,9 @@ class ModelRunner:
     def _load(self) -> Model:
         settings = self.settings
         bits: Bits | None = None if settings.quantization is None else 8 if settings.quantization == "int8" else 4
-        target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic, bits)
+        ranks = None if self.seat is None else self.seat.ranks
+        place = (self.shard, ranks)
+        target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic, bits, *place)
         if self.config.family == "transformers":
             where = (Path(settings.model), self.config, target, settings.load_format, settings.seed)
             foreign = TransformersModel(*where, self.max_model_len)
@@ -267,6 +266,10 @@ class ModelRunner:
         with open_weights(Path(settings.model), self.config, target, settings.load_format, settings.seed) as weights:
             model: Model = build(self.config, weights, self.max_model_len)
             self.weights_bytes = weights.num_bytes
+        if self.seat is not None:
+            where = f"rank {self.shard.rank} of {self.shard.size}"
+            size, threads = self.weights_bytes / 2**20, self.num_threads
+            logger.info("%s: %.1f MiB of weights, threads: %d", where, size, threads)
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:

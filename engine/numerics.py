@@ -12,7 +12,7 @@ import kernels
 from common.types import DType
 from engine.device import Device
 from kernels.cpu.loader import current
-from kernels.linear import provider_of
+from kernels.linear import our_provider, provider_of
 from kernels.providers.base import AttentionProvider
 
 
@@ -26,8 +26,11 @@ class Asked(Protocol):
     def quantization(self) -> str | None: ...
 
 
-def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, settings: Asked) -> str:
-    """Returns `name=value` pairs. `settings.deterministic` is the requested mode; the attention provider must support
+def numerics(
+    device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, settings: Asked, parts: int = 1
+) -> str:
+    """Returns `name=value` pairs. `parts`: those of the products that ranks add up; the number of ranks does not affect
+    bits (`engine.ranks.shard`). `settings.deterministic` is the requested mode; the attention provider must support
     it.
     """
     said = {
@@ -35,7 +38,7 @@ def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtyp
         "kv": kv_dtype,
         "attention": f"{attention.name}/{attention.version}",
         **(
-            _on_cpu(dtype)
+            _on_cpu(dtype, parts)
             if device.compute_capability is None
             else _on_gpu(device.compute_capability, settings.deterministic)
         ),
@@ -45,13 +48,14 @@ def numerics(device: Device, attention: AttentionProvider, dtype: DType, kv_dtyp
     return " ".join(f"{name}={value}" for name, value in said.items())
 
 
-def _on_cpu(dtype: DType) -> dict[str, str]:
+def _on_cpu(dtype: DType, parts: int) -> dict[str, str]:
     tiles = "+amx" if torch.cpu._is_amx_tile_supported() else ""
-    linear = provider_of(getattr(torch, dtype))
+    linear = provider_of(getattr(torch, dtype)) if parts == 1 else our_provider(getattr(torch, dtype))
     return {
         "isa": current().isa,
         "linear": f"{linear}/{kernels.__version__ if linear in ('amx', 'simd') else torch.__version__}",
         "cpu": torch.backends.cpu.get_cpu_capability() + tiles,
+        **({"parts": str(parts)} if parts > 1 else {}),
     }
 
 

@@ -71,7 +71,7 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
         sample(logits, floats, ints, floats, floats, ints, ints, ints)
 
     with _shallow(runner):
-        peak = runner.device.peak_bytes(largest_steps)
+        peak = runner.device.peak_bytes(largest_steps) * runner.shard.size
     if graphs:
         peak += graph_bytes(runner, max_num_seqs)
     runner.device.release()

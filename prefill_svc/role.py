@@ -20,6 +20,7 @@ from protos.v1 import prefill_pb2_grpc
 from worker.adapters import pool_of
 from worker.fair_lock import AnyFairLock, FairFileLock
 from worker.grammars import grammars_of
+from worker.ranks import bind_ranks, end_with_ranks
 from worker.role import WorkerRole, domain_of, least_floor, record_of
 
 
@@ -56,7 +57,7 @@ class PrefillRole(WorkerRole):
         settings: WorkerSettings,
         turns: AnyFairLock | None = None,
     ) -> None:
-        runner.bind(attached.arena.data)
+        bind_ranks(runner, attached)
         scheduler = PrefillScheduler(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
@@ -66,6 +67,7 @@ class PrefillRole(WorkerRole):
         record = record_of(needs, attached, runner, settings)
         adapters = pool_of(runner)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns, adapters)
+        end_with_ranks(runner, self.thread)
         limits = RequestLimits(runner.max_model_len, runner.config.vocab_size, settings.max_num_seqs)
         grammars = grammars_of(settings.model, runner.config.vocab_size)
         grammars.warm()

@@ -135,6 +135,15 @@ class Arena:
         return self._header.arena_id
 
     @property
+    def path(self) -> Path:
+        return self.directory / FILE_NAME
+
+    @property
+    def data_offset(self) -> int:
+        """The position of the blocks in the file, if they are in host memory."""
+        return ArenaOffsets.of(self._header.num_blocks).data
+
+    @property
     def num_blocks(self) -> int:
         return self._header.num_blocks
 

@@ -33,6 +33,11 @@ class WriterSlot:
     def is_open(self) -> bool:
         return self._fd is not None
 
+    def fileno(self) -> int:
+        """Returns the descriptor of the locked file. The slot stays locked as long as any process has a copy of it."""
+        assert self._fd is not None, "the slot is closed"
+        return self._fd
+
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)

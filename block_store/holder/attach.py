@@ -23,6 +23,7 @@ from block_store.arena.arena import Arena
 from block_store.arena.cuda import LIBRARY, Cuda
 from block_store.arena.header import Memory
 from block_store.arena.placement import open_blocks
+from block_store.arena.writer_slots import WriterSlot
 from block_store.errors import (
     ArenaBusy,
     ArenaLost,
@@ -112,6 +113,8 @@ class Attached:
         self._record: WorkerRecord | None = None
         self.on_fenced: Callable[[], None] = lambda: None
         """Callback that runs, in any thread, when the incarnation learns that it is fenced, even if it is idle."""
+        self.on_registered: Callable[[WriterSlot], object] = lambda slot: None
+        """Callback that runs after each renewal, with the new incarnation's writer slot."""
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
@@ -180,6 +183,7 @@ class Attached:
         if self.arena.is_lost:
             raise ArenaLost(f"arena {self.arena.arena_id} is lost")
         self.held = self._register_patiently(RENEW_TIMEOUT_S)
+        self.on_registered(self.held.writer_slot)
 
     def announce(
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None

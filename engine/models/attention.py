@@ -11,7 +11,10 @@ import torch
 from engine.lora import LoraStep
 from kernels.linear import PackedLinear
 from kernels.providers.base import AttentionBatch, AttentionProvider
+from kernels.row_parallel import RowParallelLinear
 from kernels.write_blocks import write_blocks
+
+Projection = PackedLinear | RowParallelLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +40,17 @@ class StepMetadata:
     lora: LoraStep | None = None
     """The adapters of the step; None if no sequence has one."""
 
-    def linear(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def linear(self, linear: Projection, x: torch.Tensor) -> torch.Tensor:
         """Returns the product of x [T, in], with the corrections of adapters."""
         return self._corrected(linear, x, of_rows=False)
 
-    def linear_of_rows(self, linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def linear_of_rows(self, linear: Projection, x: torch.Tensor) -> torch.Tensor:
         """Returns the product of x [R, in], which contains only the requested rows, with the corrections of
         adapters.
         """
         return self._corrected(linear, x, of_rows=True)
 
-    def _corrected(self, linear: PackedLinear, x: torch.Tensor, *, of_rows: bool) -> torch.Tensor:
+    def _corrected(self, linear: Projection, x: torch.Tensor, *, of_rows: bool) -> torch.Tensor:
         out = linear(x)
         if self.lora is not None and len(x):
             self.lora.correct(linear, x, out, of_rows)
@@ -64,6 +67,10 @@ class LayerCache:
 
     keys: torch.Tensor  # [num_blocks, kv_heads, block_size, row_width] (kernels.kv_cache), strided
     values: torch.Tensor  # as keys
+
+    def of_heads(self, heads: slice) -> LayerCache:
+        """Returns the view of some KV heads."""
+        return LayerCache(self.keys[:, heads], self.values[:, heads])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding
 
 from engine.config import ModelConfig
 from engine.loader import Weights
-from engine.models.attention import Attention, LayerCache, StepMetadata
+from engine.models.attention import Attention, LayerCache, Projection, StepMetadata
 from engine.models.mlp import Mixture, Mlp
 from engine.models.rope import cos_sin_table
 from engine.rope_config import RopeConfig
@@ -28,7 +28,9 @@ from kernels.softcap import softcap_
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Parameters of one layer; sizes: h hidden, q = heads * head_dim, kv = kv_heads * head_dim, i intermediate."""
+    """The parameters of one layer. Sizes: h hidden, q = heads * head_dim, kv = kv_heads * head_dim, i intermediate. A
+    rank has its share of q, kv and i.
+    """
 
     input_norm: torch.Tensor  # [h]
     qkv: PackedLinear  # h -> q + 2 kv
@@ -36,7 +38,7 @@ class DecoderLayer:
     k_norm: torch.Tensor | None
     cos_sin: torch.Tensor  # fp32 [max_len, rotated dimensions]
     window: int | None
-    o: PackedLinear  # q -> h
+    o: Projection  # q -> h
     attention_norm: torch.Tensor | None  # [h], for the output of attention
     mlp_norm: torch.Tensor  # [h]
     mlp: Mlp | Mixture
@@ -46,18 +48,18 @@ class DecoderLayer:
     def load(cls, config: ModelConfig, weights: Weights, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
         c, at = config, f"model.layers.{index}."
         q, kv, attn = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, f"{at}self_attn."
-        names, sizes = [f"{attn}q_proj", f"{attn}k_proj", f"{attn}v_proj"], [q, kv, kv]
+        names, sizes = [f"{attn}q_proj", f"{attn}k_proj", f"{attn}v_proj"], [[q], [kv], [kv]]
         if c.fused_projections:
-            names, sizes = [f"{attn}qkv_proj"], [q + 2 * kv]
+            names, sizes = [f"{attn}qkv_proj"], [[q, kv, kv]]
         after_attention = f"{at}post_attention_layernorm"
         layer = cls(
             input_norm=load_norm(c, weights, f"{at}input_layernorm"),
-            qkv=weights.linear(names, sizes, c.hidden_size, bias=c.qkv_bias),
+            qkv=weights.columns(names, sizes, c.hidden_size, bias=c.qkv_bias),
             q_norm=load_norm(c, weights, f"{attn}q_norm", c.head_dim) if c.qk_norm else None,
             k_norm=load_norm(c, weights, f"{attn}k_norm", c.head_dim) if c.qk_norm else None,
             cos_sin=cos_sin,
             window=c.layers[index].window,
-            o=weights.linear([f"{attn}o_proj"], [c.hidden_size], q, bias=c.o_bias),
+            o=weights.rows(f"{attn}o_proj", c.hidden_size, q, bias=c.o_bias),
             attention_norm=load_norm(c, weights, after_attention) if c.sandwich_norms else None,
             mlp_norm=load_norm(c, weights, f"{at}pre_feedforward_layernorm" if c.sandwich_norms else after_attention),
             mlp=_load_mlp(c, weights, index, at),
@@ -92,15 +94,18 @@ class Decoder:
 
         tables = [table(c.window_rope or c.rope if layer.window else c.rope) for layer in c.layers]
         self.eps = c.norm_eps
-        self._vocab_size, self._embed_scale = c.vocab_size, c.embed_scale
-        self.attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim)
+        self._embed_scale = c.embed_scale
+        size = weights.shard.size
+        self.attention = Attention(c.num_heads // size, c.num_kv_heads // size, c.head_dim)
         self._logits_softcap = c.logits_softcap
         self.embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         self.layers = [DecoderLayer.load(c, weights, i, tables[i]) for i in range(c.num_layers)]
         self.norm = load_norm(c, weights, "model.norm")
         tied = c.tie_embeddings
         self.sites = weights.sites
-        self.lm_head = weights.pack(self.embed) if tied else weights.linear(["lm_head"], [c.vocab_size], c.hidden_size)
+        self.lm_head = (
+            weights.pack(self.embed) if tied else weights.columns(["lm_head"], [[c.vocab_size]], c.hidden_size)
+        )
         weights.finish(allowed=["lm_head.weight"] if tied else [])
 
     def shallow(self, num_layers: int) -> Self:
@@ -115,10 +120,10 @@ class Decoder:
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype, or in fp32
-        if they have a softcap.
+        if they have a softcap. A rank returns those of its share of the vocabulary.
         """
         x = self.hidden(token_ids, step, caches, rows)
-        logits = self.lm_head(x) if len(x) else x.new_empty((0, self._vocab_size))
+        logits = self.lm_head(x) if len(x) else x.new_empty((0, self.lm_head.out_features))
         return logits if self._logits_softcap is None else softcap_(logits.float(), self._logits_softcap)
 
     def hidden(

@@ -16,7 +16,7 @@ import torch
 from engine.config import ModelConfig
 from engine.kv_groups import LayerGroup
 from engine.lora import LoraStep
-from engine.models.attention import LayerCache
+from engine.models.attention import LayerCache, Projection
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.mlp import Mixture, Mlp
 from engine.step import StepInput
@@ -24,7 +24,7 @@ from kernels.cpu import amx, linear_int
 from kernels.cpu.forward import Group, Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
 from kernels.cpu.loader import current
 from kernels.cpu.ops import kv_type
-from kernels.linear import PackedLinear
+from kernels.row_parallel import RowParallelLinear
 
 
 def objection(decoder: Decoder) -> str | None:
@@ -38,7 +38,7 @@ def objection(decoder: Decoder) -> str | None:
     return f"linears run on {', '.join(sorted(found))}" if found else None
 
 
-def _linears(decoder: Decoder) -> list[PackedLinear]:
+def _linears(decoder: Decoder) -> list[Projection]:
     layers = [linear for layer in decoder.layers for linear in (layer.qkv, layer.o, *layer.mlp.linears)]
     return [*layers, decoder.lm_head]
 
@@ -64,7 +64,7 @@ class FusedDecoder:
         self._pass = Pass(groups=ctypes.addressof(self._groups))
         self._room_for = (0, 0)
         self._scratch = scratch(0)
-        self._logits = torch.empty((0, config.vocab_size))
+        self._logits = torch.empty((0, decoder.lm_head.out_features))
 
     def takes(self, batch: StepInput) -> bool:
         """Returns whether the requested rows are ascending rows of the batch, and the kernels have not changed since
@@ -117,12 +117,14 @@ class FusedDecoder:
 def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.Array[Layer]) -> Model:
     max_pos, rotary = decoder.layers[0].cos_sin.shape
     block, head, slot, _ = keys.stride()
-    dtype, experts = decoder.embed.dtype, c.experts
+    dtype, experts, o = decoder.embed.dtype, c.experts, decoder.layers[0].o
+    num_sums = o.num_sums if isinstance(o, RowParallelLinear) else 0
+    ranks = ctypes.addressof(o.ranks) if isinstance(o, RowParallelLinear) and o.ranks is not None else None
     return Model(
         embed=pointer(decoder.embed), layers=ctypes.addressof(layers), norm=pointer(decoder.norm),
-        lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
-        heads=c.num_heads, kv_heads=c.num_kv_heads, d=c.head_dim, max_pos=max_pos, rotary=rotary,
-        is_bf16=dtype == torch.bfloat16, inner=max(layer.mlp.linears[-1].in_features for layer in decoder.layers),
+        ranks=ranks, num_sums=num_sums, lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
+        heads=decoder.attention.num_heads, kv_heads=decoder.attention.num_kv_heads, d=c.head_dim, max_pos=max_pos,
+        rotary=rotary, is_bf16=dtype == torch.bfloat16, inner=max(layer.mlp.linears[-1].in_features for layer in decoder.layers),
         gelu=c.activation == "gelu_tanh", wide_norms=decoder.norm.dtype == torch.float32,
         num_experts=experts.count if experts else 0, per_token=experts.per_token if experts else 0,
         renormalize=experts.renormalize if experts else 0, round_weights=experts.round_weights if experts else 0,
@@ -154,8 +156,12 @@ def _experts(layer: DecoderLayer) -> ctypes.Array[Linear]:
     return (Linear * len(linears))(*linears)
 
 
-def _linear(linear: PackedLinear) -> Linear:
+def _linear(linear: Projection) -> Linear:
+    if isinstance(linear, RowParallelLinear):
+        sizes = (linear.in_features, linear.out_features, linear.num_parts, -1)
+        return Linear(None, pointer(linear.bias), None, ctypes.addressof(linear.addresses), *sizes)
     entries = {"amx": amx.address, "int4": linear_int.address, "int8": linear_int.address}
     at = entries[linear.how]() if linear.how in entries else None
     site = -1 if linear.site is None else linear.site
-    return Linear(pointer(linear.packed), pointer(linear.bias), at, linear.in_features, linear.out_features, site)
+    sizes = (linear.in_features, linear.out_features, 1, site)
+    return Linear(pointer(linear.packed), pointer(linear.bias), at, None, *sizes)

@@ -9,12 +9,13 @@ import torch
 
 from engine.config import Activation, ExpertsConfig, ModelConfig
 from engine.loader import Weights
+from engine.models.attention import Projection
 from kernels.experts import route
 from kernels.gelu_mul import gelu_mul
 from kernels.linear import PackedLinear
 from kernels.silu_mul import silu_mul
 
-Product = Callable[[PackedLinear, torch.Tensor], torch.Tensor]
+Product = Callable[[Projection, torch.Tensor], torch.Tensor]
 """A function that computes a linear layer for the rows of a step (`StepMetadata.linear`)."""
 GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 
@@ -24,22 +25,24 @@ class Mlp:
     """A gated MLP: down(activation(gate) * up). Sizes: h hidden, i intermediate."""
 
     gate_up: PackedLinear  # h -> 2 i
-    down: PackedLinear  # i -> h
+    down: Projection  # i -> h
     activation: Activation
 
     @classmethod
     def load(cls, c: ModelConfig, weights: Weights, at: str) -> Mlp:
         """Loads the layers of an MLP. `at` is the prefix of their tensors in the checkpoint."""
         h, i = c.hidden_size, c.intermediate_size
-        names, sizes = ([f"{at}gate_up_proj"], [2 * i]) if c.fused_projections else _parts(at, i)
+        names, sizes = [f"{at}gate_proj", f"{at}up_proj"], [[i], [i]]
+        if c.fused_projections:
+            names, sizes = [f"{at}gate_up_proj"], [[i, i]]
         return cls(
-            weights.linear(names, sizes, h, bias=c.mlp_bias),
-            weights.linear([f"{at}down_proj"], [h], i, bias=c.mlp_bias),
+            weights.columns(names, sizes, h, bias=c.mlp_bias),
+            weights.rows(f"{at}down_proj", h, i, bias=c.mlp_bias),
             c.activation,
         )
 
     @property
-    def linears(self) -> Sequence[PackedLinear]:
+    def linears(self) -> Sequence[Projection]:
         return self.gate_up, self.down
 
     def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
@@ -73,7 +76,7 @@ class Mixture:
         return cls(scores, [expert(number) for number in range(how.count)], how)
 
     @property
-    def linears(self) -> Sequence[PackedLinear]:
+    def linears(self) -> Sequence[Projection]:
         return self.router, *(linear for expert in self.experts for linear in expert.linears)
 
     def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
@@ -88,7 +91,3 @@ class Mixture:
             answer = self.experts[number](x[rows], PackedLinear.__call__)
             out[rows] += (answer.float() * weights[rows, places, None]).to(x.dtype)
         return out
-
-
-def _parts(at: str, size: int) -> tuple[list[str], list[int]]:
-    return [f"{at}gate_proj", f"{at}up_proj"], [size, size]

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "lora.h"
+#include "ranks.h"
 #include "simd.h"
 #include "team.h"
 
@@ -18,7 +19,9 @@ using Entry = int (*)(const void* x, const void* packed, const void* bias, void*
 struct Linear {
     const void *packed, *bias;
     Entry entry;  // the kernel that reads `packed`; null: ll_linear
-    int64_t n_in, n_out, site;  // by which adapters correct it; -1: they do not
+    const void* const* parts;  // the weights of each part of the inputs (row_parallel.cpp), instead of `packed`
+    int64_t n_in, n_out, num_parts;
+    int64_t site;  // by which adapters correct it; -1: they do not
 };
 
 struct Layer {
@@ -34,7 +37,9 @@ struct Model {
     const char* embed;
     const Layer* layers;
     const void* norm;
+    const Ranks* ranks;  // null: there is one
     Linear lm_head;
+    int64_t num_sums;  // sums of a product in parts that are in memory at a time; 0: no product is
     int64_t num_layers, vocab, heads, kv_heads, d, max_pos, rotary, is_bf16;
     int64_t inner, gelu, wide_norms, num_experts, per_token, renormalize, round_weights;
     int64_t num_blocks, block_size, cache_block, cache_head, cache_slot, kv_type;
@@ -86,6 +91,7 @@ struct Forward {
     Room room{static_cast<char*>(p.scratch)};
     char *residual = room.take(p.num_tokens * hidden * size), *normed = room.take(p.num_tokens * hidden * size),
          *projected = room.take(p.num_tokens * hidden * size);
+    float* sums = reinterpret_cast<float*>(room.take(m.num_sums * p.num_tokens * hidden * 4));
 
     // The product, plus what the adapters of its rows add.
     int adapted(const Linear& l, const void* x, void* out, int64_t rows, const LoraStep* lora) const {
@@ -95,6 +101,9 @@ struct Forward {
     }
 
     int linear(const Linear& l, const void* x, void* out, int64_t rows) const {
+        if (l.parts)
+            return ll_row_parallel(x, l.parts, l.bias, out, sums, m.ranks, l.num_parts, rows, l.n_in, l.n_out, l.n_in,
+                                   m.is_bf16, p.threads);
         if (l.entry) return l.entry(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, p.threads);
         return ll_linear(x, l.packed, l.bias, out, rows, l.n_in, l.n_out, l.n_in, l.n_out, m.is_bf16, p.threads);
     }
@@ -226,7 +235,7 @@ struct Forward {
     }
 
     int logits(Room room) const {
-        const int64_t n = p.num_rows * m.vocab;
+        const int64_t n = p.num_rows * m.lm_head.n_out;
         if (m.is_bf16) {
             char* rounded = room.take(n * size);
             if (int error = linear(m.lm_head, normed, rounded, p.num_rows)) return error;

@@ -22,12 +22,13 @@ ALIGNMENT = 64
 
 
 class Linear(ctypes.Structure):
-    """A packed product. `entry` is its entry point (for AMX tiles or for integers), or null for `ll_linear`. `site` is
-    the number by which adapters correct it, or -1.
+    """A packed product. `entry` is its entry point (for AMX tiles or for integers), or null for `ll_linear`. A product
+    whose inputs are divided has the weights of `num_parts` parts in `parts` instead of `packed`. `site` is the number
+    by which adapters correct it, or -1.
     """
 
-    _fields_ = [(name, PTR) for name in ("packed", "bias", "entry")] + [
-        (name, I64) for name in ("n_in", "n_out", "site")
+    _fields_ = [(name, PTR) for name in ("packed", "bias", "entry", "parts")] + [
+        (name, I64) for name in ("n_in", "n_out", "num_parts", "site")
     ]
 
 
@@ -52,8 +53,9 @@ class Model(ctypes.Structure):
     """
 
     _fields_ = [
-        *((name, PTR) for name in ("embed", "layers", "norm")),
+        *((name, PTR) for name in ("embed", "layers", "norm", "ranks")),
         ("lm_head", Linear),
+        ("num_sums", I64),
         *((name, I64) for name in ("num_layers", "vocab", "heads", "kv_heads", "d", "max_pos", "rotary")),
         *((name, I64) for name in ("is_bf16", "inner", "gelu", "wide_norms")),
         *((name, I64) for name in ("num_experts", "per_token", "renormalize", "round_weights")),
@@ -112,8 +114,9 @@ def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
     if model.num_experts:
         of_rows = (model.num_experts * size, model.per_token * 4, model.per_token * 8, 8, hidden * size, hidden * size)
         mlp += _taken(*(most * each for each in of_rows))
-    logits = _taken(num_rows * model.vocab * size)
-    return _taken(*[num_tokens * hidden * size] * 3) + max(attention, mlp, logits)
+    logits = _taken(num_rows * model.lm_head.n_out * size)
+    sums = _taken(model.num_sums * num_tokens * hidden * 4)
+    return _taken(*[num_tokens * hidden * size] * 3) + sums + max(attention, mlp, logits)
 
 
 def _taken(*num_bytes: int) -> int:

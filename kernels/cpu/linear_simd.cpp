@@ -72,3 +72,16 @@ LL_EXPORT int ll_linear(const void* x, const void* packed, const void* bias, voi
     is_bf16 ? run(ll::bf16{}) : run(float{});
     return 0;
 }
+
+// The same product in fp32, for x of either type, without a bias: out [rows, n_out] is contiguous.
+LL_EXPORT int ll_linear_sums(const void* x, const void* packed, float* out, int64_t rows, int64_t n_in, int64_t n_out,
+                             int64_t x_stride, int64_t is_bf16, int64_t threads) {
+    auto run = [&](auto tag) {
+        using T = decltype(tag);
+        const ll::Dense<T> weights{static_cast<const char*>(packed), (n_in + 1) / 2};
+        ll::Product<ll::Dense<T>, float>{weights, static_cast<const T*>(x), nullptr, out, rows, n_in, n_out, x_stride, n_out}
+            .run(threads);
+    };
+    is_bf16 ? run(ll::bf16{}) : run(float{});
+    return 0;
+}

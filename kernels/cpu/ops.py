@@ -23,6 +23,7 @@ _ERRORS = {
     3: "a slot or position is out of range",
     4: "a block id is out of range",
     5: "a token id is out of range",
+    6: "a rank of the worker has closed its connection",
 }
 
 

@@ -110,7 +110,8 @@ struct Ahead {
     }
 };
 
-template <class Weights>
+// `Sum` is the type of y.
+template <class Weights, class Sum = typename Weights::Element>
 struct Product {
     using T = typename Weights::Element;
     using Input = typename Weights::Input;
@@ -118,7 +119,7 @@ struct Product {
 
     const Weights weights;
     const T *x, *bias;
-    T* out;
+    Sum* out;
     int64_t rows, n_in, n_out, x_stride, out_stride;
     int64_t panels = (n_out + PANEL - 1) / PANEL;
     // A little more than the inputs, because rows at a distance of a multiple of 4 KiB would share one set of the L1
@@ -143,7 +144,7 @@ struct Product {
             const int64_t column = panel * PANEL + v * W, columns = n_out - column;
             if (columns <= 0) break;
             const vf add = bias ? load_upto(bias + column, columns) : vf{};
-            T* to = out + row * out_stride + column;
+            Sum* to = out + row * out_stride + column;
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r)
                 store_upto(to + r * out_stride, bias ? sums[r][v] + add : sums[r][v], columns);

@@ -38,6 +38,7 @@ from looseleaf.serve.service_flags import (
     gateway_flags,
     gateway_secrets,
     inside_flags,
+    rank_flags,
     salt_secret,
     store_flags,
     store_secrets,
@@ -134,6 +135,7 @@ class Launcher:
             flags += flags_of({"turns_file": self._run_directory / "turns"})
         for name, package in worker_processes(settings):
             by_role = [] if package == "prefill_svc" else decode_flags(settings)
+            by_role += rank_flags(settings, package)
             self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)

@@ -27,17 +27,20 @@ def settled(settings: ServeSettings) -> ServeSettings:
     process is to host both roles and the counts differ.
     """
     device = resolve_device(settings.device)
-    paired = settings.prefill == settings.decode
+    ranks = ranks_by_package(settings)
+    paired = settings.prefill == settings.decode and ranks["prefill_svc"] == ranks["decode_svc"]
     roles = settings.roles
     if roles == "auto":
-        alone = settings.prefill == settings.decode == 1
+        alone = paired and settings.prefill == 1
         together = paired if device == "cuda" else alone and is_small()
         roles = "both" if together else "split"
     if roles == "both" and not paired:
         raise StartupError(
             f"--prefill {settings.prefill} and --decode {settings.decode} must be equal if each process hosts both "
-            "roles; --roles split runs them in separate processes"
+            "roles, and so must their tensor parallel sizes; --roles split runs them in separate processes"
         )
+    if settings.spare and max(ranks.values()) > 1:
+        raise StartupError(f"--spare {settings.spare} does not support a tensor parallel size of {max(ranks.values())}")
     return settings.model_copy(update={"device": device, "roles": roles})
 
 
@@ -77,6 +80,14 @@ def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
         return [(name, "looseleaf.both_roles") for name in numbered("worker", settings.prefill)]
     counts = {"prefill": settings.prefill, "decode": settings.decode}
     return [(name, f"{role}_svc") for role, count in counts.items() for name in numbered(role, count)]
+
+
+def ranks_by_package(settings: ServeSettings) -> dict[str, int]:
+    """Returns the tensor parallel size of each kind of worker, by package."""
+    size = settings.tensor_parallel_size
+    prefill = settings.prefill_tensor_parallel_size or size
+    decode = settings.decode_tensor_parallel_size or size
+    return {"prefill_svc": prefill, "decode_svc": decode, "looseleaf.both_roles": prefill}
 
 
 def numbered(name: str, count: int) -> list[str]:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.secret_files import lasting_secret
+from common.tensor_parallel import default_parts
 from looseleaf.serve.model_source import ModelSource
-from looseleaf.serve.placement import threads_per_worker
+from looseleaf.serve.placement import ranks_by_package, threads_per_worker
 from looseleaf.serve.settings import ServeSettings
 
 _WORKER_SETTINGS = (
@@ -67,6 +68,13 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str)
             **{name: getattr(settings, name) for name in _WORKER_SETTINGS},
         }
     )
+
+
+def rank_flags(settings: ServeSettings, package: str) -> list[str]:
+    """Returns the flags of a worker's ranks. All workers get the same number of parts, so that they share blocks."""
+    sizes = ranks_by_package(settings)
+    parts = settings.reduction_parts or default_parts(max(sizes.values()))
+    return flags_of({"tensor_parallel_size": sizes[package], "reduction_parts": parts}) if parts > 1 else []
 
 
 def decode_flags(settings: ServeSettings) -> list[str]:

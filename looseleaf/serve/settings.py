@@ -8,7 +8,16 @@ from typing import Literal
 from pydantic import ByteSize, Field
 from pydantic_settings import CliPositionalArg
 
-from common.settings import KV_CACHE_DTYPE, KV_DISK_DIR, AttentionBackend, VllmGrpcSettings, settings_config
+from common.settings import (
+    KV_CACHE_DTYPE,
+    KV_DISK_DIR,
+    REDUCTION_PARTS,
+    TENSOR_PARALLEL_SIZE,
+    AttentionBackend,
+    VllmGrpcSettings,
+    settings_config,
+)
+from common.tensor_parallel import MOST_RANKS
 from common.types import KvCacheDType, Pooling
 from gateway.tools.names import CallFormatName, ReasoningFormatName
 
@@ -63,6 +72,14 @@ class ServeSettings(VllmGrpcSettings):
         description="number of threads per worker; 0: OMP_NUM_THREADS, else an even share of the cores "
         "(all cores if there are fewer than 8)",
     )
+    tensor_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=TENSOR_PARALLEL_SIZE)
+    prefill_tensor_parallel_size: int | None = Field(
+        None, ge=1, le=MOST_RANKS, description="the same for prefill workers only; needs --roles split"
+    )
+    decode_tensor_parallel_size: int | None = Field(
+        None, ge=1, le=MOST_RANKS, description="the same for decode workers only; needs --roles split"
+    )
+    reduction_parts: int | None = Field(None, ge=1, le=MOST_RANKS, description=REDUCTION_PARTS)
     host: str = Field("127.0.0.1", description="where the gateway listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
     grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0: any free port")

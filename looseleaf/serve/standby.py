@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from looseleaf.serve.children import Child, ChildDied, Echo, ServiceSpec
+from looseleaf.serve.placement import ranks_by_package
 from looseleaf.serve.settings import ServeSettings
 
 NAME = "spare"
@@ -28,6 +29,8 @@ def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tupl
 
     if settings.spare is not None:
         return settings.spare > 0, f"--spare {settings.spare}"
+    if max(ranks_by_package(settings).values()) > 1:
+        return False, "workers have several ranks"
     if settings.device == "cuda":
         return False, "a GPU would hold the weights once more; --spare 1 has one"
     least = max(FREE_WEIGHTS * weights_bytes, _LEAST_BYTES)

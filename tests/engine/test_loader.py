@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import StartupError
 from engine.checkpoint import fingerprint
+from engine.dummy_weights import DummySource
 from engine.errors import ModelError
-from engine.loader import DummySource, Target, Weights
+from engine.loader import Target, Weights
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import hf_config, make_checkpoint
 from gateway.intake.assets import load_assets

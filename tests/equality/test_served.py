@@ -27,6 +27,7 @@ from testing.equality.cases import KINDS, TOLERANCE, Answer, Case, answer_of, di
 from testing.gguf_files import make_gguf
 from testing.oracle import Oracle
 from testing.quantized import FORMATS, make_quantized
+from testing.ranks import followers_of
 from testing.system import assert_nothing_held
 from testing.zoo import ZOO, make_foreign
 
@@ -88,6 +89,40 @@ async def test_served_cold_cached_and_with_decode_killed_midway(cases: list[Case
         pid = llm.pids["decode"]
         check(cases, expected, await streamed(llm.addresses.grpc, cases, lambda: os.kill(pid, signal.SIGKILL)))
         assert llm.requests_by_worker()["prefill"] > 3 * len(cases), "some came back"
+        assert_nothing_held(llm.addresses.block_store)
+
+
+@pytest.fixture(scope="module")
+def expected_in_parts(cases: list[Case]) -> list[Answer]:
+    how: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", "reduction_parts": 4}
+    oracle = Oracle(ModelRunner(RunnerSettings(BUILT_IN, num_threads=1, **how)))
+    return [expect(oracle, case) for case in cases]
+
+
+async def test_served_with_prefill_on_two_ranks_and_decode_on_one(
+    cases: list[Case], expected_in_parts: list[Answer]
+) -> None:
+    """Blocks are handed over, and found again, between workers with different numbers of ranks."""
+    ranks: dict[str, Any] = {"roles": "split", "prefill_tensor_parallel_size": 2}
+    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, **ranks) as llm:
+        assert [len(followers_of(llm.pids[name])) for name in ("prefill", "decode")] == [1, 0]
+        check(cases, expected_in_parts, await answers(llm.addresses.grpc, cases))
+        again = await answers(llm.addresses.grpc, cases)
+        check(cases, expected_in_parts, again)
+        assert all(done.usage.cached_tokens >= 16 for done in again)
+        assert_nothing_held(llm.addresses.block_store)
+
+
+async def test_served_on_two_ranks_of_which_one_is_killed_and_one_is_frozen(
+    cases: list[Case], expected_in_parts: list[Answer]
+) -> None:
+    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", tensor_parallel_size=2) as llm:
+        for how in (signal.SIGKILL, signal.SIGSTOP):
+            before = llm.pids["decode"]
+            [follower] = followers_of(before)
+            found = await streamed(llm.addresses.grpc, cases, lambda: os.kill(follower, how))  # noqa: B023
+            check(cases, expected_in_parts, found)
+            assert llm.pids["decode"] != before, "the worker was replaced"
         assert_nothing_held(llm.addresses.block_store)
 
 

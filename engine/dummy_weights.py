@@ -1,0 +1,46 @@
+"""Random weights, for benchmarks and tests of a model whose checkpoint is not at hand."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from engine.loader import Target
+
+DUMMY_POOL = 1_048_573
+"""Number of random values from which dummy weights are taken: a prime, so that rows of any width differ."""
+DUMMY_STD = 0.02
+
+
+class DummySource:
+    """A source of random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
+
+    def __init__(self, seed: int, target: Target) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._device = target.device
+        pool = (torch.randn(DUMMY_POOL, generator=generator) * DUMMY_STD).to(target.dtype).to(target.device)
+        self._pool = pool.repeat(2)  # twice, so that a cut of up to DUMMY_POOL numbers may start anywhere
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=dtype, device=self._device)
+        size = shape[0] * shape[1]
+        start = zlib.crc32(name.encode()) % DUMMY_POOL
+        cut = self._pool[start : start + min(size, DUMMY_POOL)]
+        return cut.repeat(-(-size // DUMMY_POOL))[:size].view(shape).to(dtype)
+
+    def raw(self, name: str) -> torch.Tensor:
+        raise ModelError(f"dummy weights are not quantized: there is no {name}")
+
+    def unused(self) -> list[str]:
+        return []

@@ -1,0 +1,157 @@
+"""A model has the same bits on one rank, two and four, whatever runs on which of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import Family
+from engine.errors import ModelError, RankLost
+from engine.model_runner import ModelRunner, RunnerSettings
+from engine.ranks.leader import Leader
+from engine.ranks.messages import pack, unpack
+from engine.sequence import Chunk, lay_out
+from engine.tiny import make_checkpoint
+from kernels import row_parallel
+from testing.engine import Batch
+from testing.ranks import ThreadRanks, shared_arena
+
+PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
+HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+FAMILIES: dict[Family, dict[str, Any]] = {
+    "llama": {"vocab_size": 509, "tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {},
+    "phi3": {},
+}
+"""Families whose layers differ: with biases, norms of heads, norms after sublayers, fused projections."""
+
+pytestmark = pytest.mark.skipif(row_parallel.entry() is None, reason="no C++ kernels are built")
+
+
+def settings_of(path: Path, **more: Any) -> RunnerSettings:
+    return RunnerSettings(path, **({"reduction_parts": 4, "num_threads": 1} | more))
+
+
+def logits_of(runner: ModelRunner, ranks: ThreadRanks | None, budget: int) -> list[torch.Tensor]:
+    batch = Batch.of(runner, PROMPTS, 5, budget=budget)
+    if ranks is not None:
+        ranks.bind(runner.bound_arena)
+    batch.run()
+    return [torch.stack(rows) for rows in batch.logits]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_on_one_two_and_four_ranks(family: Family, dtype: Any, tmp_path: Path) -> None:
+    """With chunks of 16 tokens, some chunks compute no logits. A chunk of 300 contains whole prompts."""
+    make_checkpoint(tmp_path, family, std=0.1, **HEADS, **FAMILIES[family])
+    settings = settings_of(tmp_path, dtype=dtype)
+    expected = logits_of(ModelRunner(settings), None, 300)
+    for size, eager, budget in ((2, False, 16), (2, True, 300), (4, False, 300)):
+        more = settings_of(tmp_path, dtype=dtype, enforce_eager=eager)
+        with ThreadRanks(more, size) as ranks:
+            for one, other in zip(expected, logits_of(ranks.runner, ranks, budget), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_parts_change_the_bits_and_the_fingerprint(tmp_path: Path) -> None:
+    """So the tests above would notice if parts were added in another order."""
+    make_checkpoint(tmp_path, std=0.1, **HEADS)
+    whole, parts = (ModelRunner(settings_of(tmp_path, dtype="float32", reduction_parts=each)) for each in (None, 4))
+    assert not all(map(torch.equal, logits_of(whole, None, 300), logits_of(parts, None, 300)))
+    assert "parts" not in whole.numerics and "parts=4" in parts.numerics.split()
+    with ThreadRanks(settings_of(tmp_path, dtype="float32"), 2) as ranks:
+        assert ranks.runner.numerics == parts.numerics
+        assert ranks.runner.layout.fingerprint == parts.layout.fingerprint
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_blocks_that_two_ranks_fill_are_read_by_one(kv: Any, tmp_path: Path) -> None:
+    """The first tokens come from a prefill on two ranks; the same arena is then bound to a single one, and back."""
+    make_checkpoint(tmp_path, std=0.1, **HEADS)
+    alone = ModelRunner(settings_of(tmp_path, kv_cache_dtype=kv))
+    expected = logits_of(alone, None, 300)
+    with ThreadRanks(settings_of(tmp_path, kv_cache_dtype=kv), 2) as ranks:
+        batch = Batch.of(ranks.runner, PROMPTS, 5, budget=300)
+        ranks.bind(arena := ranks.runner.bound_arena)
+        alone.bind(arena)
+        for runner in (ranks.runner, alone, ranks.runner, alone, ranks.runner):
+            batch.runner = runner
+            batch.step(batch._plan(batch.sequences))
+    for one, rows in zip(expected, batch.logits, strict=True):
+        assert torch.equal(one, torch.stack(rows))
+
+
+def test_hidden_states_are_equal_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, std=0.1, **HEADS)
+    alone = ModelRunner(settings_of(tmp_path))
+    step = lay_out([Chunk(Batch.of(alone, PROMPTS, 1).sequences[4], 90)], 16).batch
+    expected = alone.hidden_states(step)
+    with ThreadRanks(settings_of(tmp_path), 4) as ranks:
+        ranks.bind(ranks.runner.new_arena(len(alone.bound_arena)))
+        assert torch.equal(ranks.runner.hidden_states(step), expected)
+
+
+def test_a_step_is_unpacked_as_it_was_packed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma2", std=0.1)
+    batch = Batch.of(ModelRunner(settings_of(tmp_path)), PROMPTS, 3)
+    step = lay_out([Chunk(each, min(9, each.num_tokens)) for each in batch.sequences], 16).batch
+    found = unpack(bytearray(pack(step)))
+    assert len(step.block_tables) > 1, "several KV groups"
+    for name in ("token_ids", "positions", "cu_seqlens_q", "context_lens", "logits_rows"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(step, name))
+    for name in ("slot_mappings", "block_tables"):
+        for one, other in zip(getattr(found, name), getattr(step, name), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "settings", "message"),
+    [
+        ("llama", {"num_key_value_heads": 1}, {}, "num_key_value_heads to be a multiple of 2, not 1"),
+        ("llama", {"intermediate_size": 126}, {}, "intermediate_size to be a multiple of 4, not 126"),
+        ("mixtral", {}, {}, "mixtures of experts"),
+        ("opt", {}, {}, "OPT"),
+        ("llama", {}, {"quantization": "int8"}, "quantization int8"),
+        ("llama", {}, {"enable_lora": True}, "enable_lora"),
+        ("llama", {}, {"tensor_parallel_size": 3}, "tensor_parallel_size 3 is not 1, 2, 4 or 8"),
+        ("llama", {}, {"tensor_parallel_size": 4, "reduction_parts": 2}, "is more than reduction_parts 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    family: Family, config: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family, **config)
+    with pytest.raises(ModelError, match=message):
+        ModelRunner(settings_of(tmp_path, **({"tensor_parallel_size": 2} | settings)))
+
+
+def test_a_killed_rank_ends_the_worker(tmp_path: Path) -> None:
+    """With real processes, whose logits are those of one rank until then."""
+    make_checkpoint(tmp_path, std=0.1, **HEADS)
+    alone = ModelRunner(settings_of(tmp_path))
+    step = lay_out([Chunk(Batch.of(alone, PROMPTS, 1).sequences[4], 90)], 16).batch
+    expected = alone.step(step)
+    runner = ModelRunner(settings_of(tmp_path, tensor_parallel_size=2))
+    leader = runner.seat
+    assert isinstance(leader, Leader)
+    try:
+        shared_arena(runner, tmp_path / "arena", len(alone.bound_arena))
+        assert torch.equal(runner.step(step), expected)
+        os.kill(leader.followers[0].process.pid, signal.SIGKILL)
+        with pytest.raises(RankLost) as lost:
+            while True:
+                runner.step(step)
+        with pytest.raises(RankLost):
+            runner.settle(lost.value)
+    finally:
+        leader.close()
