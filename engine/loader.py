@@ -32,9 +32,9 @@ from engine.quantized import Matrix, WeightFormat
 from engine.ranks.shard import WHOLE, Shard
 from kernels.cpu.ranks import Ranks
 from kernels.cpu.selection import count_fallback
-from kernels.linear import PackedLinear, our_provider
+from kernels.linear import PackedLinear
 from kernels.quantization import Bits, QuantizedWeight, quantize
-from kernels.row_parallel import RowParallelLinear
+from kernels.row_parallel import RowParallelLinear, our_provider
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 logger = logging.getLogger("engine")

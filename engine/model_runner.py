@@ -254,8 +254,7 @@ class ModelRunner:
     def _load(self) -> Model:
         settings = self.settings
         bits: Bits | None = None if settings.quantization is None else 8 if settings.quantization == "int8" else 4
-        ranks = None if self.seat is None else self.seat.ranks
-        place = (self.shard, ranks)
+        place = (self.shard, self.seat and self.seat.ranks)
         target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic, bits, *place)
         if self.config.family == "transformers":
             where = (Path(settings.model), self.config, target, settings.load_format, settings.seed)
@@ -267,9 +266,8 @@ class ModelRunner:
             model: Model = build(self.config, weights, self.max_model_len)
             self.weights_bytes = weights.num_bytes
         if self.seat is not None:
-            where = f"rank {self.shard.rank} of {self.shard.size}"
-            size, threads = self.weights_bytes / 2**20, self.num_threads
-            logger.info("%s: %.1f MiB of weights, threads: %d", where, size, threads)
+            which, size = (self.shard.rank, self.shard.size), self.weights_bytes / 2**20
+            logger.info("rank %d of %d: %.1f MiB of weights, threads: %d", *which, size, self.num_threads)
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:

@@ -12,8 +12,9 @@ import kernels
 from common.types import DType
 from engine.device import Device
 from kernels.cpu.loader import current
-from kernels.linear import our_provider, provider_of
+from kernels.linear import provider_of
 from kernels.providers.base import AttentionProvider
+from kernels.row_parallel import our_provider
 
 
 class Asked(Protocol):

@@ -177,12 +177,18 @@ def _shallow(runner: ModelRunner) -> Iterator[None]:
 def _scratch_step(
     runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None
 ) -> torch.Tensor:
-    """Computes the last `chunk` of `context` positions of `num_seqs` sequences. All tables name one scratch block.
+    """Computes a `scratch_batch`."""
+    with runner.using(runner.new_arena(1)):
+        return runner.step(scratch_batch(runner, chunk, num_seqs, context, width))
+
+
+def scratch_batch(runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None) -> StepInput:
+    """Returns the step of the last `chunk` of `context` positions of `num_seqs` sequences. All tables name block 0.
     width: columns of the block table; None: as many as the context takes.
     """
     num_tokens, block_size, groups = chunk * num_seqs, runner.layout.block_size, len(runner.layout.groups)
     positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)
-    batch = StepInput(
+    return StepInput(
         np.zeros(num_tokens, np.int64),
         positions,
         (positions % block_size,) * groups,
@@ -191,5 +197,3 @@ def _scratch_step(
         (np.zeros((num_seqs, width or -(-context // block_size)), np.int32),) * groups,
         np.arange(num_tokens, dtype=np.int64),
     )
-    with runner.using(runner.new_arena(1)):
-        return runner.step(batch)

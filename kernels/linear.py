@@ -254,14 +254,6 @@ class PackedLinear:
         return self._product(rows).view(*x.shape[:-1], self.out_features)
 
 
-def our_provider(dtype: torch.dtype, n_in: int = amx.DEPTH) -> Provider:
-    """Returns our own product for a number of inputs. An output has the same bits whatever the other outputs are, so a
-    matrix may be divided by its outputs.
-    """
-    fits_tiles = dtype == torch.bfloat16 and amx.available() and n_in % amx.DEPTH == 0
-    return "amx" if fits_tiles else "simd"
-
-
 def provider_of(dtype: torch.dtype) -> str:
     """Returns the provider that CPU linears of ordinary shapes run on; their bits depend on it."""
     return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how

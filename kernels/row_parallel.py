@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu import linear
+from kernels.cpu import amx, linear
 from kernels.cpu.loader import current
 from kernels.cpu.ops import raise_for
 from kernels.cpu.ranks import Ranks
+from kernels.linear import Provider
 
 
 def entry() -> Callable[..., int] | None:
@@ -24,6 +25,14 @@ def entry() -> Callable[..., int] | None:
     if function is not None:
         function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 7
     return function
+
+
+def our_provider(dtype: torch.dtype, n_in: int = amx.DEPTH) -> Provider:
+    """Returns our own product for a number of inputs. An output has the same bits whatever the other outputs are, so a
+    matrix may be divided by its outputs.
+    """
+    fits_tiles = dtype == torch.bfloat16 and amx.available() and n_in % amx.DEPTH == 0
+    return "amx" if fits_tiles else "simd"
 
 
 class RowParallelLinear:

@@ -134,8 +134,7 @@ class Launcher:
         if by_turns(settings):
             flags += flags_of({"turns_file": self._run_directory / "turns"})
         for name, package in worker_processes(settings):
-            by_role = [] if package == "prefill_svc" else decode_flags(settings)
-            by_role += rank_flags(settings, package)
+            by_role = rank_flags(settings, package) + ([] if package == "prefill_svc" else decode_flags(settings))
             self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)
