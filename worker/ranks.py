@@ -7,7 +7,6 @@ the blocks that the worker was writing stay in quarantine.
 
 from __future__ import annotations
 
-from block_store.arena.writer_slots import WriterSlot
 from block_store.holder.attach import Attached
 from engine.model_runner import ModelRunner
 from engine.ranks.leader import Leader
@@ -24,11 +23,11 @@ def bind_ranks(runner: ModelRunner, attached: Attached) -> None:
     runner.bind(arena.data, SharedBlocks(str(arena.path), arena.data_offset, *arena.data.shape))
     leader, key = runner.seat, id(attached)  # the roles of a process have a slot each
 
-    def guard(slot: WriterSlot) -> None:
-        leader.guard(key, slot.fileno())
+    def guard() -> None:
+        leader.guard(key, attached.held.writer_slot.fileno())
 
-    attached.on_registered = guard
-    guard(attached.held.writer_slot)
+    attached.on_renewed = guard  # which has a new slot
+    guard()
 
 
 def end_with_ranks(runner: ModelRunner, thread: StepThread) -> None:

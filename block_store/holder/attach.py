@@ -23,7 +23,6 @@ from block_store.arena.arena import Arena
 from block_store.arena.cuda import LIBRARY, Cuda
 from block_store.arena.header import Memory
 from block_store.arena.placement import open_blocks
-from block_store.arena.writer_slots import WriterSlot
 from block_store.errors import (
     ArenaBusy,
     ArenaLost,
@@ -113,15 +112,12 @@ class Attached:
         self._record: WorkerRecord | None = None
         self.on_fenced: Callable[[], None] = lambda: None
         """Callback that runs, in any thread, when the incarnation learns that it is fenced, even if it is idle."""
-        self.on_registered: Callable[[WriterSlot], object] = lambda slot: None
-        """Callback that runs after each renewal, with the new incarnation's writer slot."""
+        self.on_renewed: Callable[[], None] = lambda: None
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
         """Registers, with retries while Redis is silent, lost or damaged, or while a dead predecessor's floor still
-        counts.
-
-        Raises the last LedgerError after `timeout_s`.
+        counts. Raises the last LedgerError after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -183,7 +179,7 @@ class Attached:
         if self.arena.is_lost:
             raise ArenaLost(f"arena {self.arena.arena_id} is lost")
         self.held = self._register_patiently(RENEW_TIMEOUT_S)
-        self.on_registered(self.held.writer_slot)
+        self.on_renewed()
 
     def announce(
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
