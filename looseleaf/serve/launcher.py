@@ -33,12 +33,11 @@ from looseleaf.serve.placement import (
 )
 from looseleaf.serve.restart_notice import RestartNotice
 from looseleaf.serve.service_flags import (
-    decode_flags,
     flags_of,
     gateway_flags,
     gateway_secrets,
     inside_flags,
-    rank_flags,
+    role_flags,
     salt_secret,
     store_flags,
     store_secrets,
@@ -134,8 +133,7 @@ class Launcher:
         if by_turns(settings):
             flags += flags_of({"turns_file": self._run_directory / "turns"})
         for name, package in worker_processes(settings):
-            by_role = rank_flags(settings, package) + ([] if package == "prefill_svc" else decode_flags(settings))
-            self._spawn(name, package, [*flags, *by_role, "--worker-id", name])
+            self._spawn(name, package, [*flags, *role_flags(settings, package), "--worker-id", name])
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)
         flags = gateway_flags(settings, source, store_address) + flags_of({"restarts_file": self._notice.file})
@@ -156,7 +154,7 @@ class Launcher:
         if not has_one:
             return
         place = "both" if settings.roles == "both" else "split"
-        own = [*flags, *decode_flags(settings), "--place", place]
+        own = [*flags, *role_flags(settings, "looseleaf.both_roles"), "--place", place]
         spec = replace(self._spec(NAME, PACKAGE, own), takes_orders=True)
         self._standby = Standby(lambda: self._child(spec), lambda: self._restarts.allow(NAME), self._echo)
         self._standby.check()

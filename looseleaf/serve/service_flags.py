@@ -70,16 +70,18 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str)
     )
 
 
-def rank_flags(settings: ServeSettings, package: str) -> list[str]:
-    """Returns the flags of a worker's ranks. All workers get the same number of parts, so that they share blocks."""
+def role_flags(settings: ServeSettings, package: str) -> list[str]:
+    """Returns the flags that depend on the kind of worker. All workers get the same number of parts, without which they
+    would share no blocks.
+    """
+    flags: dict[str, object | None] = {}
+    if package != "prefill_svc":
+        flags = {"preemption": settings.preemption, "swap_space": settings.swap_space}
     sizes = ranks_by_package(settings)
     parts = settings.reduction_parts or default_parts(max(sizes.values()))
-    return flags_of({"tensor_parallel_size": sizes[package], "reduction_parts": parts}) if parts > 1 else []
-
-
-def decode_flags(settings: ServeSettings) -> list[str]:
-    """Returns the flags that only decode workers accept."""
-    return flags_of({"preemption": settings.preemption, "swap_space": settings.swap_space})
+    if parts > 1:
+        flags |= {"tensor_parallel_size": sizes[package], "reduction_parts": parts}
+    return flags_of(flags)
 
 
 def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:

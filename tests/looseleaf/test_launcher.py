@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from block_store.settings import BlockStoreSettings
+from common.errors import StartupError
 from common.settings import Settings
 from decode_svc.settings import DecodeSettings
 from gateway.settings import GatewaySettings
@@ -16,10 +17,10 @@ from looseleaf.serve import device
 from looseleaf.serve.model_source import ModelSource
 from looseleaf.serve.placement import settled
 from looseleaf.serve.service_flags import (
-    decode_flags,
     flags_of,
     gateway_flags,
     gateway_secrets,
+    role_flags,
     store_flags,
     store_secrets,
     worker_flags,
@@ -59,12 +60,24 @@ def test_workers_take_what_a_launch_gives_them(gpu: None, service: type[Settings
     assert (taken.model, taken.block_store) == ("/models/m", "127.0.0.1:1")  # type: ignore[attr-defined]
 
 
+def test_all_workers_have_the_parts_that_the_one_with_the_most_ranks_needs() -> None:
+    settings = ServeSettings(roles="split", prefill_tensor_parallel_size=2)
+    assert role_flags(settings, "prefill_svc") == ["--tensor-parallel-size", "2", "--reduction-parts", "4"]
+    assert role_flags(settings, "decode_svc") == ["--tensor-parallel-size", "1", "--reduction-parts", "4"]
+    assert settled(settings.model_copy(update={"roles": "auto"})).roles == "split"
+    assert role_flags(ServeSettings(), "decode_svc") == []
+    with pytest.raises(StartupError, match="tensor parallel sizes"):
+        settled(settings.model_copy(update={"roles": "both"}))
+    with pytest.raises(StartupError, match="--spare 1 does not support a tensor parallel size of 2"):
+        settled(settings.model_copy(update={"spare": 1}))
+
+
 @pytest.mark.parametrize("service", [DecodeSettings, BothSettings, SpareSettings])
 def test_workers_that_decode_take_what_is_said_of_preemption(service: type[DecodeSettings]) -> None:
     flags = worker_flags(ServeSettings(), SOURCE, "127.0.0.1:1")
-    taken = service.load([*flags, *decode_flags(ServeSettings(preemption="give-back", swap_space=0.5))])
+    taken = service.load([*flags, *role_flags(ServeSettings(preemption="give-back", swap_space=0.5), "decode_svc")])
     assert (taken.preemption, taken.swap_space) == ("give-back", 0.5)
-    by_default = service.load([*flags, *decode_flags(ServeSettings())])
+    by_default = service.load([*flags, *role_flags(ServeSettings(), "decode_svc")])
     assert (by_default.preemption, by_default.swap_space) == ("auto", 1.0)
 
 
