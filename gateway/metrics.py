@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from gateway.fleet.block_counts import BlockCounts
 from gateway.request.delta import Summary
 from gateway.token_tally import TokenTally
 from protos.v1 import block_store_pb2
@@ -132,7 +133,7 @@ class Metrics:
             registry=self._registry,
         )
         self._blocks = Gauge(
-            "looseleaf_blocks", "Blocks of the arena by state", [*labels, "state"], registry=self._registry
+            "looseleaf_blocks", "Blocks of all arenas by state", [*labels, "state"], registry=self._registry
         )
         self._block_bytes = Gauge(
             "looseleaf_block_bytes",
@@ -227,16 +228,18 @@ class Metrics:
         self._running.set_function(running)
         self._waiting.set_function(waiting)
 
-    def set_blocks(self, counts: Mapping[str, int]) -> None:
-        """Sets the numbers of blocks by state: free, reserved, sealed, cached, quarantine."""
-        for state, count in counts.items():
+    def set_blocks(self, counts: BlockCounts) -> None:
+        """Sets the gauges of blocks; without an answer of a block store, there are none."""
+        blocks = counts.by_state
+        if not blocks:
+            return
+        for state, count in blocks.items():
             self._blocks.labels(self._model, state).set(count)
-        used = counts.get("reserved", 0) + counts.get("sealed", 0) + counts.get("quarantine", 0)
-        self._kv_usage.set(used / max(1, sum(counts.values())))
-
-    def set_block_bytes(self, num_bytes: int, kv_dtype: str, block_size: int) -> None:
-        """Sets the size of a block of `block_size` tokens."""
-        self._block_bytes.labels(self._model, kv_dtype, str(block_size)).set(num_bytes)
+        used = blocks["reserved"] + blocks["sealed"] + blocks["quarantine"]
+        self._kv_usage.set(used / max(1, sum(blocks.values())))
+        if counts.block_bytes:
+            labels = self._model, counts.kv_dtype, str(counts.block_size)
+            self._block_bytes.labels(*labels).set(counts.block_bytes)
 
     def set_workers(self, loads: Iterable[tuple[str, str, int, int]]) -> None:
         """Sets (worker, role, running, waiting) of all workers. Removes the series of other workers."""

@@ -47,7 +47,9 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
     redis_password_file: Path | None = Field(
         None, description="a file with the password of the Redis server at --redis-url"
     )
-    block_store: str | None = Field(None, description="host:port of a block store, to show block states in /metrics")
+    block_store: str | None = Field(
+        None, description="host:port of the block store whose blocks /metrics shows; default: the stores of all arenas"
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="length of the longest sequence in tokens; default: the workers' limit"
     )

@@ -12,21 +12,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import grpc.aio
 import uvicorn
 from starlette.types import ASGIApp
 
 from common.certificates import CertificateFiles, front_context_watch
 from common.errors import StartupError
-from common.rpc import PUBLIC, Bounds, RpcServer, open_channel, wait_for_signal
+from common.rpc import PUBLIC, Bounds, RpcServer, wait_for_signal
 from common.telemetry import fallback_counts
 from common.trust import NO_TRUST, Trust
 from gateway.admission.open_answers import OpenAnswers
 from gateway.api.http_protocol import DEFAULT_BOUNDS, BoundedHttp, HttpBounds
+from gateway.fleet.block_counts import BlockCounter
 from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
-from protos.v1 import block_store_pb2, block_store_pb2_grpc
 
 logger = logging.getLogger("gateway")
 READY_POLL_S = 0.1
@@ -205,10 +204,10 @@ async def _set_ready(servers: Sequence[RpcServer], ready: bool) -> None:
 
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
-    """Keeps the gauges of blocks, workers and fallbacks up to date for /metrics until cancelled. If `address` is None,
-    there are no gauges of blocks.
+    """Keeps the gauges of blocks, workers and fallbacks up to date for /metrics until cancelled. The blocks are those
+    of the block store at `address`; if it is None, those of the arenas of all workers.
     """
-    channel: grpc.aio.Channel | None = None
+    counter = BlockCounter(trust)
     try:
         while True:
             metrics.set_workers(
@@ -217,26 +216,7 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
             )
             by_address = {s.record.address: s.record.fallbacks for s in workers.states.values()}
             metrics.set_fallbacks({"gateway": fallback_counts(), **by_address})
-            if address is not None:
-                channel = channel or open_channel(address, trust)
-                if not await _inspect(channel, metrics, trust):
-                    await channel.close()  # a new channel loads the current certificates
-                    channel = None
+            metrics.set_blocks(await counter.count(workers.store_addresses if address is None else [address]))
             await asyncio.sleep(INSPECT_POLL_S)
     finally:
-        if channel is not None:
-            await channel.close()
-
-
-async def _inspect(channel: grpc.aio.Channel, metrics: Metrics, trust: Trust) -> bool:
-    """Updates the gauges of blocks. Returns False if the store did not answer; the gauges then keep their values."""
-    stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
-    try:
-        reply = await stub.Inspect(block_store_pb2.InspectRequest(), timeout=INSPECT_POLL_S, metadata=trust.metadata)
-    except grpc.aio.AioRpcError:
-        return False
-    names = ("free", "reserved", "sealed", "cached", "quarantine")
-    metrics.set_blocks({name: getattr(reply, name) for name in names})
-    if reply.arena_id:
-        metrics.set_block_bytes(reply.block_bytes, reply.kv_dtype, reply.block_size)
-    return True
+        await counter.close()

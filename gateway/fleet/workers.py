@@ -117,6 +117,11 @@ class Workers:
         self._stores = stores
 
     @property
+    def store_addresses(self) -> list[str]:
+        """The addresses (host:port) of the block stores of the workers' arenas."""
+        return [store.address for store in self._stores.values()]
+
+    @property
     def ready(self) -> bool:
         """Whether some prefill worker has a decode partner with an open session."""
         return self._router.ready(self._usable)
