@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from block_store.arena.writer_slots import WriterSlots
 from engine.config import Family
 from engine.errors import ModelError, RankLost
 from engine.model_runner import ModelRunner, RunnerSettings
@@ -21,6 +25,7 @@ from engine.tiny import make_checkpoint
 from kernels import row_parallel
 from testing.engine import Batch
 from testing.ranks import ThreadRanks, shared_arena
+from testing.system import wait_for
 
 PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
 HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -135,23 +140,50 @@ def test_what_cannot_be_divided_is_refused(
         ModelRunner(settings_of(tmp_path, **({"tensor_parallel_size": 2} | settings)))
 
 
-def test_a_killed_rank_ends_the_worker(tmp_path: Path) -> None:
-    """With real processes, whose logits are those of one rank until then."""
-    make_checkpoint(tmp_path, std=0.1, **HEADS)
-    alone = ModelRunner(settings_of(tmp_path))
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
+    """A runner on two ranks, of which the second is a real process."""
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), std=0.1, **HEADS)
+    runner = ModelRunner(settings_of(path, tensor_parallel_size=2))
+    assert isinstance(runner.seat, Leader)
+    yield runner
+    runner.seat.close()
+
+
+def test_a_writer_slot_is_locked_until_every_rank_has_dropped_it(together: ModelRunner, tmp_path: Path) -> None:
+    """Also while the other rank is frozen. A renewed role has a new slot, for which the rank drops the old one."""
+    leader = cast(Leader, together.seat)
+    slots = WriterSlots(tmp_path / "writers")
+    pid, first, second = leader.followers[0].process.pid, slots.acquire(), slots.acquire()
+    leader.guard(1, first.fileno())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        first.close()
+        assert slots.is_alive(first.number)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    leader.guard(1, second.fileno())
+    second.close()
+    wait_for(lambda: slots.is_alive(first.number), lambda is_alive: not is_alive, 20.0, "the old slot stays locked")
+    assert slots.is_alive(second.number)
+
+
+def test_ranks_end_with_the_first_and_its_steps_with_them(together: ModelRunner, tmp_path: Path) -> None:
+    """The second rank ends by itself when the first one closes the connection of the beats, as if it had died. Until
+    then, logits are those of one rank.
+    """
+    alone = ModelRunner(replace(together.settings, tensor_parallel_size=1))
     step = lay_out([Chunk(Batch.of(alone, PROMPTS, 1).sequences[4], 90)], 16).batch
     expected = alone.step(step)
-    runner = ModelRunner(settings_of(tmp_path, tensor_parallel_size=2))
-    leader = runner.seat
-    assert isinstance(leader, Leader)
-    try:
-        shared_arena(runner, tmp_path / "arena", len(alone.bound_arena))
-        assert torch.equal(runner.step(step), expected)
-        os.kill(leader.followers[0].process.pid, signal.SIGKILL)
-        with pytest.raises(RankLost) as lost:
-            while True:
-                runner.step(step)
-        with pytest.raises(RankLost):
-            runner.settle(lost.value)
-    finally:
-        leader.close()
+    shared_arena(together, tmp_path / "arena", len(alone.bound_arena))
+    assert torch.equal(together.step(step), expected)
+    leader = cast(Leader, together.seat)
+    [follower] = leader.followers
+    leader._is_closed = True  # so that it does not kill the other rank
+    follower._life.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(RankLost) as lost:
+        while True:
+            together.step(step)
+    assert follower.process.wait() == 1
+    with pytest.raises(RankLost):
+        together.settle(lost.value)
