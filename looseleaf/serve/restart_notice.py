@@ -10,7 +10,7 @@ from looseleaf.serve.children import Child
 
 
 class RestartNotice:
-    """The notice of one launch. `add` and `check` must be called by the same thread."""
+    """The notice file of one launch. One thread must make all calls of `add` and `check`."""
 
     def __init__(self) -> None:
         self.file: Path | None = None
