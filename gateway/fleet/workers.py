@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from common import convert
 from common.group_need import GroupNeed, GroupRoom
@@ -19,7 +19,8 @@ from common.ticket import Ticket
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.admission.gate import Place
-from gateway.fleet.decode_client import DecodeSession, SessionPool
+from gateway.fleet.decode_client import SessionPool
+from gateway.fleet.decode_place import DecodePlace
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.prefill_client import PrefillClient
 from gateway.fleet.pull_client import PullClient, StoreAddress
@@ -39,31 +40,6 @@ ROOM_PER_SEQUENCE = 2
 """Free blocks required per KV group and sequence of a returning group, in addition to those that it had. With fewer, it
 would soon be given back again.
 """
-
-
-class DecodePlace:
-    """A group's place on a decode worker, counted until the end of a `with` block."""
-
-    __slots__ = ("_began", "_num_sequences", "_router", "_state", "session")
-
-    def __init__(self, session: DecodeSession, state: WorkerState, router: Router, num_sequences: int) -> None:
-        self.session = session
-        self._state = state
-        self._router = router
-        self._num_sequences = num_sequences
-        self._began = time.monotonic()
-        state.dispatched_sequences += num_sequences
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._state.dispatched_sequences -= self._num_sequences
-        if kind is None:
-            self._router.costs.note_decode(time.monotonic() - self._began)
-
-    def suspect(self) -> None:
-        self._router.suspect(self._state.record.worker_id, time.monotonic())
 
 
 class Workers:

@@ -17,10 +17,11 @@ from common.errors import Unavailable
 from common.types import WorkerRecord
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.decode_client import DecodeSession, SubmittedGroup
+from gateway.fleet.decode_place import DecodePlace
 from gateway.fleet.pending_ticket import PendingTicket
 from gateway.fleet.routing import Route
 from gateway.fleet.worker_lost import WorkerLost, incarnation, rejected, too_late
-from gateway.fleet.workers import DecodePlace, Workers
+from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
 from gateway.request.head_start import HeadStart
 from gateway.request.isolation import Isolation, IsolationTicket

@@ -1,0 +1,34 @@
+"""The record of a group's place on a decode worker, from the choice of the worker until the group ends or is lost."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from gateway.fleet.decode_client import DecodeSession
+from gateway.fleet.routing import Router, WorkerState
+
+
+class DecodePlace:
+    """A group's place on a decode worker, counted until the end of a `with` block."""
+
+    __slots__ = ("_began", "_num_sequences", "_router", "_state", "session")
+
+    def __init__(self, session: DecodeSession, state: WorkerState, router: Router, num_sequences: int) -> None:
+        self.session = session
+        self._state = state
+        self._router = router
+        self._num_sequences = num_sequences
+        self._began = time.monotonic()
+        state.dispatched_sequences += num_sequences
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._state.dispatched_sequences -= self._num_sequences
+        if kind is None:
+            self._router.costs.note_decode(time.monotonic() - self._began)
+
+    def suspect(self) -> None:
+        self._router.suspect(self._state.record.worker_id, time.monotonic())
