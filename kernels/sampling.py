@@ -95,7 +95,7 @@ def sample(
     logits: fp32 [B, V], penalties already applied; -inf bans a token. All other arguments have length B.
     temperature: >= 0; 0 selects the highest logit (the lowest id among equal ones).
     top_k: off if <= 0 or >= V.
-    top_p: in (0, 1]; 1 is off. Keeps the smallest set of most likely tokens whose mass reaches top_p.
+    top_p: in [0, 1]; 1 is off. Keeps the smallest set of most likely tokens whose mass reaches top_p, at least one.
     min_p: in [0, 1]; 0 is off. Drops tokens less likely than min_p times the most likely one.
     seeds: 64 bits; sample_indices, positions: >= 0.
     Returns int64 [B]. Raises ValueError if shapes or dtypes do not fit.

@@ -1,5 +1,6 @@
 // Sampling and log-probabilities, one row per thread. Contract: kernels/sampling.py. Selection uses radix histograms of
 // order-preserving keys, so no row is sorted. Sums over equal keys and over buckets run in token-id order.
+#include <algorithm>
 #include <vector>
 
 #include "simd.h"
@@ -50,6 +51,8 @@ int64_t argmax(const float* x, int64_t n) {
         if (x[i] == m) return i;
     return 0;
 }
+
+constexpr double SMALLEST = 1e-300;  // a top_p that is 0 in fp32 keeps one token, as any small one does
 
 struct Row {
     std::vector<float> x, weight;  // logits over temperature; 2^((x - max) log2 e), 0 for tokens that a filter dropped
@@ -115,7 +118,7 @@ struct Row {
         if (by_rank || by_mass)
             for (int64_t i = 0; i < n; ++i) key[i] = key_of(x[i]);
         if (by_rank) keep<false>(double(top_k));
-        if (by_mass) keep<true>(double(top_p) * total());
+        if (by_mass) keep<true>(std::max(double(top_p), SMALLEST) * total());
         const double target = u * total();
         double sum = 0;
         int64_t last = 0;

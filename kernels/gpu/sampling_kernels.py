@@ -221,7 +221,7 @@ def filter_kernel(
             )
             mass, count, _, _ = measure(x_row, weight_row, vocab, last, limit, last, True, TILE)
         if by_mass:
-            target = p.to(tl.float64) * mass
+            target = tl.maximum(p.to(tl.float64), 1e-300) * mass  # keeps one token if p is 0 in fp32
             last, limit = narrow(x_row, weight_row, vocab, top, last, limit, target, mass, count, True, TILE)
         for i in range(tiles):
             at = i * TILE + tl.arange(0, TILE)
