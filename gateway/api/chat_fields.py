@@ -8,10 +8,24 @@ from typing import Any, Protocol
 
 from common.errors import InvalidArgument
 from gateway.api.chat_messages import MessageBody, plain_messages
-from gateway.api.tool_choice import ToolChoice, chosen_of, function_of, tool_choice_of
+from gateway.api.field_rules import Rule, equals, given
+from gateway.api.tool_choice import ToolChoice, call_needs_tools, chosen_of, function_of, tool_choice_of
 from gateway.intake.wanted import ChatPrompt
 from gateway.tools.enforce import Function
 
+TEMPLATE_RULES = (
+    Rule("cannot be given: a template is a program, and only the model's own is run", (given("chat_template"),)),
+    Rule(
+        "and add_generation_prompt exclude each other",
+        (equals("continue_final_message", True), equals("add_generation_prompt", True)),
+    ),
+)
+"""Rules of the fields of `TemplateFields`."""
+CALL_NEEDS_TOOLS = call_needs_tools(
+    lambda choice: choice == "required" or isinstance(choice, dict),
+    {"anyOf": [{"const": "required"}, {"type": "object"}]},
+)
+"""The rule of OpenAI's `tool_choice`."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -38,12 +52,7 @@ NAMES = frozenset((*TemplateFields.__annotations__, *ToolFields.__annotations__)
 
 def chat_prompt(body: TemplateFields, messages: Sequence[MessageBody], effort: str | None = None) -> ChatPrompt:
     """Returns the prompt of a chat. Raises InvalidArgument if a field of the body or a message is invalid."""
-    if body.chat_template is not None:
-        what = "cannot be given: a template is a program, and only the model's own is run"
-        raise InvalidArgument.of("chat_template", what)
     plain, goes_on = plain_messages(messages), bool(body.continue_final_message)
-    if goes_on and body.add_generation_prompt:
-        raise InvalidArgument.of("continue_final_message", "and add_generation_prompt exclude each other")
     if goes_on and not (plain and plain[-1]["content"]):
         raise InvalidArgument.of("continue_final_message", "needs a last message with content")
     return ChatPrompt(

@@ -67,6 +67,16 @@ class ChatPlanner:
         self._call_marks = {} if calls is None else special_ids(assets.tokenizer, calls.marks)
         self._thinking_marks = special_ids(assets.tokenizer, self.formats.reasoning_marks)
 
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the chat template reads tools."""
+        return self._tool_template is not None and self._tool_template.takes_tools
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the chat template writes the tool calls of earlier answers."""
+        return self._template is not None and self._template.takes_calls
+
     def plan(self, wanted: Wanted, tools: ToolChoice) -> ChatPlan:
         """Returns the plan of a chat and adds the required options to `wanted`. Raises InvalidArgument for features
         that the model does not support or that exclude each other.

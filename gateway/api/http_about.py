@@ -9,9 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.version import VERSION
+from gateway.api.front import Front
 from gateway.api.openai_reply import dumps
 from gateway.api.openapi import description
-from gateway.intake.limits import Checker
+from gateway.api.openapi_limits import Served
+from gateway.intake.group_limits import most_sequences
 
 _PAGES = Path(__file__).parent / "pages"
 _PAGE_TYPES = {"docs.html": "text/html", "docs.js": "text/javascript", "docs.css": "text/css"}
@@ -29,15 +31,15 @@ class About:
     """The HTTP endpoints for probes, load balancers and people."""
 
     def __init__(
-        self, ready: Callable[[], bool], num_requests: Callable[[], int], checker: Callable[[], Checker]
+        self, ready: Callable[[], bool], num_requests: Callable[[], int], served: Callable[[], Served]
     ) -> None:
         """`ready` returns whether requests can be served, `num_requests` returns the number of current requests, and
-        `checker` returns the model's current limits.
+        `served` returns the properties of the model and its workers on which the limits of requests depend.
         """
         self._ready = ready
         self._num_requests = num_requests
         self._pages = {name: (_PAGES / name).read_bytes() for name in _PAGE_TYPES}
-        self._checker = checker
+        self._served = served
 
     async def health(self, request: Request) -> Response:
         ready = self._ready()
@@ -55,13 +57,27 @@ class About:
         return json_response({"server_load": self._num_requests()})
 
     async def openapi(self, request: Request) -> Response:
-        checker = self._checker()
-        return json_response(description(checker.vocab_size, checker.max_model_len))
+        return json_response(description(self._served()))
 
     async def docs(self, request: Request) -> Response:
         name = request.url.path.rpartition("/")[2]
         name = name if name in _PAGE_TYPES else "docs.html"
         return Response(self._pages[name], headers=_PAGE_HEADERS, media_type=_PAGE_TYPES[name])
+
+
+def served_by(front: Front) -> Served:
+    """Returns what /openapi.json says about the model and its workers, as they are now."""
+    validator, planner = front.validator, front.planner
+    checker, most = validator.checker(), most_sequences(validator.group_rooms())
+    return Served(
+        checker.vocab_size,
+        checker.max_model_len,
+        **({} if most is None else {"max_sequences": most}),
+        dimensions=front.assets.hidden_size,
+        reads_tools=planner.reads_tools,
+        writes_calls=planner.writes_calls,
+        calls_tools=planner.reads_tools and planner.formats.calls is not None,
+    )
 
 
 def json_response(content: object, status: int = 200) -> Response:

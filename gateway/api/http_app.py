@@ -34,7 +34,7 @@ from gateway.api.bodies import BodyBudget, BodyReader
 from gateway.api.embedding_reply import EmbeddingAnswer, ScoreAnswer
 from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.front import Front
-from gateway.api.http_about import About
+from gateway.api.http_about import About, served_by
 from gateway.api.http_adapters import AdapterChanges
 from gateway.api.http_frame import framed, warn
 from gateway.api.http_model import ModelApi
@@ -116,7 +116,7 @@ class HttpApi:
         ]
 
     def _about_routes(self, ready: Callable[[], bool], show_metrics: bool, options: HttpOptions) -> list[Route]:
-        about = About(ready, lambda: self._admission.num_requests, self._validator.checker)
+        about = About(ready, lambda: self._admission.num_requests, partial(served_by, self._front))
         routes = [
             self._route("/health", about.health, "GET"),
             self._route("/ping", about.ping, "GET", "POST"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,11 @@ import msgspec
 from common.errors import InvalidArgument, Unimplemented
 from gateway.api.responses_input import InputPart, check_parts, content_text
 
-ROLES = ("user", "assistant")
+BLOCKS: Mapping[str, Sequence[str]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+"""By role: the types of the blocks that its messages may have."""
 
 
 class ContentBlock(msgspec.Struct):
@@ -53,11 +57,16 @@ def plain_turns(turns: Sequence[TurnBody]) -> tuple[list[dict[str, Any]], list[s
 
 
 def _plain(turn: TurnBody, name: str) -> Iterator[dict[str, Any]]:
-    if turn.role not in ROLES:
-        raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(ROLES)}")
+    if turn.role not in BLOCKS:
+        raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(BLOCKS)}")
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
-    elif turn.role == "assistant":
+        return
+    for index, block in enumerate(turn.content):
+        if block.type not in BLOCKS[turn.role]:
+            what = f"{block.type[:40]!r} is not supported here"
+            raise Unimplemented.of(f"{name}.content[{index}].type", what)
+    if turn.role == "assistant":
         yield _answer(turn.content, f"{name}.content")
     else:
         yield from _question(turn.content, f"{name}.content")
@@ -76,8 +85,6 @@ def _answer(blocks: Sequence[ContentBlock], name: str) -> dict[str, Any]:
             calls.append({"id": _given(block.id, f"{own}.id"), "type": "function", "function": function})
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
-        elif block.type != "redacted_thinking":
-            raise _unsupported(block, own)
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
     if calls:
         message["tool_calls"] = calls
@@ -90,13 +97,11 @@ def _question(blocks: Sequence[ContentBlock], name: str) -> Iterator[dict[str, A
         own = f"{name}[{index}]"
         if block.type == "text":
             texts.append(_given(block.text, f"{own}.text"))
-        elif block.type == "tool_result":
+        else:
             if texts:
                 yield {"role": "user", "content": "".join(texts)}
                 texts = []
             yield _result(block, own)
-        else:
-            raise _unsupported(block, own)
     if texts or not blocks:
         yield {"role": "user", "content": "".join(texts)}
 
@@ -110,7 +115,3 @@ def _given(value: str | None, name: str) -> str:
     if value is None:
         raise InvalidArgument.of(name, "must be given")
     return value
-
-
-def _unsupported(block: ContentBlock, name: str) -> Unimplemented:
-    return Unimplemented.of(f"{name}.type", f"{block.type[:40]!r} is not supported here")

@@ -13,7 +13,7 @@ from gateway.api.messages_history import TurnBody, plain_turns
 from gateway.api.openai_request import Body
 from gateway.api.responses_input import InputPart, content_text
 from gateway.api.structured_fields import NOT_GIVEN, Found, structured_of_type
-from gateway.api.tool_choice import Choice, Chosen, ToolChoice, chat_tool, function_of, tool_choice_of
+from gateway.api.tool_choice import Choice, Chosen, ToolChoice, call_needs_tools, chat_tool, function_of, tool_choice_of
 from gateway.intake.wanted import ChatPrompt, Wanted
 from gateway.tools.enforce import Function
 
@@ -51,6 +51,13 @@ class ToolUse(msgspec.Struct):
         return Chosen(choice, self.name if self.type == "tool" else None, many=not self.disable_parallel_tool_use)
 
 
+_ASKING = [name for name, choice in _CHOICES.items() if choice == "required"]
+CALL_NEEDS_TOOLS = call_needs_tools(
+    lambda choice: choice is not None and choice.type in _ASKING,
+    {"type": "object", "required": ["type"], "properties": {"type": {"enum": _ASKING}}},
+)
+
+
 class CountTokensBody(Body, kw_only=True):
     """The body of POST /v1/messages/count_tokens: a conversation."""
 
@@ -60,6 +67,8 @@ class CountTokensBody(Body, kw_only=True):
     unsupported: ClassVar[Mapping[str, Any]] = {
         "container": None, "mcp_servers": [], "output_format": None, "context_management": None,
     }  # fmt: skip
+
+    rules = (CALL_NEEDS_TOOLS,)
 
     messages: list[TurnBody]
     system: str | list[InputPart] | None = None

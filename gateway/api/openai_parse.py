@@ -93,7 +93,10 @@ def parse_body(
     missing = [f.name for f in msgspec.structs.fields(kind) if f.required and values.get(f.name) is None]
     if missing:
         raise InvalidArgument.of(missing[0], _KINDS if missing[0] in _PROMPTS else "must be given")
-    return kind(**values)
+    body = kind(**values)
+    for rule in kind.rules:
+        rule.check(body)
+    return body
 
 
 def _check_nothing(name: str, part: msgspec.Raw, nothing: Any) -> None:

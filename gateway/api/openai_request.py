@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from common.errors import InvalidArgument
-from gateway.api.chat_fields import chat_prompt
+from gateway.api.chat_fields import CALL_NEEDS_TOOLS, TEMPLATE_RULES, chat_prompt
 from gateway.api.chat_messages import MessageBody
+from gateway.api.field_rules import Rule, excludes, needs
 from gateway.api.structured_fields import NOT_GIVEN, STRUCTURED_FIELDS, ResponseFormat, StructuredOutputs, structured_of
 from gateway.api.vllm_fields import UNSUPPORTED
+from gateway.intake.limits import MAX_ID_DIGITS
 from gateway.intake.wanted import IdsPrompt, Prompt, TextPrompt, Wanted
 
 
@@ -26,6 +28,8 @@ class Body(msgspec.Struct, kw_only=True):
     ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, Any]] = {}
     """Known but unsupported fields, each with its neutral value."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Rules between the fields."""
 
     model: str | None = None
 
@@ -52,6 +56,7 @@ class SamplingBody(Body, kw_only=True):
         "web_search_options": None, "reasoning_effort": None,
         **UNSUPPORTED,
     }  # fmt: skip
+    rules: ClassVar[tuple[Rule, ...]] = (needs("stream_options", "stream"),)
 
     temperature: float | None = None
     top_p: float | None = None
@@ -103,8 +108,6 @@ class SamplingBody(Body, kw_only=True):
 
     def wanted(self) -> Wanted:
         """Converts the fields that completions and chat share. Raises InvalidArgument if a field is invalid."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidArgument.of("stream_options", "may only be given together with stream")
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:
             setattr(wanted, name, getattr(self, name))
@@ -158,6 +161,14 @@ class CompletionBody(SamplingBody, kw_only=True):
 class ChatBody(SamplingBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
+    rules = (
+        *SamplingBody.rules,
+        *TEMPLATE_RULES,
+        CALL_NEEDS_TOOLS,
+        needs("top_logprobs", "logprobs"),
+        excludes("max_completion_tokens", "max_tokens", "and max_tokens are the same; give one of them"),
+    )
+
     messages: list[MessageBody]
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -175,17 +186,15 @@ class ChatBody(SamplingBody, kw_only=True):
         wanted = self.wanted()
         wanted.prompt, wanted.prompt_field = chat_prompt(self, self.messages, self.reasoning_effort), "messages"
         if self.max_completion_tokens is not None:
-            if self.max_tokens is not None:
-                raise InvalidArgument.of("max_completion_tokens", "and max_tokens are the same; give one of them")
             wanted.max_tokens = self.max_completion_tokens
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidArgument.of("top_logprobs", "needs logprobs to be true")
         wanted.logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return [wanted]
 
 
 class TokenizeBody(Body, kw_only=True):
     """The body of POST /tokenize."""
+
+    rules = (*TEMPLATE_RULES, excludes("messages", "prompt"))
 
     prompt: str | None = None
     messages: list[MessageBody] | None = None
@@ -197,8 +206,6 @@ class TokenizeBody(Body, kw_only=True):
     add_special_tokens: bool | None = None
 
     def input(self) -> tuple[str, Prompt | None]:
-        if self.messages is not None and self.prompt is not None:
-            raise InvalidArgument.of("messages", "and prompt exclude each other")
         if self.messages is not None:
             return "messages", chat_prompt(self, self.messages)
         return "prompt", None if self.prompt is None else TextPrompt(self.prompt)
@@ -213,7 +220,7 @@ class DetokenizeBody(Body, kw_only=True):
 def logit_bias_of(given: dict[str, float]) -> list[tuple[int, float]]:
     bias = []
     for key, value in given.items():
-        if not key.isascii() or not key.isdigit() or len(key) > 10:
+        if not key.isascii() or not key.isdigit() or len(key) > MAX_ID_DIGITS:
             raise InvalidArgument.of("logit_bias", f"must have token ids as keys, got {key[:20]!r}")
         bias.append((int(key), float(value)))
     return bias

@@ -14,23 +14,16 @@ import msgspec
 from common.version import VERSION
 from gateway.api.body_fields import unsupported_of
 from gateway.api.embedding_request import EmbeddingBody, ScoreBody
+from gateway.api.field_rules import given
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.openapi_limits import Served, limit_fields
 from gateway.api.openapi_rules import add_rules
 from gateway.api.responses_request import ResponsesBody
-from gateway.intake.limits import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    RANGES,
-    Range,
-)
 
 _PREFIX = "#/components/schemas/"
 _WIRE = {(CompletionBody, "prompt"), (EmbeddingBody, "input")}
 """Fields whose form in JSON differs from the type that they are parsed into."""
-_STOP = f"At most {MAX_STOP_STRINGS} strings, not empty."
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +81,17 @@ _OPERATIONS = (
 
 
 @cache
-def description(vocab_size: int, max_model_len: int) -> dict[str, Any]:
-    """Returns the OpenAPI document for a model with this vocabulary size and maximum length in tokens."""
+def description(served: Served) -> dict[str, Any]:
+    """Returns the OpenAPI document for a model and its workers."""
     bodies = list(dict.fromkeys(operation.body for operation in _OPERATIONS if operation.body is not None))
     _, components = msgspec.json.schema_components(
         [_wire_type(body) for body in bodies], ref_template=_PREFIX + "{name}"
     )
-    for body in bodies:
-        _complete(components[_name(body)], body, _Sizes(vocab_size, max_model_len))
     for component in components.values():
-        for option in _options(component["properties"].get("role", {}), "string"):
-            option["minLength"] = 1
-    add_rules(components)
+        limit_fields(component, served)
+    for body in bodies:
+        _complete(components[_name(body)], body, served)
+    add_rules(components, {_name(body): body for body in bodies}, served)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -151,75 +143,22 @@ def _without_raw(kind: Any) -> Any:
     return msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=strict, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The sizes of a model, on which some limits depend."""
-
-    vocab_size: int
-    max_model_len: int
-
-    @property
-    def ids(self) -> dict[str, Any]:
-        token = {"type": "integer", "minimum": 0, "maximum": self.vocab_size - 1}
-        return {"type": "array", "items": token, "minItems": 1, "maxItems": self.max_model_len - 1}
-
-    @property
-    def prompt(self) -> dict[str, Any]:
-        text = {"type": "string", "minLength": 1}
-        lists = [{"type": "array", "items": items, "minItems": 1} for items in (text, self.ids)]
-        return {"anyOf": [text, self.ids, *lists], "description": "A text, texts, token ids or lists of token ids."}
-
-    @property
-    def ranges(self) -> Mapping[str, Range]:
-        output, prompt = Range(1, self.max_model_len - 1), Range(-1, self.max_model_len)
-        return {
-            **RANGES, "max_tokens": output, "max_completion_tokens": output, "max_output_tokens": output,
-            "min_tokens": Range(0, self.max_model_len - 1), "truncate_prompt_tokens": prompt,
-            "top_k": Range(-1, self.vocab_size), "top_logprobs": RANGES["logprobs"], "best_of": RANGES["n"],
-        }  # fmt: skip
-
-
-def _complete(schema: dict[str, Any], body: type[Body], sizes: _Sizes) -> None:
-    """Adds the limits, the ignored fields and the unsupported fields to a body's schema."""
+def _complete(schema: dict[str, Any], body: type[Body], served: Served) -> None:
+    """Adds the forms of the prompts, the ignored fields and the unsupported fields to a body's schema."""
     properties = schema["properties"]
-    for name, limit in sizes.ranges.items():
-        for option in _options(properties.get(name, {}), "integer", "number"):
-            option |= {"exclusiveMinimum" if limit.above_low else "minimum": limit.low, "maximum": limit.high}
-    if "truncate_prompt_tokens" in properties:
-        properties["truncate_prompt_tokens"]["not"] = {"const": 0}
     for name in [name for kind, name in _WIRE if kind is body]:
-        properties[name] = sizes.prompt
+        properties[name] = served.prompt
     if body is DetokenizeBody:
-        ids = {"type": "array", "items": sizes.ids["items"]}  # may be longer than a prompt
+        ids = {"type": "array", "items": served.ids["items"]}  # may be longer than a prompt
         properties["tokens"] = {**ids, "description": "At most as many ids as the longest accepted text has bytes."}
     if body is TokenizeBody:
-        schema["anyOf"] = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in _EITHER]
-    for option in _options(properties.get("stop_token_ids", {}), "array"):
-        option |= {**sizes.ids, "minItems": 0, "maxItems": MAX_STOP_TOKEN_IDS}
-    for option in _options(properties.get("allowed_token_ids", {}), "array"):
-        option |= {**sizes.ids, "maxItems": MAX_ALLOWED_TOKEN_IDS}
-    for option in _options(properties.get("bad_words", {}), "array"):
-        option["maxItems"] = MAX_BAD_WORDS
-    for name in ("messages", "input", "text_1", "text_2"):
-        for option in _options(properties.get(name, {}), "array", "string"):
-            option["minItems" if option["type"] == "array" else "minLength"] = 1
-            for item in _options(option.get("items", {}), "string"):
-                item["minLength"] = 1
-    for option in _options(properties.get("dimensions", {}), "integer"):
-        option["minimum"] = 1
-    if "stop" in properties:
-        properties["stop"]["description"] = _STOP
+        schema["anyOf"] = [given(name).schema for name in _EITHER]
     for name in sorted(body.ignored.difference(properties)):
         properties[name] = {"description": "Accepted and ignored."}
     for name, nothing in unsupported_of(body).items():
         what = "Not supported: only the neutral value is accepted."
         properties[name] = {"enum": [None] if nothing is None else [None, nothing], "description": what}
     schema.pop("title", None)
-
-
-def _options(schema: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
-    """Returns the alternatives of a field's schema that have one of these types."""
-    return [option for option in (schema, *schema.get("anyOf", ())) if option.get("type") in kinds]
 
 
 def _path(operation: _Operation) -> dict[str, Any]:

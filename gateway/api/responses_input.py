@@ -15,6 +15,7 @@ from gateway.intake.limits import MAX_CONTENT_PARTS
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
+REASONING_PART = "reasoning_text"
 
 
 class InputPart(msgspec.Struct):
@@ -94,7 +95,7 @@ class _History:
             )
         elif item.type == "reasoning":
             parts = item.content if isinstance(item.content, list) else []
-            self._reasoning = text_of(parts, f"{name}.content", ("reasoning_text",)) or None
+            self._reasoning = text_of(parts, f"{name}.content", (REASONING_PART,)) or None
         else:
             raise Unimplemented.of(f"{name}.type", f"{item.type[:40]!r} is not supported")
 

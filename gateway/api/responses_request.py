@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from common.errors import InvalidArgument, Unimplemented
-from gateway.api.chat_fields import effort_variable
+from gateway.api.chat_fields import CALL_NEEDS_TOOLS, effort_variable
 from gateway.api.openai_request import Body, logit_bias_of
 from gateway.api.responses_input import InputItem, plain_items
 from gateway.api.structured_fields import NOT_GIVEN, Found, structured_of_type
@@ -19,8 +19,8 @@ from gateway.intake.wanted import ChatPrompt, Wanted
 from gateway.tools.enforce import Function
 
 _NOTHING_STORED = "cannot be used: nothing is stored here; send the whole conversation as input"
-_WITHOUT_EFFECT = ("reasoning.encrypted_content",)
-"""Values of `include` that are accepted and have no effect."""
+WITHOUT_EFFECT = ("reasoning.encrypted_content",)
+"""Values of `include` that have no effect for a model whose reasoning is not split off."""
 
 
 class TextFormat(msgspec.Struct):
@@ -59,6 +59,8 @@ class ResponsesBody(Body, kw_only=True):
         "background": False, "conversation": None, "prompt": None, "top_logprobs": 0,
         "truncation": "disabled", "context_management": None,
     }  # fmt: skip
+
+    rules = (CALL_NEEDS_TOOLS,)
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -114,7 +116,7 @@ class ResponsesBody(Body, kw_only=True):
         if self.previous_response_id is not None:
             raise Unimplemented.of("previous_response_id", _NOTHING_STORED)
         for index, item in enumerate(self.include or ()):
-            if item not in _WITHOUT_EFFECT:
+            if item not in WITHOUT_EFFECT:
                 raise Unimplemented.of(f"include[{index}]", f"{item[:60]!r} is not supported yet")
 
     def chosen_tools(self) -> ToolChoice:

@@ -44,12 +44,14 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
+FORMATS = ("text", "json_object", "json_schema")
+"""The types of OpenAI's `response_format`."""
 STRUCTURED_FIELDS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 Found = tuple[str, StructuredOutput]
 """The name of a field and the structured output that it requests."""
-_KINDS: Mapping[str, GrammarKind] = {
+KINDS: Mapping[str, GrammarKind] = {
     "json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "lark",
 }  # fmt: skip
 
@@ -70,12 +72,12 @@ def _all_of(fields: Mapping[str, Any]) -> Iterator[Found]:
     if response_format is not None and (found := _of_format(response_format)):
         yield found
     outputs: StructuredOutputs | None = fields["structured_outputs"]
-    for key in _KINDS if outputs is not None else ():
+    for key in KINDS if outputs is not None else ():
         if _is_given(value := getattr(outputs, key)):
-            yield _of_value(f"structured_outputs.{key}", _KINDS[key], value)
+            yield _of_value(f"structured_outputs.{key}", KINDS[key], value)
     for key in ("json", "regex", "choice", "grammar"):
         if _is_given(value := fields[f"guided_{key}"]):
-            yield _of_value(f"guided_{key}", _KINDS[key], value)
+            yield _of_value(f"guided_{key}", KINDS[key], value)
 
 
 def _is_given(value: Any) -> bool:

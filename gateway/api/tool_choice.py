@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from common.errors import InvalidArgument
+from gateway.api.field_rules import Condition, Rule, filled
 from gateway.intake.limits import MAX_TOOLS
 from gateway.tools.enforce import Function
 
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 Choice = Literal["none", "auto", "required"]
-_CHOICES: Mapping[str, Choice] = {"none": "none", "auto": "auto", "required": "required"}
+CHOICES: Mapping[str, Choice] = {"none": "none", "auto": "auto", "required": "required"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,20 @@ class Chosen:
     many: bool = True
 
 
+def call_needs_tools(asks: Callable[[Any], bool], schema: Mapping[str, Any]) -> Rule:
+    """Returns the rule that a `tool_choice` for which `asks` is true needs tools. `schema` says the same as `asks`."""
+    asked = Condition("tool_choice", asks, schema)
+    return Rule("asks for a call, but there are no tools", (asked,), filled("tools"))
+
+
 def chosen_of(given: str | dict[str, Any] | None, name_of: Callable[[dict[str, Any]], object], form: str) -> Chosen:
     """Parses OpenAI's `tool_choice`. `name_of` extracts the function's name from an object that chooses a function, and
     `form` describes the object in error messages. Raises InvalidArgument if `given` has none of the allowed forms.
     """
     if given is None:
         return Chosen()
-    if isinstance(given, str) and given in _CHOICES:
-        return Chosen(_CHOICES[given])
+    if isinstance(given, str) and given in CHOICES:
+        return Chosen(CHOICES[given])
     name = name_of(given) if isinstance(given, dict) and given.get("type") == "function" else None
     if not isinstance(name, str):
         raise InvalidArgument.of("tool_choice", f"must be none, auto, required or {form}")
@@ -64,7 +71,7 @@ def function_of(name: str, given: Mapping[str, Any], parameters: str = "paramete
     messages, and `parameters` is the key of the function's schema. Raises InvalidArgument if a value is invalid.
     """
     own_name, schema, strict = given.get("name"), given.get(parameters), given.get("strict")
-    if not isinstance(own_name, str) or not _NAME.fullmatch(own_name):
+    if not isinstance(own_name, str) or not FUNCTION_NAME.fullmatch(own_name):
         raise InvalidArgument.of(f"{name}.name", "must be 1 to 128 letters, digits or any of _ . : / -")
     if not isinstance(schema, dict | None):
         raise InvalidArgument.of(f"{name}.{parameters}", "must be a JSON schema, as an object")
@@ -81,9 +88,7 @@ def tool_choice_of(functions: Sequence[Function], chosen: Chosen) -> ToolChoice:
         raise InvalidArgument.of("tools", f"must hold at most {MAX_TOOLS} tools, got {len(functions)}")
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
-        raise InvalidArgument.of("tools", "must not contain two functions with the same name")
-    if not functions and chosen.choice == "required":
-        raise InvalidArgument.of("tool_choice", "asks for a call, but there are no tools")
+        raise InvalidArgument.of("tools", "must hold each function's name once")
     if chosen.named is None:
         found = ToolChoice(chosen.choice if functions else "none", tuple(functions), chosen.many)
         return replace(found, functions=()) if found.choice == "none" else found

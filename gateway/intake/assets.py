@@ -48,6 +48,8 @@ class ModelAssets:
     `UNLIMITED` if the config has none, as for a model without attention.
     """
     eos_token_ids: tuple[int, ...]
+    hidden_size: int | None = None
+    """Dimensions of an embedding. None: the config has no field of this name."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
     tool_template: str | None = None
@@ -74,6 +76,7 @@ def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
         vocab_size=_positive(config, "vocab_size", path),
         max_position=_positive({"max_position_embeddings": UNLIMITED} | config, "max_position_embeddings", path),
         eos_token_ids=_eos_ids(generation, config),
+        hidden_size=_positive(config, "hidden_size", path) if "hidden_size" in config else None,
         defaults=_defaults(generation, path),
         chat_template=_chat_template(path, tokenizer_config, "default"),
         tool_template=_chat_template(path, tokenizer_config, "tool_use"),

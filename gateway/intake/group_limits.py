@@ -16,7 +16,7 @@ from common.types import WorkerRecord
 from gateway.intake.limits import RANGES, Checker
 from gateway.intake.wanted import Wanted
 
-_NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
+NEUTRAL: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (-1, 0), "top_p": (1,), "min_p": (0,)}
 """Parameters that shape random draws. A beam search draws nothing, so it accepts only values that have no effect."""
 
 
@@ -26,6 +26,11 @@ def rooms_of(records: Iterable[WorkerRecord]) -> dict[str, GroupRoom]:
     steps = [record.prefill_step for record in ready if record.role == "prefill" and record.prefill_step]
     shortest = min(steps, default=None)
     return {record.worker_id: GroupRoom.of(record, shortest) for record in ready if record.role == "decode"}
+
+
+def most_sequences(limits: Iterable[GroupRoom]) -> int | None:
+    """Returns the largest number of sequences that a decode worker runs at once. None: there are no decode workers."""
+    return max((limit.max_sequences for limit in limits), default=None)
 
 
 def is_beam_search(wanted: Wanted) -> bool:
@@ -62,8 +67,8 @@ def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupRoom])
     else:
         _check_samples(checker, wanted)
     name, width = width_of(wanted)
-    most = max((limit.max_sequences for limit in limits), default=width)
-    if width > most:
+    most = most_sequences(limits)
+    if most is not None and width > most:
         checker.refuse(name, f"must be at most {most}, the sequences that a decode worker runs at once, got {width}")
 
 
@@ -84,7 +89,7 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
     checker.number(name, width, RANGES["beam_width"])
     if num_sequences(wanted) > width:
         checker.refuse("n", f"must be at most {width} ({name}), got {num_sequences(wanted)}")
-    for field, neutral in _NEUTRAL.items():
+    for field, neutral in NEUTRAL.items():
         value = getattr(wanted, field)
         if value is not None and value not in neutral:
             allowed = " or ".join(map(str, neutral))

@@ -38,6 +38,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+MAX_ID_DIGITS = 10
+"""Digits of a token id that is the key of an object."""
 MAX_BAD_WORDS = 64
 """Each word becomes at most two sequences of tokens, so all words together ban fewer tokens than any vocabulary has."""
 MAX_BAD_WORD_BYTES = 256

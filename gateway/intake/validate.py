@@ -63,7 +63,7 @@ class Validator:
         self._salts = salts
         self._timeout_s = timeout_s
         self._max_model_len = max_model_len
-        self._group_rooms = group_rooms
+        self.group_rooms = group_rooms
         self._find_adapter: Callable[[str], AdapterRef | None] = lambda name: None
         self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
         self._cache_percent: Callable[[str], int | None] = lambda tenant: None
@@ -93,7 +93,7 @@ class Validator:
         checker = self.checker()
         _check_numbers(checker, wanted)
         _check_rest(checker, wanted)
-        check_group(checker, wanted, self._group_rooms())
+        check_group(checker, wanted, self.group_rooms())
         check_structured(checker, wanted)
         check_bans(checker, wanted, self._assets.eos_token_ids)
         self._check_prompt(checker, wanted)
@@ -257,7 +257,7 @@ class Validator:
         else:
             max_tokens = wanted.max_tokens
         max_tokens = max_tokens_within(
-            wanted, prompt_len, self._group_rooms(), max_tokens, clip=wanted.max_tokens is None
+            wanted, prompt_len, self.group_rooms(), max_tokens, clip=wanted.max_tokens is None
         )
         if (wanted.min_tokens or 0) > max_tokens:
             raise InvalidArgument.of(

@@ -97,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema"),
     ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
-    ({"tool_choice": {"type": "tool"}}, "tool_choice.name must be given"),
+    ({"tool_choice": {"type": "tool"}, "tools": [{"name": "f"}]}, "tool_choice.name must be given"),
     ({"tool_choice": {"type": "required"}}, "tool_choice.type must be one of"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),

@@ -25,6 +25,7 @@ from gateway.api.grpc_service import InferenceServicer, key_check
 from gateway.api.http_frame import read_origins
 from gateway.api.http_options import HttpOptions
 from gateway.api.openapi import description
+from gateway.api.openapi_limits import Served, pattern_below
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 from testing.gateway.parts import Fault, Script
@@ -32,6 +33,8 @@ from tests.gateway.http_served import serve as serve  # a fixture
 from tests.gateway.test_requests import until
 
 BODY = {"prompt": "the mill", "max_tokens": 3}
+SERVED = Served(400, 512, 8, None, reads_tools=False, writes_calls=False, calls_tools=False)
+"""The scripted workers and their model."""
 
 
 # --- request ids
@@ -186,7 +189,7 @@ def test_origins_are_read_strictly() -> None:
 
 
 def test_the_description_has_every_field_and_its_limits() -> None:
-    schemas = description(400, 512)["components"]["schemas"]
+    schemas = description(SERVED)["components"]["schemas"]
     chat = schemas["ChatRequest"]["properties"]
     assert chat["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
     assert schemas["CompletionRequest"]["properties"]["top_p"]["anyOf"][0]["exclusiveMinimum"] == 0
@@ -194,7 +197,7 @@ def test_the_description_has_every_field_and_its_limits() -> None:
     assert schemas["CompletionRequest"]["required"] == ["prompt"] and schemas["ResponsesRequest"]["required"] == [
         "input"
     ]
-    found = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description(400, 512))))
+    found = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description(SERVED))))
     assert found <= set(schemas)
 
 
@@ -210,9 +213,12 @@ async def test_the_description_allows_as_many_ids_as_detokenize_takes(serve: Any
 
 async def test_rules_between_fields_are_in_the_description(serve: Any) -> None:
     served = await serve()
-    components = description(400, 512)["components"]
+    components = description(SERVED)["components"]
     chat, text = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, {"prompt": "a", "max_tokens": 1}
     options = {"stream_options": {"include_usage": True}}
+    beams, goes_on = {"use_beam_search": True, "n": 2}, {"continue_final_message": True}
+    tools = [{"type": "function", "function": {"name": "get_time"}}]
+    thought, block = [{"type": "reasoning_text", "text": "a"}], [{"type": "thinking", "thinking": "a"}]
     for path, kind, body, is_right in (
         ("/v1/completions", "CompletionRequest", {**text, **options}, False),
         ("/v1/completions", "CompletionRequest", {**text, **options, "stream": True}, True),
@@ -225,16 +231,46 @@ async def test_rules_between_fields_are_in_the_description(serve: Any) -> None:
         ("/tokenize", "TokenizeRequest", {"prompt": "a", "chat_template": None}, True),
         ("/v1/embeddings", "EmbeddingRequest", {"input": "a", "dimensions": 0}, False),
         ("/score", "ScoreRequest", {"text_1": "a", "text_2": ["b", ""]}, False),
+        ("/v1/completions", "CompletionRequest", {**text, "logit_bias": {"0399": 1}}, True),
+        ("/v1/completions", "CompletionRequest", {**text, "logit_bias": {"400": 1}}, False),
+        ("/v1/completions", "CompletionRequest", {**text, "n": 9}, False),
+        ("/v1/completions", "CompletionRequest", {**text, "guided_regex": "a", "guided_json": {}}, False),
+        ("/v1/completions", "CompletionRequest", {**text, "guided_regex": "a", "ignore_eos": True}, False),
+        ("/v1/completions", "CompletionRequest", {**text, **beams, "temperature": 0.5}, False),
+        ("/v1/completions", "CompletionRequest", {**text, **beams, "temperature": 1}, True),
+        ("/v1/completions", "CompletionRequest", {**text, "length_penalty": 2}, False),
+        ("/v1/completions", "CompletionRequest", {**text, "bad_words": [" "]}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "tool_choice": "required"}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "tool_choice": "auto"}, True),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "tools": tools}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "tools": tools, "tool_choice": "none"}, True),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "tools": [{"type": "x"}], "tool_choice": "none"}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, **goes_on, "add_generation_prompt": True}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, **goes_on}, True),
+        ("/tokenize", "TokenizeRequest", {"messages": chat["messages"], "prompt": "a"}, False),
+        ("/v1/responses", "ResponsesRequest", {"input": [{"type": "reasoning"}]}, False),
+        ("/v1/responses", "ResponsesRequest", {"input": [{"role": "user", "content": thought}]}, False),
+        ("/v1/messages", "MessagesRequest", {**chat, "tool_choice": {"type": "any"}}, False),
+        ("/v1/messages", "MessagesRequest", {**chat, "system": thought}, False),
+        ("/v1/messages", "MessagesRequest", {**chat, "messages": [{"role": "user", "content": block}]}, False),
+        ("/v1/messages", "MessagesRequest", {**chat, "messages": [{"role": "assistant", "content": block}]}, True),
     ):
         assert ((await served.post(path, **body)).status_code == 200) == is_right, body
         schema = {"$ref": f"#/components/schemas/{kind}", "components": components}
         assert jsonschema.Draft202012Validator(schema).is_valid(body) == is_right, body
 
 
+@pytest.mark.parametrize("limit", [1, 2, 10, 11, 400, 4096])
+def test_a_pattern_bounds_a_number(limit: int) -> None:
+    pattern = re.compile(pattern_below(limit))
+    assert [n for n in range(2 * limit + 20) if pattern.search(str(n))] == list(range(limit))
+    assert pattern.search(f"00{limit - 1}") and not pattern.search(f"1{limit - 1}") and not pattern.search("-0")
+
+
 async def test_every_example_of_the_description_is_answered(serve: Any) -> None:
     served = await serve()
     spec = (await served.client.get("/openapi.json")).json()
-    assert spec == description(400, 512) and spec["openapi"].startswith("3.1")
+    assert spec == description(SERVED) and spec["openapi"].startswith("3.1")
     examples = 0
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
