@@ -20,7 +20,7 @@ from gateway.tools.enforce import Function
 
 _NOTHING_STORED = "cannot be used: nothing is stored here; send the whole conversation as input"
 WITHOUT_EFFECT = ("reasoning.encrypted_content",)
-"""Values of `include` that have no effect for a model whose reasoning is not split off."""
+"""Values of `include` that are accepted and have no effect."""
 
 
 class TextFormat(msgspec.Struct):

@@ -88,7 +88,7 @@ def tool_choice_of(functions: Sequence[Function], chosen: Chosen) -> ToolChoice:
         raise InvalidArgument.of("tools", f"must hold at most {MAX_TOOLS} tools, got {len(functions)}")
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
-        raise InvalidArgument.of("tools", "must hold each function's name once")
+        raise InvalidArgument.of("tools", "must not contain two functions with the same name")
     if chosen.named is None:
         found = ToolChoice(chosen.choice if functions else "none", tuple(functions), chosen.many)
         return replace(found, functions=()) if found.choice == "none" else found
