@@ -111,7 +111,7 @@ RULES = (
         "named function", "must be one of the tools: a value from elsewhere in the body",
         r"tool_choice\S* must be the name of a tool", lambda body: isinstance(body["tool_choice"], dict),
     ),
-    Rule("functions", "have different names", r"must not contain two functions with the same name", has_repeated_functions),
+    Rule("functions", "have different names", r"two functions with the same name", has_repeated_functions),
     Rule(
         "grammar", "a schema, a regular expression or a Lark grammar must compile, and its masks must be small",
         r"cannot be compiled|takes more than \S+ s to compile|(is|became) too complex",
