@@ -103,7 +103,7 @@ async def main(settings: GatewaySettings) -> None:
     pool = TokenizerPool(assets, settings.num_tokenizer_threads)
     try:
         urls = [with_password(url, settings.redis_password_file) for url in split_urls(settings.redis_url)]
-        discovery = Discoveries(urls, settings.poll_s, workers.on_records, workers.on_stores)
+        discovery = Discoveries(urls, settings.poll_s, workers.on_records, workers.stores.on_stores)
         await discovery.check()
     except (BlockStoreError, ValueError):
         raise StartupError("--redis-url: Redis cannot be reached there") from None

@@ -216,7 +216,7 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
             )
             by_address = {s.record.address: s.record.fallbacks for s in workers.states.values()}
             metrics.set_fallbacks({"gateway": fallback_counts(), **by_address})
-            metrics.set_blocks(await counter.count(workers.store_addresses if address is None else [address]))
+            metrics.set_blocks(await counter.count(workers.stores.addresses if address is None else [address]))
             await asyncio.sleep(INSPECT_POLL_S)
     finally:
         await counter.close()

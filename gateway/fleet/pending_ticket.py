@@ -33,11 +33,11 @@ class PendingTicket:
         self, arena_id: str, quota: types_pb.CacheQuota | None, public_tokens: int, timeout_s: float
     ) -> block_store_pb2.PullResponse:
         """Copies the ticket's blocks into another arena, and replaces the ticket with the ticket of the copies. Raises
-        the errors of `Workers.pull`.
+        the errors of `Stores.pull`.
         """
         assert self.ticket is not None
         request = block_store_pb2.PullRequest(ticket=self.ticket, cache_quota=quota, public_tokens=public_tokens)
-        pulled = await self.workers.pull(request, arena_id, timeout_s)
+        pulled = await self.workers.stores.pull(request, arena_id, timeout_s)
         self.workers.give_up(self.ticket)
         self.ticket = pulled.ticket
         return pulled

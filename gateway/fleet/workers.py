@@ -23,12 +23,12 @@ from gateway.fleet.decode_client import SessionPool
 from gateway.fleet.decode_place import DecodePlace
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.prefill_client import PrefillClient
-from gateway.fleet.pull_client import PullClient, StoreAddress
-from gateway.fleet.routing import UNREACHABLE_S, Asked, Route, Router, WorkerState
+from gateway.fleet.routing import Asked, Route, Router, WorkerState
+from gateway.fleet.stores import Stores
 from gateway.fleet.worker_lost import WorkerLost
 from gateway.intake.group_limits import rooms_of
 from gateway.intake.resolved_request import ResolvedRequest
-from protos.v1 import block_store_pb2, prefill_pb2
+from protos.v1 import prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 Lookup = Callable[[Sequence[WorkerRecord], ResolvedRequest], Awaitable[dict[str, int]]]
@@ -52,12 +52,7 @@ class Workers:
         self._sessions = SessionPool(self._on_load, limits, trust)
         self._usable = self._sessions.usable
         self._prefills = PrefillClient(self._on_load, limits.silence_s, trust, self._on_unread)
-        self._pulls = PullClient(trust)
-        self._stores: Mapping[str, StoreAddress] = {}
-        """The block stores by arena."""
-        self._avoided: dict[tuple[str, str], asyncio.TimerHandle] = {}
-        """Timers after which routing again uses pairs of arenas between which a copy has failed."""
-        self._router.broken = self._avoided.keys()
+        self.stores = Stores(self._router, trust)
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
         """The limits of the decode workers on a group's size. If there are no workers, the limits of the last ones
@@ -83,19 +78,6 @@ class Workers:
         self._sessions.sync(records)
         self.missing_for()
         self._keep(asyncio.create_task(self._keep_channels([r.address for r in records if r.role == "prefill"])))
-
-    def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
-        """Applies the registry's block stores, by arena id, after a poll."""
-        moved = {arena_id for arena_id, store in stores.items() if store != self._stores.get(arena_id)}
-        for pair in [pair for pair in self._avoided if not moved.isdisjoint(pair)]:
-            self._avoided.pop(pair).cancel()
-        self._router.stores = {arena_id: store.pulls for arena_id, store in stores.items()}
-        self._stores = stores
-
-    @property
-    def store_addresses(self) -> list[str]:
-        """The addresses (host:port) of the block stores of the workers' arenas."""
-        return [store.address for store in self._stores.values()]
 
     @property
     def ready(self) -> bool:
@@ -202,35 +184,6 @@ class Workers:
             return None
         return DecodePlace(session, state, self._router, need.width)
 
-    async def pull(
-        self, request: block_store_pb2.PullRequest, arena_id: str, timeout_s: float
-    ) -> block_store_pb2.PullResponse:
-        """Copies a ticket's blocks into another arena, and fills in `request.source`. Raises the errors of
-        `PullClient.pull`. If one of the two stores does not answer, routing avoids the pair for a while.
-        """
-        pair = (request.ticket.arena_id, arena_id)
-        source, destination = map(self._stores.get, pair)
-        if source is None or destination is None:
-            raise WorkerLost("pull_no_store", counted=False, suspect=False)
-        request.source = source.address
-        began = time.monotonic()
-        try:
-            pulled = await self._pulls.pull(destination.address, request, timeout_s)
-        except WorkerLost as lost:
-            if lost.unreachable:
-                self._avoid(pair)
-            raise
-        now = time.monotonic()
-        self._router.costs.note_copy(*pair, pulled.num_tokens, now - began, now)
-        return pulled
-
-    def _avoid(self, pair: tuple[str, str]) -> None:
-        """Makes routing avoid copies between a pair of arenas for a while."""
-        if (before := self._avoided.pop(pair, None)) is not None:
-            before.cancel()
-        forget = asyncio.get_running_loop().call_later
-        self._avoided[pair] = forget(UNREACHABLE_S, self._avoided.pop, pair)
-
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Returns whether a returning group may be prefilled now, and promises it blocks until `keep_promise`.
 
@@ -257,7 +210,7 @@ class Workers:
     async def close(self) -> None:
         self._sessions.close()
         await self._prefills.close()
-        await self._pulls.close()
+        await self.stores.close()
 
     @property
     def _nothing_there(self) -> bool:
@@ -271,7 +224,7 @@ class Workers:
 
     async def _keep_channels(self, prefills: Sequence[str]) -> None:
         await self._prefills.keep(prefills)
-        await self._pulls.keep()
+        await self.stores.keep()
 
     def _on_load(self, worker_id: str, load: WorkerLoad) -> None:
         self._router.report(worker_id, load, time.monotonic())
