@@ -40,7 +40,7 @@ from testing.equality.cases import Case, Text
 from testing.equality.rough_parts import Request, Role, RoughAttachment
 from testing.equality.workers import DOMAIN, MAX_NUM_SEQS, Asked
 
-MAX_PUMPS = 300
+MAX_PUMPS = 1200
 TOKEN_BUDGET = 5
 Phase = Literal["queued", "prefilled", "parked", "under way", "claimed", "decoded", "nowhere"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -327,7 +327,7 @@ class RoughWorld:
                 attachment.line.heal()
                 if pump % 10 == 0 or attachment.held.holder.breaker.is_open:
                     attachment.beat()
-            if pump == MAX_PUMPS // 2:  # the ticket of a cancelled request keeps its blocks until its lease expires
+            if pump % 150 == 149:  # the ticket of a cancelled request keeps its blocks until its lease expires
                 self.expire_tickets()
             self.pump()
             if self.errors or all(request.is_over for request in self.requests):
