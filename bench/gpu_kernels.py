@@ -146,7 +146,9 @@ class Bench:
         return graph.replay, "graph"
 
     def _events(self, call: Callable[[], object], seconds: float = 0.2) -> float:
-        """Returns the median seconds between events around one call, over at least `seconds` and five calls."""
+        """Returns the median time of a call in seconds, measured with CUDA events. Repeats the call for at least
+        `seconds`, and at least five times.
+        """
         times: list[float] = []
         end = time.perf_counter() + seconds
         call()

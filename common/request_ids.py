@@ -1,4 +1,6 @@
-"""Ids of requests. Ids from clients are accepted within limits. The log lines of a request show its id."""
+"""Request ids. A client may choose the id of its request; characters that are not allowed are removed, and a long id is
+cut. The log lines of a request show its id.
+"""
 
 from __future__ import annotations
 

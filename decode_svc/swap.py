@@ -184,7 +184,9 @@ class SwapSpace:
         return refs[:num_blocks]
 
     def _share(self, tables: Tables, refs: dict[int, BlockRef]) -> None:
-        """Takes further references to shared blocks, so that there is one per sequence. One has been taken already."""
+        """Takes further references to shared blocks, so that each block has one for every sequence that uses it. The
+        first reference to each block has already been taken.
+        """
         uses = Counter(slot for swapped in tables.values() for table in swapped for slot in table.slots)
         self._attached.held.share(refs[slot] for slot, times in uses.items() for _ in range(times - 1))
 

@@ -152,7 +152,7 @@ class ModelConfig:
 
     @classmethod
     def _native(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
-        """Returns the configuration for our own implementation. Raises ModelError and UnsupportedModel."""
+        """Returns the configuration for our own implementation of the model. Raises ModelError or UnsupportedModel."""
         from engine import families  # needs this module
 
         family = _native_family(raw)

@@ -44,7 +44,7 @@ def is_ready(address: str) -> bool:
 
 @contextlib.contextmanager
 def server(settings: LoadSettings) -> Iterator[None]:
-    """A context with a server for the run: the one that already answers, or one that runs only in the context."""
+    """Returns a context manager for a server: the one that already answers, or one that it starts and ends."""
     if is_ready(settings.grpc):
         print(f"loadtest: using the server at {settings.grpc}", flush=True)
         yield

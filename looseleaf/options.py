@@ -191,7 +191,7 @@ def _set_text(request: pb.GenerateRequest | pb.EmbedRequest, text: str | Sequenc
 
 
 def chat_to_pb(messages: Sequence[Message]) -> pb.Chat:
-    """Converts turns to a message. Raises TypeError if a turn has keys other than role and content."""
+    """Converts a chat to protobuf. Raises TypeError if the keys of a message are not exactly role and content."""
     turns = []
     for index, message in enumerate(messages):
         if set(message) != {"role", "content"}:

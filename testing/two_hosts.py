@@ -1,8 +1,8 @@
 """Two hosts on one machine: prefill on host A, decode on host B, a gateway on A, and one Redis or two.
 
-With namespaces (only as root), each host has a separate network, mounts and shared memory, and a veth pair joins them;
-the test acts as a third machine, connected to A. Without namespaces, the hosts are two groups of processes with an
-arena each.
+With namespaces (only as root), each host has its own network, mounts and shared memory. A veth pair joins the two
+hosts, and the test acts as a third machine that is connected to A. Without namespaces, the hosts are two groups of
+processes with an arena each.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Target:
     """The process of a peer, which may be stopped while others are measured."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Returns a context in which this target runs."""
+        """Returns a context manager that keeps this target running."""
         return nullcontext() if self.process is None else self._running(self.process.pid)
 
     @contextmanager

@@ -187,7 +187,7 @@ class LedgerScripts:
         return self._call("assert_all", *call) == b"1"
 
     def ask_all(self, census: str) -> None:
-        """Asks every worker to answer its next heartbeat with a `report` under the name `census`. Raises
+        """Asks every worker to call `report`, with the name `census`, after its next heartbeat. Raises
         LedgerUnavailable.
         """
         try:

@@ -46,8 +46,8 @@ def check_rows(runner: ModelRunner) -> None:
 
 
 def variation(runner: ModelRunner) -> float:
-    """Returns the largest difference between the logits of tokens that are computed one by one, in chunks of CHUNK, and
-    as BATCH sequences at once. 0 means that the bits are the same.
+    """Computes the same logits one token at a time, in chunks of CHUNK tokens, and in such chunks for BATCH sequences
+    at once. Returns the largest difference of the second and third results from the first; 0 means that there is none.
     """
     layout = runner.layout
     blocks = -(-NUM_TOKENS // layout.block_size)

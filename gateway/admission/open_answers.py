@@ -1,6 +1,7 @@
 """Ends answers that take too long to write, or all open answers at once. Does no I/O.
 
-The end of an answer raises an error inside the answer's scope. The writer of the answer then informs the client.
+To end an answer, this module raises an error inside the answer's scope. The code that writes the answer then informs
+the client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Limits how many wrong API keys an address may try: a token bucket per address, for a bounded number of addresses.
+"""Limits how many wrong API keys an address may try, with a token bucket for each IPv4 address or IPv6 /64 network. The
+number of buckets is bounded.
 Does no I/O.
 """
 

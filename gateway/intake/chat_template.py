@@ -1,8 +1,8 @@
 """Chat templates in a sandbox: messages and tools in, prompt text out, as with `apply_chat_template` in transformers.
 
 A template is one of the model's files; messages, tools and variables come from clients. The template therefore runs
-without access to other objects and within a limit on processor time. The limit is checked between pieces of its output:
-a loop without output is stopped only by the sandbox's limit on ranges.
+without access to any other objects, and within a limit on CPU time. The limit is checked between pieces of the
+template's output, so a loop that outputs nothing is bounded only by the sandbox's limit on the length of a range.
 """
 
 from __future__ import annotations

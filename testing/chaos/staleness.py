@@ -1,10 +1,10 @@
-"""Scenario of forced staleness: leases shorter than the delays, a tiny arena, and frequent reallocation of blocks.
+"""A scenario that forces staleness: leases shorter than the delays, a tiny arena, and frequent reallocation of blocks.
 
-Workers are stopped for longer than their lease, until others have taken half of their blocks to write into. A worker
+A worker is stopped for longer than its lease, until other workers are about to write to half of its blocks. A worker
 that wakes in the middle of a step reads blocks that it has lost. The reader rule must detect this before a token is
-sent. Two of every three workers are told to stop during a step (`faulty`). The others are stopped at a random moment,
-mostly between two steps, and learn from the ledger that they are fenced. Without the rule, the same seed must produce
-wrong tokens; otherwise the scenario would prove nothing.
+sent. In two of every three stops, the worker is told to stop during a step (`faulty`). In the third, it is stopped at a
+random moment, usually between two steps, and learns from the ledger that it is fenced. Without the rule, the same seed
+must produce wrong tokens; otherwise the scenario would prove nothing.
 """
 
 from __future__ import annotations

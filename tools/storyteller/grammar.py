@@ -22,7 +22,7 @@ _PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her",
 
 @dataclass(slots=True)
 class Character:
-    """A character of a story. If `name` is None, the character is called only by its kind. After the introduction, the
+    """A character in a story. If `name` is None, the character is called only by its kind. After the introduction, the
     form "intro" is a plain reference.
     """
 

@@ -1,5 +1,5 @@
 # ruff: noqa: SIM905 (tables of words)
-"""The vocabulary of the story grammar: characters, things, places and abilities. Data only.
+"""The vocabulary of the story grammar: characters, things, places and abilities. Contains only data.
 
 The vocabulary is small on purpose, because a model with a few million parameters is coherent only with a few thousand
 words.
