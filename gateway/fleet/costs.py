@@ -73,18 +73,13 @@ class RouteCosts:
         live = set(arena_ids)
         self._copies = {pair: copy for pair, copy in self._copies.items() if live.issuperset(pair)}
 
-    def usual_rate(self, loads: Iterable[WorkerLoad]) -> float:
+    def prefill_rate(self, loads: Iterable[WorkerLoad]) -> float:
         """Returns the mean rate of the workers that have measured theirs, in prompt tokens per second, or
-        `USUAL_PROMPT_TOKENS_PER_S` if no worker has.
+        `USUAL_PROMPT_TOKENS_PER_S` if no worker has. It is used for all workers: with its own rate, a worker whose few
+        steps were slow would get no prompts, and its rate would stay as it is.
         """
         known = [load.prompt_tokens_per_s for load in loads if load.prompt_tokens_per_s]
         return sum(known) / len(known) if known else USUAL_PROMPT_TOKENS_PER_S
-
-    def prefill_s(self, num_tokens: int, load: WorkerLoad, usual_rate: float) -> float:
-        """Returns the time in which a worker with this load computes `num_tokens` tokens. `usual_rate` applies to a
-        worker that has not measured its rate.
-        """
-        return num_tokens / (load.prompt_tokens_per_s or usual_rate)
 
     def copy_s(self, source: str, destination: str, num_tokens: int, now: float) -> float:
         """Returns the time to copy the KV of `num_tokens` tokens; 0.0 within an arena."""

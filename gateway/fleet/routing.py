@@ -143,7 +143,7 @@ class Router:
         prefills = [
             p for p in self._of_role("prefill") if p.unreachable_until <= now and p.record.has_adapter(asked.adapter)
         ]
-        usual_rate = self.costs.usual_rate(p.load for p in prefills)
+        rate = self.costs.prefill_rate(p.load for p in prefills)
         after: dict[tuple[str, str], float] = {}
         costs: dict[str, float] = {}
         for prefill in prefills:
@@ -151,7 +151,7 @@ class Router:
             if key not in after:
                 after[key] = self._after_prefill_s(arena_id, shares.get(prefill.record.pairing, {}), asked, now)
             num_tokens = prefill.tokens_before(now) + asked.missing(arena_id)
-            costs[prefill.record.worker_id] = self.costs.prefill_s(num_tokens, prefill.load, usual_rate) + after[key]
+            costs[prefill.record.worker_id] = num_tokens / rate + after[key]
         partnered = [p for p in prefills if costs[p.record.worker_id] < math.inf]
         return self._least(partnered, lambda p: costs[p.record.worker_id], now)
 
