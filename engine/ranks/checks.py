@@ -25,14 +25,13 @@ def check_ranks(shard: Shard, settings: Asked, device: Device) -> None:
     """Raises ModelError, which names the setting."""
     if shard.is_whole:
         return
-    asked = f"tensor_parallel_size {shard.size} (reduction_parts {shard.parts})"
     if device.compute_capability is not None:
-        raise ModelError(f"{asked} needs device cpu: exchanges between GPUs have not been written")
+        raise ModelError(f"{shard.asked} needs device cpu: exchanges between GPUs have not been written")
     if settings.quantization is not None:
-        raise ModelError(f"{asked} does not support quantization {settings.quantization}")
+        raise ModelError(f"{shard.asked} does not support quantization {settings.quantization}")
     if settings.enable_lora:
-        raise ModelError(f"{asked} does not support enable_lora")
+        raise ModelError(f"{shard.asked} does not support enable_lora")
     if kernels.row_parallel.entry() is None:
-        raise ModelError(f"{asked} needs the C++ kernels, which are not in use")
+        raise ModelError(f"{shard.asked} needs the C++ kernels, which are not in use")
     if (provider := linear_provider()) in ("onednn", "torch"):
-        raise ModelError(f"{asked} needs our own linear layers, but KERNELS_LINEAR is {provider}")
+        raise ModelError(f"{shard.asked} needs our own linear layers, but KERNELS_LINEAR is {provider}")

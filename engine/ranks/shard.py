@@ -49,11 +49,11 @@ class Shard:
             return
         if c.family in ("opt", "transformers"):
             what = "OPT" if c.family == "opt" else "a model of the transformers library"
-            raise ModelError(f"{self._asked} does not support {what}")
+            raise ModelError(f"{self.asked} does not support {what}")
         if c.experts is not None:
-            raise ModelError(f"{self._asked} does not support mixtures of experts")
+            raise ModelError(f"{self.asked} does not support mixtures of experts")
         if c.weight_format is not None:
-            raise ModelError(f"{self._asked} does not support quantized weights")
+            raise ModelError(f"{self.asked} does not support quantized weights")
         fields = (
             ("num_attention_heads", c.num_heads, self.size),
             ("num_key_value_heads", c.num_kv_heads, self.size),
@@ -62,10 +62,11 @@ class Shard:
         )
         for name, value, divisor in fields:
             if value % divisor:
-                raise ModelError(f"{self._asked} needs {name} to be a multiple of {divisor}, not {value}")
+                raise ModelError(f"{self.asked} needs {name} to be a multiple of {divisor}, not {value}")
 
     @property
-    def _asked(self) -> str:
+    def asked(self) -> str:
+        """The settings that ask for this shard, as an error names them."""
         return f"tensor_parallel_size {self.size} (reduction_parts {self.parts})"
 
 

@@ -65,7 +65,7 @@ class RouteCosts:
         self._copies.setdefault((source, destination), _CopyTime()).note(num_tokens, seconds, now)
 
     def note_decode(self, seconds: float) -> None:
-        """Records for how many seconds a group was at its decode worker."""
+        """Records for how many seconds a group had its place at a decode worker, including the copy of its blocks."""
         self._decode_s += _DECODE_STEP * (seconds - self._decode_s)
 
     def keep(self, arena_ids: Iterable[str]) -> None:

@@ -131,10 +131,10 @@ class Workers:
         """Picks the worker to prefill on, or None if no ready pair has a decode worker with room for a group of this
         size. The prefix index is consulted only if there are several arenas.
         """
-        by_arena = {s.record.arena_id: s.record for s in self._router.workers.values()}
+        records = [s.record for s in self._router.workers.values()]
         cached: dict[str, int] = {}
-        if len(by_arena) > 1 and self._lookup is not None:
-            cached = await self._lookup(list(by_arena.values()), request)
+        if len({record.arena_id for record in records}) > 1 and self._lookup is not None:
+            cached = await self._lookup(records, request)
         asked = Asked(len(request.prompt_ids), cached, request.adapter_digest)
         state = self._router.pick_prefill(asked, time.monotonic(), self._usable_for(need))
         return None if state is None else Route(state.record, asked)
