@@ -26,6 +26,8 @@ the registry still lists a dead worker. The worker's successor has a different a
 """
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
+PUBLISHED_S = 1.5
+"""Largest age of a load in the registry: workers publish every second, and gateways poll (`--poll-s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class WorkerState:
     record: WorkerRecord
     load: WorkerLoad = field(default_factory=WorkerLoad)
     load_at: float = float("-inf")
+    reported_at: float = float("-inf")
+    """When the worker last reported its load to this gateway. The load may also come from the registry."""
     dispatched_tokens: int = 0
     """Number of prompt tokens that this gateway has sent and that have not been prefilled."""
     dispatched_sequences: int = 0
@@ -103,13 +107,14 @@ class Router:
                 self.workers[worker_id] = WorkerState(record, record.load, now)
             else:
                 state.record = record
-                self.report(worker_id, record.load, now)
+                if now - state.reported_at > PUBLISHED_S:  # the registry may be older than a report
+                    state.load, state.load_at = record.load, now
         self.costs.keep(record.arena_id for record in fresh.values())
 
     def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
         """Records a load report from a worker."""
         if (state := self.workers.get(worker_id)) is not None:
-            state.load, state.load_at = load, now
+            state.load, state.load_at, state.reported_at = load, now, now
 
     def suspect(self, worker_id: str, now: float) -> None:
         """Notes that the worker has failed a request. Routing avoids it for a while."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from common.group_need import GroupNeed, GroupRoom
 from common.types import WorkerLoad
 from gateway.fleet.costs import USUAL_COPY_TOKEN_S
-from gateway.fleet.routing import REPORT_S, SUSPECT_S, Asked, Route, Router, WorkerState
+from gateway.fleet.routing import PUBLISHED_S, REPORT_S, SUSPECT_S, Asked, Route, Router, WorkerState
 from testing.gateway.parts import make_record
 
 
@@ -46,6 +47,20 @@ def test_load_counts_at_dispatch_and_is_corrected_by_reports() -> None:
     assert picks(made, 4, dispatch=False) == {"p0": 4}
     later = made.pick_prefill(Asked(100), REPORT_S + 1, always)
     assert later is not None and later.record.worker_id == "p1", "an old report says nothing"
+
+
+def test_a_load_in_the_registry_does_not_replace_a_newer_report() -> None:
+    """A worker whose queue is empty again would get no prompts until it publishes its next record."""
+    made = router()
+    first, *others = [state.record for state in made.workers.values()]
+    published = [replace(first, load=WorkerLoad(waiting_tokens=900)), *others]
+    made.update(published, 10.0)
+    assert made.workers["p0"].tokens_before(10.0) == 900
+    made.report("p0", WorkerLoad(), 10.1)
+    made.update(published, 10.2)
+    assert made.workers["p0"].tokens_before(10.2) == 0
+    made.update(published, 10.1 + PUBLISHED_S + 0.1)
+    assert made.workers["p0"].tokens_before(10.1 + PUBLISHED_S + 0.1) == 900, "the worker has sent no report since"
 
 
 def test_a_cached_prefix_in_another_arena_is_worth_a_queue() -> None:
