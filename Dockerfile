@@ -23,7 +23,7 @@ COPY pyproject.toml /tmp/pyproject.toml
 RUN python -c "import tomllib; print(*tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
         > /tmp/requirements.txt \
     && pip install -r /tmp/requirements.txt
-# A volume that is mounted here inherits the owner; compose keeps the deployment's secrets in one.
+# A volume that is mounted here inherits the owner; compose keeps the deployment's secrets in such a volume.
 RUN install -d -o 10001 -g 10001 -m 0700 /run/looseleaf
 STOPSIGNAL SIGTERM
 
@@ -37,7 +37,7 @@ RUN index=; \
     then index="--extra-index-url $TORCH_INDEX"; fi; \
     pip install $index "$TORCH" && du -sh /opt/venv
 COPY --from=build /wheels /wheels
-RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine,transformers,gguf]" && pip check
+RUN pip install "$(ls /wheels/looseleaf-*.whl)[engine,transformers,gguf,traces]" && pip check
 # The default model: a small one with random weights.
 RUN python -c "from engine.tiny import make_checkpoint; make_checkpoint('/opt/looseleaf/tiny', 'llama', seed=0)" \
     && chmod -R a+rX /opt/looseleaf
@@ -49,7 +49,7 @@ CMD ["python", "-m", "prefill_svc", "--host", "0.0.0.0", "--port", "50052", "--m
 
 FROM base AS gateway
 COPY --from=build /wheels /wheels
-RUN pip install "$(ls /wheels/looseleaf-*.whl)[certs]" && pip check
+RUN pip install "$(ls /wheels/looseleaf-*.whl)[certs,traces]" && pip check
 COPY --from=worker /opt/looseleaf/tiny /opt/looseleaf/tiny
 USER 10001:10001
 EXPOSE 8000 50051

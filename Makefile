@@ -23,11 +23,12 @@ USERS ?= 32
 RUN_TIME ?= 60s
 
 PROTOS := $(wildcard protos/v1/*.proto)
-# Tests that can run beside other tests. They run two at a time, and the other tests run one at a time.
+# Quick tests, which run two at a time in any order. Of the others, two files run at a time: the tests of a file share
+# the services that they start.
 TOGETHER := $(addprefix tests/,block_store common decode_svc deploy engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
-.PHONY: help serve test families test-third-party wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-tools buf-lint proto-released generated fuzz mutants
+.PHONY: help serve test families test-third-party wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile paper model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-tools buf-lint proto-released generated fuzz mutants
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,7 +40,7 @@ test: dev ## run the tests that need no container engine (ARGS="tests/gateway -k
 	@$(if $(ARGS),exec $(PY) -m pytest -m "not compose and not families and not third_party" $(ARGS))
 	status=0
 	$(PY) -m pytest -m "not compose and not families and not third_party" -n 2 $(TOGETHER) || status=$$?
-	$(PY) -m pytest -m "not compose and not families and not third_party" $(addprefix --ignore=,$(TOGETHER)) || status=$$?
+	$(PY) -m pytest -m "not compose and not families and not third_party" -n 2 --dist loadfile $(addprefix --ignore=,$(TOGETHER)) || status=$$?
 	exit $$status
 
 families: dev ## run every model family that transformers defines through real services, and compare its rows
@@ -93,13 +94,13 @@ buf-tools: # buf and the plugins of buf.gen.yaml, from npm; and those of buf.gen
 		for package in *.deb; do dpkg-deb -x "$$package" .; done
 	fi
 
-buf-lint: buf-tools # style, and that no message has changed since the release whose protos are in released.binpb
+buf-lint: buf-tools # check style, and compatibility with the release whose protos are in released.binpb
 	@[ -x "$(BUF)" ] || exit 0
 	"$(BUF)" lint
 	"$(BUF)" breaking --against protos/released.binpb
 	echo "buf: protos are clean and compatible with protos/released.binpb"
 
-proto-released: buf-tools ## keep the protos of a release, with which later ones must be compatible
+proto-released: buf-tools ## store the protos of a release; later protos must be compatible with them
 	@"$(BUF)" build --exclude-source-info -o protos/released.binpb
 
 generated: buf-tools ## generate TypeScript and Go clients from the protos into build/generated, and check them
@@ -128,19 +129,22 @@ bench-sharing: install ## count the blocks that samples and beams share, and com
 bench-waste: install ## measure unused KV memory under a mixed load
 	@exec $(PY) -m bench.served.waste $(ARGS)
 
-bench-frontend: install ## measure the CPU time of the gateway and of decode's RPC for each streamed token
+bench-frontend: install ## measure the CPU time per streamed token of the gateway and of decode's RPC
 	@exec $(PY) -m bench.served.frontend $(ARGS)
 
-bench-preemption: install ## compare swapping and giving back with an arena that has enough blocks, by block size
+bench-preemption: install ## measure the cost of running out of blocks, with swapping and with giving back
 	@exec $(PY) -m bench.served.preemption $(ARGS)
 
-bench-recovery: install ## kill -9 the only decode worker during a stream: longest gap with and without a spare worker
+bench-recovery: install ## measure the longest gap in streams when the only decode worker is killed, with and without a spare worker
 	@exec $(PY) -m bench.served.recovery $(ARGS)
 
 bench-hostile: install ## measure the effect of hostile HTTP bodies on other streams and on the gateway's memory
 	@exec $(PY) -m bench.served.hostile $(ARGS)
 
-model-check: dev ## run the models of the ledger and of both workers' blocks at full length (`make test` runs short versions)
+paper: install ## repeat measurements of the papers, and write docs/paper (ARGS="--only memory")
+	@exec $(PY) -m bench.paper $(ARGS)
+
+model-check: dev ## run the model checks of the ledger and of both workers' blocks at full length (`make test` runs short versions)
 	@export MODEL_CHECK_EXAMPLES=4000 MODEL_CHECK_STEPS=40 MODEL_CHECK_SHARDS=8 MODEL_CHECK_SCALE=20 MODEL_CHECK_DEPTH=99 MODEL_CHECK_WORLDS=100
 	shards="$$($(PY) -m pytest --collect-only -q tests/block_store/test_machine.py tests/equality/test_machine.py -k 'random_operations or no_order' | grep ::)"
 	printf '%s\n' "$$shards" 'tests/block_store/test_machine.py -k bug' tests/block_store/test_actors.py \
@@ -164,7 +168,7 @@ test-compose: dev ## start docker-compose.yml and test it (needs a container eng
 
 # --- GPU host: run gpu-carry here and the others on the host (they install nothing; see tools/gpu/host.sh) ---
 
-gpu-carry: dev ## collect in .carry the packages that a GPU host without a network lacks
+gpu-carry: dev ## download the packages that a GPU host without a network needs into .carry
 	@exec $(PY) tools/gpu/carry.py $(ARGS)
 
 gpu-check: ## test every kernel, every provider and token equality on this GPU
@@ -188,7 +192,7 @@ dev: install $(VENV)/.developing
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
 		echo "Python 3.11 or later is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
-	echo "making $(VENV) (once; the first line of text comes in some minutes) ..."
+	echo "making $(VENV) (only once; the installation takes some minutes) ..."
 	$(PYTHON) -m venv $(VENV) || { echo "the venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PIP) install 'setuptools>=77'
 	touch $@
@@ -204,7 +208,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml
 		$(PY) -c "from importlib.metadata import version; print('torch', version('torch'), end=', ')"
 		du -shc $(VENV)/lib/python3*/site-packages/{torch,nvidia*} 2>/dev/null | tail -n 1 | sed -E 's/\s.*/ on disk/' || true
 	fi
-	echo "installing Looseleaf and what it serves with ..."
+	echo "installing Looseleaf and its dependencies ..."
 	NO_EXTENSIONS=1 $(PIP) install --no-build-isolation -e '.[engine,redis]'
 	touch $@
 
@@ -214,6 +218,6 @@ $(VENV)/.compiled: $(VENV)/.created $(NATIVE)
 	touch $@
 
 $(VENV)/.developing: $(VENV)/.installed
-	@echo "installing what tests and checks need ..."
+	@echo "installing the packages for tests and checks ..."
 	NO_EXTENSIONS=1 $(PIP) install --no-build-isolation -e '.[engine,redis,dev,loadtest]'
 	touch $@

@@ -1,8 +1,9 @@
-"""Builds the C++ kernels, once per instruction set, and the block store's atomics; puts the built-in model into wheels.
-Metadata lives in pyproject.toml.
+"""Builds the C++ kernels for each instruction set and the block store's atomics, and adds the built-in model to wheels.
+The metadata is in pyproject.toml.
 
-Every extension is optional: without a compiler the torch references run, logged and counted. NO_EXTENSIONS=1 in the
-environment leaves them out: the Makefile compiles them while pip is still downloading.
+The kernels are optional. Without a compiler, the torch references replace them, and each use is logged and counted. If
+the environment variable NO_EXTENSIONS is set, nothing is compiled: the Makefile compiles the extensions while pip
+downloads packages.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-# Bits must not depend on the optimiser: -ffast-math is off, and a multiply-add is fused only where the source says fma.
+# Results must not depend on the optimizer: no -ffast-math, and a multiply-add is fused only where the source has fma.
 CXX_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread"]
 ISA_FLAGS = {
     "avx512": [
@@ -37,7 +38,9 @@ MODEL = "models/storyteller"
 
 
 class BuildExt(build_ext):
-    """Gives every extension its own object folder, as the same sources are compiled several times; on all cores."""
+    """A build_ext command that compiles on all cores. Each extension has its own object folder, because several of them
+    are compiled from the same sources.
+    """
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -50,7 +53,9 @@ class BuildExt(build_ext):
 
 
 class BuildPy(build_py):
-    """The packages, and inside `looseleaf` the built-in model where the sources have it (an image's have not)."""
+    """A build_py command that also copies the built-in model into the package `looseleaf`, if the sources contain it.
+    The sources of an image do not.
+    """
 
     def run(self) -> None:
         build_py.run(self)

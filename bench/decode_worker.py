@@ -1,9 +1,8 @@
-"""`python -m bench.decode_worker`: measures a decode worker's step, excluding the forward pass.
+"""Measures a decode worker's step, excluding the forward pass (`python -m bench.decode_worker`).
 
-Runs a real worker with a real arena and a private Redis, but without RPC: schedule, reserve, lay out, reader rule,
-sample, seal, end, send. Prompts differ in length, so the last blocks of the sequences become full in different steps.
-`outside` is the step thread's CPU time excluding the forward pass, as the mean over all steps. `ledger` is the CPU time
-and the wall time of ledger calls. The last line is one JSON object.
+Runs a real worker with a real arena and a private Redis, but without RPC. Prompts differ in length, so the last blocks
+of the sequences become full in different steps. `outside` is the step thread's CPU time excluding the forward pass, as
+the mean over all steps. `ledger` is the CPU time and the wall time of ledger calls. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 
 RESERVE = 16
-"""Number of blocks that the benchmark's worker allocates in advance, which is also the default of a decode worker."""
+"""Number of blocks that the worker allocates in advance. This is the default of a decode worker."""
 
 
 class Stopwatch:
-    """A stopwatch that adds up the wall time and the CPU time of chosen calls, in seconds."""
+    """A stopwatch that adds up the wall time and the CPU time of certain calls, in seconds."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
 
     def times(self, owner: Any, *names: str) -> None:
-        """Starts to measure the methods `names` of `owner`."""
+        """Starts measuring the methods `names` of `owner`."""
         for name in names:
             setattr(owner, name, self._timed(getattr(owner, name)))
 
@@ -51,8 +50,8 @@ class Stopwatch:
 
 
 def steps(bench: DecodeBench, groups: int, samples: int, num_steps: int) -> dict[str, float]:
-    """Decodes `groups` requests of `samples` sequences for the given number of steps. Returns the figures, in us per
-    step.
+    """Decodes `groups` requests of `samples` sequences each for `num_steps` steps, after five steps to warm up. Returns
+    the results. Times are in us per step.
     """
     size, vocab = bench.block_size, bench.runner.config.vocab_size
     sampling = SamplingParams(temperature=0.8, seed=1, num_sequences=samples)
@@ -70,7 +69,7 @@ def steps(bench: DecodeBench, groups: int, samples: int, num_steps: int) -> dict
         bench.worker.step()
         walls.append(time.perf_counter() - start)
     outside = (time.thread_time() - began - forward.cpu) / num_steps
-    del bench.runner.step  # type: ignore[method-assign]  # the runner's own again
+    del bench.runner.step  # type: ignore[method-assign]  # restores the runner's own method
     batch = groups * samples
     return {
         "batch": batch, "samples": samples, "step_us": round(statistics.median(walls) * 1e6),

@@ -1,10 +1,10 @@
-"""`python -m bench.engine`: measures tokens per second of decode steps (forward and sampling) and of a prompt.
+"""Measures tokens per second of decode steps (forward pass and sampling) and of a prompt (`python -m bench.engine`).
 
 Uses greedy sampling, and a model with Llama's architecture and 125M random parameters unless a model directory is
 given. The sequences of a batch differ. A step's floor is the time to read its weights and KV once, at the rate measured
 in the same run: reading 256 MB on a CPU, copying 4 GiB on a GPU. Of a mixture's experts, only those that the step's
-rows choose are counted. `outside` is the part of a step outside the forward pass, in which arrays are laid out and
-tokens are drawn. `python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
+rows choose are counted. `outside` is the time that a step takes excluding the forward pass: the layout of arrays and
+sampling. `python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kernels.linear import PackedLinear
 from testing.engine import Batch
 
 STRIDE = 97
-"""Distance between the token ids of two sequences at the same position."""
+"""The difference between the token ids of consecutive sequences at the same position."""
 MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m"
 
 
 def bytes_per_s(runner: ModelRunner) -> float:
-    """Returns the number of bytes per second that the runner's device can read from memory or, on a GPU, read and
-    write.
+    """Returns the memory bandwidth of the runner's device in bytes per second: of reading on a CPU, of reading and
+    writing on a GPU.
     """
     if runner.device.name == "cpu":
         return memory_limit(0.5) * 1e9
@@ -65,8 +65,8 @@ def median_s(call: Callable[[], object], times: int) -> float:
 
 
 def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: float) -> dict[str, float]:
-    """Decodes `num_seqs` sequences at position `context`, repeating the same step. Returns the figures. `rate` is the
-    memory's rate in bytes per second.
+    """Repeats one decode step of `num_seqs` sequences of `context` tokens each. Returns the results. `rate` is the
+    memory bandwidth in bytes per second.
     """
     vocab = runner.config.vocab_size
     prompts = [[(token + STRIDE * number) % vocab for token in range(context)] for number in range(num_seqs)]
@@ -78,7 +78,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
     rows, sampler = DecodeRows(runner.layout.block_size, len(runner.layout.groups)), Sampler()
 
     def around() -> None:
-        """Does the work of a step that is outside the pass."""
+        """Does the work of a step except for the forward pass."""
         rows.lay_out(batch.sequences)
         sampler.draw(logits, batch.sequences)
 
@@ -100,8 +100,8 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
 
 
 def bytes_of_weights(runner: ModelRunner, batch: StepInput) -> int:
-    """Returns the bytes of the matrices that this step multiplies by. Runs the step once, product by product: a pass in
-    one call does not take a row that is requested twice.
+    """Returns the size in bytes of the matrices that this step multiplies by. Requests the logits of one row twice,
+    which rules out a forward pass in a single call, so that each product is a call of `PackedLinear`.
     """
     called: dict[int, PackedLinear] = {}
     multiply = PackedLinear.__call__
@@ -118,7 +118,7 @@ def bytes_of_weights(runner: ModelRunner, batch: StepInput) -> int:
 
 
 def prefill(runner: ModelRunner, num_tokens: int) -> dict[str, float]:
-    """Computes one prompt of `num_tokens` in one chunk, three times. Returns the figures of the fastest run."""
+    """Computes a prompt of `num_tokens` tokens in one chunk, three times. Returns the results of the fastest run."""
     vocab, times = runner.config.vocab_size, []
     for _ in range(3):
         batch = Batch.of(runner, [[token % vocab for token in range(num_tokens)]], 1)

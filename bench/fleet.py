@@ -1,13 +1,15 @@
-"""`python -m bench.fleet`: what many hosts cost a gateway and Redis.
+"""Measures the load of many hosts on a gateway and Redis (`python -m bench.fleet`).
 
-One real Redis server has the registry and the ledgers of many arenas. Each host has an arena, two prefill and two
-decode workers. The gateway's own code reads them; the workers are records only. The columns:
+One real Redis server has the registry and the ledgers of many arenas. Each host has an arena, two prefill workers and
+two decode workers. The workers exist only as records, which the gateway's code reads. Prints a table with these
+columns, among others:
 
-* poll: time in which the gateway reads the list of workers and stores, four times a second
-* Redis: share of one core that Redis needs for these polls, and for each worker's record and lease once a second
-* lookup: time to find the cached prefix of a prompt in every arena, once a request
-* Redis, lookup: CPU time of Redis for that lookup
-* routes: time to choose the prefill worker and the decode worker, once a request
+* poll: time to read the list of workers and stores, which the gateway does four times a second
+* Redis: share of one core that Redis needs for these polls, and to renew each worker's record and lease once a second
+* lookup: time to find the cached prefix of a prompt in every arena, once per request
+* arenas that answered: number of arenas whose cached prefix the lookup returned
+* Redis, lookup: CPU time of Redis for one lookup
+* routes: time to choose the prefill worker and the decode worker, once per request
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ TABLE_LEN = 64
 
 
 class Hosts:
-    """Arenas, their ledgers and the records of their workers in one Redis server."""
+    """The simulated hosts: arenas, their ledgers and the records of their workers, in one Redis server."""
 
     def __init__(self, client: redis.Redis, directory: Path, count: int, prompt: list[int]) -> None:
         self._registry = WorkerRegistry(client)
@@ -69,7 +71,7 @@ class Hosts:
             ]  # fmt: skip
 
     def publish(self) -> None:
-        """Does what every worker and every store does once a second."""
+        """Publishes all records and renews all leases, as the workers and stores do once a second."""
         for record in self.records:
             self._registry.publish(record)
         for store, caller in self._stores:
@@ -87,7 +89,7 @@ def redis_cpu_s(client: redis.Redis) -> float:
 
 
 async def timed_ms(work: Callable[[], Awaitable[object]], rounds: int) -> float:
-    """Returns the median time of a call."""
+    """Returns the median time of a call in milliseconds."""
     times: list[float] = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -97,7 +99,7 @@ async def timed_ms(work: Callable[[], Awaitable[object]], rounds: int) -> float:
 
 
 async def measure(handle: redis_server.RedisHandle, directory: Path, count: int, prompt: list[int]) -> list[str]:
-    """Returns the cells of a row."""
+    """Returns the cells of the row for `count` hosts."""
     hosts = Hosts(handle.client, directory, count, prompt)
     hosts.publish()
     router, polled = Router(), asyncio.Event()
@@ -140,10 +142,10 @@ async def measure(handle: redis_server.RedisHandle, directory: Path, count: int,
         now = time.monotonic()
         prefill = router.pick_prefill(asked, now, lambda record: True)
         assert prefill is not None
-        prefill.dispatched_tokens += len(prompt)
+        prefill.worker.dispatched_tokens += len(prompt)
         decode = router.pick_decode(Route(prefill.record, asked), now, lambda record: True)
         assert decode is not None
-        decode.dispatched_sequences += 1
+        decode.worker.dispatched_sequences += 1
 
     routes_ms = await timed_ms(choose, ROUNDS)
     discovery.close()
@@ -154,7 +156,7 @@ async def measure(handle: redis_server.RedisHandle, directory: Path, count: int,
 
 
 def request_cpu_ms() -> float:
-    """Returns the CPU time that Redis needs for the ledger calls of one request."""
+    """Returns the CPU time in milliseconds that Redis needs for the ledger calls of one request."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="looseleaf-bench-") as directory:
         handle = redis_server.connect(None, directory)
         arena = Arena.create(Path(directory), LAYOUT, 4 * TABLE_LEN)

@@ -1,11 +1,11 @@
-"""`python -m bench.gpu_kernels`: compares the GPU kernels with the measured limits of this device.
+"""Compares the GPU kernels with the measured limits of this device (`python -m bench.gpu_kernels`).
 
 The limits are measured in the same run: memory with a copy of 4 GiB (bytes read and written), arithmetic with an
 8192 x 8192 x 8192 bf16 matrix product. Shapes are those of Llama-3-8B: 32 layers, 32 query heads, 8 KV heads of 128,
 blocks of 16. Calls cycle through the layers, so keys and values come from memory and not from the L2 cache. Calls are
 replayed from one CUDA graph if the attention provider supports graph capture. `--rehearse` runs every case at a toy
-size on the CPU under Triton's interpreter: it runs the same code, but its figures mean nothing. The last line is JSON.
-This benchmark has not been run on a GPU yet.
+size on the CPU under Triton's interpreter: it runs the same code, but its figures have no meaning. The last line is
+JSON. This benchmark has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Shape:
     batches: tuple[int, ...] = (1, 16, 64, 256)
     contexts: tuple[int, ...] = (512, 4096, 32_768)
     prefills: tuple[tuple[int, int, int], ...] = ((1, 2048, 6144), (1, 8192, 8192), (16, 512, 512))
-    """(number of sequences, queries per sequence, context per sequence)"""
+    """Prefill batches: (number of sequences, queries per sequence, context per sequence)."""
     skewed: tuple[int, int, int] = (63, 512, 131_072)
-    """A decode step with one long context among short ones: (short sequences, their context, the long one)."""
+    """A decode step with one long context among short contexts: (short sequences, their context, the long context)."""
     copies: tuple[int, ...] = (1, 8, 64, 512)
     rows: tuple[int, ...] = (1, 64, 2048)
     pool_bytes: int = 48 << 30
@@ -65,8 +65,8 @@ TOY = Shape(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A set of calls that are timed in turn, with the bytes or operations of each. `limit` names the limit that
-    applies.
+    """A set of calls that are timed in turn, with the bytes and operations of each call. `limit` is the name of the
+    limit that applies.
     """
 
     kernel: str
@@ -92,7 +92,7 @@ class Result:
 
 
 class Bench:
-    """A measurement of one device: it times cases and measures the device's limits."""
+    """A benchmark of one device. It times cases and measures the device's limits."""
 
     def __init__(self, device: torch.device, shape: Shape) -> None:
         self.device, self.shape = device, shape
@@ -109,7 +109,7 @@ class Bench:
         return torch.randperm(size, device=self.device, generator=self.generator)
 
     def timed(self, calls: Sequence[Callable[[], object]], capturable: bool) -> tuple[float, str]:
-        """Returns the median seconds of one call, and the method of measurement."""
+        """Returns the median duration of one call in seconds, and the method of measurement."""
         for call in calls:
             call()
         if self.device.type != "cuda":
@@ -162,7 +162,7 @@ class Bench:
         return statistics.median(times)
 
     def _copy_rate(self) -> float:
-        """Returns GB/s, read and written."""
+        """Returns the bandwidth of a copy in GB/s, which counts bytes read and bytes written."""
         size = 4 << 30 if self.device.type == "cuda" else 1 << 22
         source = torch.randint(255, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
@@ -170,7 +170,7 @@ class Bench:
         return 2 * size / seconds / 1e9
 
     def _product_rate(self) -> float:
-        """Returns TFLOP/s in bf16 on random data."""
+        """Returns the speed of a bf16 matrix product of random data, in TFLOP/s."""
         n = 8192 if self.device.type == "cuda" else 128
         a, b = (torch.randn(n, n, device=self.device, dtype=BF16) for _ in range(2))
         seconds, _ = self.timed([lambda: a @ b], True)
@@ -181,8 +181,8 @@ class Bench:
 
 
 def caches(bench: Bench, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-    """Returns, per layer, (keys, values) [num_blocks, kv_heads, block_size, head_dim] of a block-major pool, for as
-    many layers as fit.
+    """Returns (keys, values) of each layer, for as many layers as fit into the pool. Both are views [num_blocks,
+    kv_heads, block_size, head_dim].
     """
     shape = bench.shape
     layers = max(1, min(shape.layers, shape.pool_bytes // (num_blocks * shape.kv_bytes)))

@@ -1,7 +1,10 @@
-"""Ratios that `python -m bench.kernels` prints: the gain from the prefetch in decode attention, the gain from shared
-blocks, and the cost of row invariance. Each ratio compares two alternatives. They run in turn in one process, and the
-best time of each counts, which limits the effect of a busy machine. The cost compares our kernel, which adds in a fixed
-order, with a kernel of torch that may add in any order. A cost below 1 means that row invariance is free.
+"""The ratios that `python -m bench.kernels` prints: the gain from the prefetch in decode attention, the gain from
+shared blocks, and the cost of row invariance.
+
+Each ratio divides the times of two alternatives, which run in turn in one process. Only the best time of each
+alternative counts, which limits the effect of a busy machine. The ratio for row invariance is the time of our kernel,
+which adds in a fixed order, divided by the time of a kernel of torch that may add in any order. Row invariance costs
+nothing if this ratio is at most 1.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def _prefetch(seconds: float) -> Iterator[Ratio]:
 
 
 def _sharing(seconds: float) -> Iterator[Ratio]:
-    """Measures the gain of reading blocks that several sequences of a batch share only once."""
+    """Yields the ratios for attention that reads a block only once if several sequences of a batch share it."""
     for batch in (4, 16):
         shared, apart = paged_attention_work(batch, 1024, shared=768), paged_attention_work(batch, 1024)
         name = f"768 keys of 1,024 shared, over none: time of {apart.name}"
@@ -106,5 +109,7 @@ _RATIOS = {"paged_attention": _decode, "paged_prefill": _prefill, "linear": _lin
 
 
 def measure_ratios(kernel: str, seconds: float) -> list[Ratio]:
-    """Returns the ratios that belong to a kernel. Each of the two alternatives of a ratio runs for `seconds`."""
+    """Returns the ratios of a kernel, or an empty list if none are defined for it. Each of the two alternatives of a
+    ratio runs for about `seconds`.
+    """
     return list(_RATIOS[kernel](seconds)) if kernel in _RATIOS else []

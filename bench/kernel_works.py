@@ -1,4 +1,4 @@
-"""The kernel calls that `bench.kernels` times, with the bytes that they move or the operations that they compute.
+"""The kernel calls that `bench.kernels` times, with their numbers of bytes and operations.
 
 Shapes are those of a 125M model: 12 layers, 12 heads, 4 KV heads, head_dim 64, hidden 768.
 """
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A call to time, with the amount that it moves or computes. `limit` names the limit with which the call is
+    """A call to time, with its numbers of bytes and operations. `limit` is the name of the limit with which the call is
     compared.
     """
 
@@ -45,8 +45,8 @@ def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
 
 
 def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
-    """Returns the decode attention of a step as work. Each call computes the next of twelve layers, so that keys and
-    values come from memory and not from a cache. All sequences have the first `shared` keys in the same blocks.
+    """Returns the attention of a decode step. Each call computes the next of twelve layers, so that keys and values
+    come from memory and not from a cache. The first `shared` keys of all sequences are in the same blocks.
     """
     per_seq = context // BLOCK_SIZE
     arena = _arena(batch * per_seq)
@@ -65,7 +65,7 @@ def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
 
 
 def paged_prefill_work(length: int, chunk: int) -> Work:
-    """Returns the attention of a prompt in chunks as work. Each chunk attends to the blocks of all earlier chunks."""
+    """Returns the attention of a prompt in chunks. Each chunk attends to the blocks of all earlier chunks."""
     arena, q = _arena(length // BLOCK_SIZE, 1), torch.randn(length, HEADS, HEAD_DIM).to(BF16)
     table = torch.randperm(length // BLOCK_SIZE).int()[None]
     ends = [(end, torch.tensor([end], dtype=torch.int32)) for end in range(chunk, length + 1, chunk)]
@@ -106,8 +106,8 @@ def _copy_blocks(count: int) -> Work:
 
 
 def _linears() -> list[Work]:
-    """Returns the work of every provider on this CPU. If there is only one, torch is included too (with few rows,
-    because it may be slow).
+    """Returns linear layers for every provider on this CPU. If there is only one provider, torch is included with up to
+    eight rows, because it may be slow.
     """
     have: list[Provider] = [p for p in ("amx", "onednn", "simd") if _packed(32, 32, p).how == p]
     works = []
@@ -122,8 +122,8 @@ def _packed(n_in: int, n_out: int, provider: Provider) -> PackedLinear:
 
 
 def _linear(rows: int, n_out: int, provider: Provider) -> Work:
-    """Returns a linear layer as work. Each call uses the next of twelve weight matrices, as a model's layers do, so
-    with few rows the time is bound by reading the weights.
+    """Returns a linear layer. Each call uses the next of twelve weight matrices, so with few rows the time is bound by
+    reading the weights.
     """
     layers = itertools.cycle([_packed(HIDDEN, n_out, provider) for _ in range(LAYERS)])
     x = torch.randn(rows, HIDDEN).to(BF16)
@@ -133,8 +133,8 @@ def _linear(rows: int, n_out: int, provider: Provider) -> Work:
 
 
 def _lora(rows: int, num_adapters: int, rank: int = 16) -> Work:
-    """Returns LoRA corrections as work. Each call corrects the next of twelve sites. The adapters are assigned to the
-    rows in turn.
+    """Returns the LoRA corrections of a product. Each call corrects the next of twelve products. The adapters are
+    assigned to the rows in turn.
     """
     n_out = 2304
     sites = [

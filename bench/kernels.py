@@ -1,10 +1,11 @@
-"""`python -m bench.kernels <k>|all`: measures time, GB/s or TFLOP/s, and the share of this machine's measured limit.
+"""Measures kernels: their times, GB/s or TFLOP/s, and the share of this machine's limit that they reach
+(`python -m bench.kernels KERNEL|all`).
 
-The last line is JSON: `cases` with the share of each, and `ratios` (bench.kernel_ratios: the gain from the prefetch,
-the cost of row invariance). Limits are measured in the same run, before and after every case, and the best of them
-counts: memory by reading 256 MB, arithmetic by the better of a packed bf16 product and torch's fp32 product. A share is
-meaningful only on a quiet machine (see `load`) and for data larger than the caches. A share above 1 shows that one of
-these two conditions was not met. `bench.kernel_works` defines the calls.
+The last line is JSON: `cases` with the share of each, and `ratios` (see `bench.kernel_ratios`). Limits are measured
+at the start and after every case, and the highest value counts: memory by reading 256 MB, arithmetic by the faster of a
+packed bf16 product and torch's fp32 product. A share is meaningful only on a quiet machine (see `load`) and for data
+larger than the caches. A share above 1 shows that one of these two conditions was not met. `bench.kernel_works` defines
+the calls.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Result:
 
 
 def timed(call: Callable[[], object], seconds: float) -> list[float]:
-    """Returns the seconds of each call, after three calls to warm up."""
+    """Repeats the call for `seconds`, and at least five times, after three calls to warm up. Returns the duration of
+    each call in seconds.
+    """
     for _ in range(3):
         call()
     times: list[float] = []
@@ -53,14 +56,14 @@ def timed(call: Callable[[], object], seconds: float) -> list[float]:
 
 
 def memory_limit(seconds: float) -> float:
-    """Returns the best GB/s measured for reading 256 MB."""
+    """Returns the highest bandwidth of reading 256 MB, in GB/s."""
     big = torch.ones(64 << 20)
     return big.numel() * 4 / min(timed(big.sum, seconds)) / 1e9
 
 
 def compute_limit(seconds: float) -> float:
-    """Returns the best TFLOP/s measured for a 512 x 1024 x 1024 matrix product, in fp32 and, if bf16 weights are
-    packed, also in bf16.
+    """Returns the highest speed of a 512 x 1024 x 1024 matrix product in TFLOP/s. Measures fp32 and, if bf16 weights
+    are packed, also bf16.
     """
     a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
     linear, x = PackedLinear(b.to(BF16)), a.to(BF16)
@@ -71,15 +74,17 @@ def compute_limit(seconds: float) -> float:
 
 
 def raise_limits(limits: dict[str, float], seconds: float) -> None:
-    """Updates the limits with a new measurement. Other processes can only lower a measurement, so the best of all
-    measurements is closest to the machine's limit.
+    """Measures the limits again, and raises the limits that were too low. Other processes can only lower a measurement,
+    so the highest measurement is closest to the machine's limit.
     """
     limits["memory"] = max(limits.get("memory", 0.0), memory_limit(seconds))
     limits["compute"] = max(limits.get("compute", 0.0), compute_limit(seconds))
 
 
 def measure(work: Work, seconds: float, limits: dict[str, float]) -> Result:
-    """Returns the result of a case without its share, which `with_share` fills in when all limits are known."""
+    """Returns the result of a case without its limit and share, which `with_share` fills in when all limits are
+    known.
+    """
     times = timed(work.call, seconds)
     raise_limits(limits, seconds / 4)
     amount, unit = (work.num_bytes / 1e9, "GB/s") if work.limit == "memory" else (work.flops / 1e12, "TFLOP/s")

@@ -1,10 +1,10 @@
-"""`python -m bench.kv_cache`: compares keys and values of 16 and 8 bits on this CPU.
+"""Compares keys and values of 16 and 8 bits on this CPU (`python -m bench.kv_cache`).
 
 Speed: decode steps of a model with Llama's architecture and 125M random parameters, at several context lengths and
 batch sizes. The variants alternate, one step at a time, so that other load on the machine affects all of them. Quality:
-the built-in model over stories that were not in its training data, in fp32 except for keys and values: perplexity,
-distance of the logits from those with unrounded keys and values, and how often both have the same most likely token.
-The last line is one JSON object.
+the built-in model on stories that were not in its training data, in fp32 except for keys and values. The measures are
+perplexity, the distance of the logits from those with unrounded keys and values, and the share of positions at which
+both have the same most likely token. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXACT = "float32"
 
 
 def runners_of(model: Path, max_len: int, directory: Path) -> dict[str, ModelRunner]:
-    """Returns a runner for each variant, all over the same random weights, for sequences of up to `max_len` tokens."""
+    """Returns a runner for each variant, all with the same random weights, for sequences of up to `max_len` tokens."""
     shape = json.loads((model / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": max_len}))
     settings = RunnerSettings(directory, load_format="dummy", device="cpu")
@@ -40,7 +40,7 @@ def runners_of(model: Path, max_len: int, directory: Path) -> dict[str, ModelRun
 
 
 def quality(num_stories: int) -> tuple[dict[str, dict[str, float]], int]:
-    """Returns the figures of every variant and of unrounded keys and values, and the number of tokens."""
+    """Returns the measures of quality for keys and values of 8 bits and of 32 bits, and the number of tokens."""
     chosen: dict[str, KvCacheDType] = {EXACT: "auto", "int8": "int8", "fp8": "fp8"}
     settings = RunnerSettings(MODELS / "storyteller", dtype="float32", device="cpu")
     runners = {name: ModelRunner(replace(settings, kv_cache_dtype=kind)) for name, kind in chosen.items()}

@@ -1,7 +1,8 @@
-"""Times every ledger operation on block tables of 64 blocks and compares it with a PING.
+"""Times the ledger operations of a request whose block table has 64 blocks, and compares each with a PING
+(`python -m bench.ledger`).
 
-Run it with `python -m bench.ledger [--url URL]`. Prints a table and one JSON line. Times are the round trips that a
-worker sees, in microseconds.
+Times are those of the round trips that a worker makes, in microseconds. Steps without Redis, such as hashing, are timed
+too. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NUM_BLOCKS = 1024
 LEASE_S = 3600.0
 """The length of a lease in seconds. It is longer than any run, because this benchmark does not renew leases."""
 PINGS_WANTED = 5.0
-"""The limit for the median time of an operation on 64 blocks, in multiples of the median PING of the same run."""
+"""The target for the median time of an operation on 64 blocks, in multiples of the median PING of the same run."""
 T = TypeVar("T")
 
 
@@ -106,7 +107,7 @@ def main() -> None:
 
 
 def _print_table(result: dict[str, dict[str, float]], table_len: int) -> None:
-    """Prints the table. The last column is the median of each call in multiples of a PING."""
+    """Prints the table. Its last column is the median time of an operation in multiples of a PING."""
     print(f"{'operation':<12}{'p50 us':>10}{'p99 us':>10}{'pings':>8}   ({table_len} blocks; in parentheses: no Redis)")
     for name, row in result.items():
         pings = row["p50_us"] / result["ping"]["p50_us"]

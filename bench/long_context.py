@@ -1,10 +1,10 @@
-"""`python -m bench.long_context`: one sequence of 262,144 tokens through real services, compared with transformers.
+"""Serves one sequence of 262,144 tokens, and compares it with transformers (`python -m bench.long_context`).
 
-The model is small and random, with full attention (two layers, two heads of 32) in float32. Prefill and decode are
-separate. The whole prompt is sent once. Then prompts that end at sampled positions are sent; they find their prefix in
-the cache. The token and the log-probability after each of these positions are compared with those of one pass of
-transformers over the whole prompt. The number of KV blocks is compared with the arithmetic of `looseleaf plan`. The
-last line is one JSON object.
+The model has random weights and full attention (two layers, two heads of 32) in float32. Prefill and decode run in
+separate processes. The whole prompt is sent once. Then its prefixes that end at random positions are sent; they are
+found in the cache. The token and the log-probability after each of these positions are compared with those of one
+forward pass of transformers over the whole prompt. The number of cached blocks is compared with the length of the
+sequence. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def serve(model: Path, tokens: list[int], ends: list[int], max_len: int) -> dict[str, Any]:
-    """Returns the answers of the services, and their times."""
+    """Sends the prompt and its prefixes to a server. Returns the answers and their times."""
     layout, _ = ModelConfig.from_directory(model).kv_groups(BLOCK_SIZE, "float32")
     computed = -(-max_len // BLOCK_SIZE)
     settings: dict[str, Any] = {
@@ -88,7 +88,9 @@ def serve(model: Path, tokens: list[int], ends: list[int], max_len: int) -> dict
 
 
 def compare(served: dict[str, Any], ends: list[int], expected: torch.Tensor) -> None:
-    """Prints the differences. Raises AssertionError if a token differs or a prefix was not found."""
+    """Prints the largest difference of a log-probability, and adds it to `served`. Raises AssertionError if a token
+    differs or a prefix was not found in the cache.
+    """
     differences = []
     for end, cached, (token, logprob), row in zip(ends, served["cached"], served["answers"], expected, strict=True):
         assert token == int(row.argmax()), f"after {end:,} tokens: {token} instead of {int(row.argmax())}"

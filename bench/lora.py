@@ -1,9 +1,9 @@
-"""`python -m bench.lora`: measures the cost of LoRA adapters in a decode step on this CPU.
+"""Measures the cost of LoRA adapters in a decode step on this CPU (`python -m bench.lora`).
 
-Times a batch of a model with Llama's architecture and 125M random parameters. In the variants, no sequence has an
-adapter, all have the same one, or the sequences use up to eight different ones. The variants alternate, one step at a
-time, so that other load on the machine affects all of them. `off` is a runner without --enable-lora. The last line is
-one JSON object.
+Times batches of a model with Llama's architecture and 125M random parameters. The variants are: no sequence has an
+adapter, all have the same adapter, and the sequences have up to eight different adapters. The variants alternate, one
+step at a time, so that other load on the machine affects all of them. The variant `off` runs without --enable-lora. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANK = 16
 
 
 def random_adapter(runner: ModelRunner, seed: int) -> LoraAdapter:
-    """Returns an adapter of rank `RANK` that corrects every linear layer of the decoder's layers."""
+    """Returns a random adapter of rank `RANK` for every linear layer of the decoder's layers."""
     generator, products = torch.Generator().manual_seed(seed), []
     for site in runner.model.sites:
         at, parts = 0, list[LoraPart]()
@@ -48,7 +48,7 @@ def decode_ms(
             sequence.adapter = adapters[index % count]
     for turn in range(steps + 3):
         order = list(arms.values())
-        for arm in order[turn % len(order) :] + order[: turn % len(order)]:  # no variant always follows the same one
+        for arm in order[turn % len(order) :] + order[: turn % len(order)]:  # so that the predecessor changes
             arm.step()
     return {name: statistics.median(arm.seconds[3:]) * 1e3 for name, arm in arms.items()}
 

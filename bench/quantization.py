@@ -1,9 +1,8 @@
-"""`python -m bench.quantization`: compares weights of 16, 8 and 4 bits on this CPU.
+"""Compares weights of 16, 8 and 4 bits on this CPU (`python -m bench.quantization`).
 
-Speed: decode steps and a prompt of a model with Llama's architecture and 125M random parameters. The variants
-alternate, one step at a time, so that other load on the machine affects all of them. Quality: the perplexity of the
-built-in model over stories from its own grammar that were not in its training data, in fp32. The last line is one JSON
-object.
+Speed: decode steps and a prompt, with Llama's architecture and 125M random parameters. The variants alternate, one step
+at a time, so that other load on the machine affects all of them. Quality: the perplexity of the built-in model on
+stories that were not in its training data, in fp32. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ MODELS = Path(__file__).resolve().parents[1] / "models"
 Quantization = Literal["int8", "int4"] | None
 ARMS: dict[str, Quantization] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 SEED = 20_261_123
-"""The seed of the stories. Training used 0 and 1."""
+"""The seed of the stories. Training used the seeds 0 and 1."""
 
 
 class Decoding:
-    """A variant's sequences: `num_seqs` of them at position `context`, which repeat the same step."""
+    """The sequences of a variant: `num_seqs` sequences at position `context` that repeat the same step."""
 
     def __init__(self, runner: ModelRunner, num_seqs: int, context: int) -> None:
         tokens = [token % runner.config.vocab_size for token in range(context)]
@@ -82,7 +81,7 @@ def prefill_ms(runners: dict[str, ModelRunner], num_tokens: int, times: int = 5)
 
 
 def perplexity(quantization: Quantization, num_stories: int) -> tuple[float, int]:
-    """Returns the perplexity of the built-in model, and the number of tokens."""
+    """Returns the perplexity of the built-in model with these weights, and the number of predicted tokens."""
     runner = ModelRunner(
         RunnerSettings(MODELS / "storyteller", dtype="float32", device="cpu", quantization=quantization)
     )
@@ -95,7 +94,7 @@ def perplexity(quantization: Quantization, num_stories: int) -> tuple[float, int
 
 
 def stories(max_len: int, number: int) -> Iterator[list[int]]:
-    """Yields stories that the built-in model has not seen, as token ids, each cut to `max_len`."""
+    """Yields stories that were not in the built-in model's training data, as token ids, each truncated to `max_len`."""
     tokenizer, rng = Tokenizer.from_file(str(MODELS / "storyteller" / "tokenizer.json")), random.Random(SEED)
     for _ in range(number):
         yield tokenizer.encode(story_document(rng)).ids[:max_len]
@@ -130,7 +129,9 @@ def main() -> None:
 
 
 def report(found: dict[str, Any]) -> None:
-    """Prints one line per figure: the value of every variant, and its ratio to the first variant's."""
+    """Prints one line per measurement: the value of every variant and, in parentheses, the first variant's value
+    divided by it.
+    """
     first = found[next(iter(found))]
     print(f"{'':16}" + "".join(f"{name:>22}" for name in found))
     for figure in first:

@@ -1,12 +1,12 @@
-"""`python -m bench.routing`: the gateway's router over simulated hosts, and what its choices cost.
+"""Measures the cost of the gateway router's choices with simulated hosts (`python -m bench.routing`).
 
 Each host has an arena, a prefill worker and a decode worker. Chats grow turn by turn, so arenas cache prefixes. The
-router is the real one, with the real cost estimates; only workers, links and time are simulated. It sees what a gateway
-sees: its own dispatches, reported rates, and the copies that it has made.
+router and its cost estimates are real; workers, links and time are simulated. The router has the information of a
+gateway: its own dispatches, reported rates, and the copies that it has made.
 
-Regret is the time that a request's route loses to the best route at the moment of its arrival. The best route is found
-by computing the outcome of all of them. The policies "copy" and "compute" are the same router, which believes that a
-copy takes no time, or that it takes very long.
+Regret is the time that a request's route loses compared with the best route at the moment of its arrival, which is
+found by computing the outcome of all routes. The policies "copy" and "compute" are the same router with a fixed
+estimate for a copy: no time, or a very long time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import random
 import statistics
 from collections import OrderedDict
@@ -26,24 +25,25 @@ from pathlib import Path
 from common.types import Role, WorkerLoad, WorkerRecord
 from gateway.fleet.costs import RouteCosts
 from gateway.fleet.routing import Asked, Route, Router
+from looseleaf.simulation.trace import MOONCAKE_BLOCK, read
 
 PREFILL_TOKENS_PER_S = 4_000.0
 MAX_NUM_SEQS = 16
 TOKEN_S = 0.02
-"""Seconds of a decode step with one sequence."""
+"""The duration of a decode step with one sequence, in seconds."""
 SLOWER_IN_FULL_BATCH = 0.5
 COPY_START_S = 0.01
 CACHED_CHUNKS = 4_000
-"""Size of an arena, in chunks of a prompt."""
+"""The size of an arena, in chunks of prompts."""
 CHUNK = 64
 LINKS = (250.0, 2_000.0, 16_000.0, 128_000.0)
-"""Tokens of KV that a link carries in a second."""
+"""The speeds of links, in tokens of KV per second."""
 NEVER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request: when it arrives, its prompt as ids of chunks, and the tokens that it decodes."""
+    """A request: its time of arrival, its prompt as ids of chunks, and the number of tokens to decode."""
 
     at: float
     chunks: tuple[int, ...]
@@ -53,16 +53,16 @@ class Prompt:
 
 @dataclass(slots=True)
 class Host:
-    """A record of the true state of one host."""
+    """The true state of a host."""
 
     arena_id: str
     prefill_free_at: float = 0.0
     decode_ends: list[float] = field(default_factory=list)
-    """The times at which the groups that have a place or wait for a place will end, sorted."""
+    """The times at which the running and waiting groups will end, sorted."""
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Returns the number of leading tokens that this host has in its cache."""
+        """Returns the number of tokens of the prompt's cached prefix."""
         found = itertools.takewhile(self.cached.__contains__, prompt.chunks)
         return sum(1 for _ in found) * prompt.chunk_tokens
 
@@ -74,7 +74,7 @@ class Host:
             self.cached.popitem(last=False)
 
     def decode(self, ready_at: float, num_decoded: int) -> tuple[float, float]:
-        """Returns when a group that is ready at `ready_at` begins to decode on this host, and when it ends."""
+        """Returns (start, end) of decoding, for a group that is ready at `ready_at`."""
         later = [end for end in self.decode_ends if end > ready_at]
         begins = later[-MAX_NUM_SEQS] if len(later) >= MAX_NUM_SEQS else ready_at
         share = min(1.0, len(later) / MAX_NUM_SEQS)
@@ -93,7 +93,7 @@ class FixedCosts(RouteCosts):
 
 
 class Fleet:
-    """Hosts, links and one gateway's router, over simulated time."""
+    """A simulation of hosts, links and one gateway's router."""
 
     def __init__(self, num_hosts: int, link_tokens_per_s: float, costs: RouteCosts) -> None:
         self.hosts = {f"a{i}": Host(f"a{i}") for i in range(num_hosts)}
@@ -135,10 +135,10 @@ class Fleet:
         self.regrets.append(self._lost_s(prompt, source, destination, now) - best)
         host = self.hosts[source]
         host.prefill_free_at = self._prefilled_at(prompt, source, now)
-        prefill.dispatched_tokens += asked.num_tokens
+        prefill.worker.dispatched_tokens += asked.num_tokens
 
         def prefilled(then: float) -> None:
-            prefill.dispatched_tokens -= asked.num_tokens
+            prefill.worker.dispatched_tokens -= asked.num_tokens
             host.cache(prompt)
             self._hand_over(prompt, route, then)
 
@@ -158,10 +158,10 @@ class Fleet:
         _, ends_at = host.decode(ready_at, prompt.num_decoded)
         host.decode_ends = sorted([*(end for end in host.decode_ends if end > now), ends_at])
         self.losses.append(ends_at - prompt.at - prompt.num_decoded * TOKEN_S)
-        decode.dispatched_sequences += 1
+        decode.worker.dispatched_sequences += 1
 
         def ended(then: float) -> None:
-            decode.dispatched_sequences -= 1
+            decode.worker.dispatched_sequences -= 1
             self._router.costs.note_decode(then - now)
 
         self._at(ends_at, ended)
@@ -169,7 +169,7 @@ class Fleet:
     # --- the true outcome of a route
 
     def _lost_s(self, prompt: Prompt, source: str, destination: str, now: float) -> float:
-        """Returns the seconds that this route would lose if no other request arrived."""
+        """Returns the time in seconds that this route would lose if no other request arrived."""
         ready_at = self._prefilled_at(prompt, source, now)
         if source != destination:
             ready_at = self._copied_at(prompt, source, destination, ready_at)
@@ -205,7 +205,7 @@ def _records(arena_ids: Iterable[str]) -> list[WorkerRecord]:
 
 
 def chats(seed: int, count: int, requests_per_s: float) -> list[Prompt]:
-    """Returns the first `count` turns of chats that begin at random times and grow by 64 to 1,024 tokens a turn."""
+    """Returns the first `count` turns of chats that begin at random times and grow by 64 to 1,024 tokens per turn."""
     rng, names = random.Random(seed), itertools.count()
     prompts: list[Prompt] = []
     at = 0.0
@@ -221,10 +221,11 @@ def chats(seed: int, count: int, requests_per_s: float) -> list[Prompt]:
 
 
 def trace(path: Path, count: int, requests_per_s: float) -> list[Prompt]:
-    """Returns the requests of a Mooncake trace, whose chunks of 512 tokens have ids, at a rate of ours."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:count]]
-    pace = len(rows) / requests_per_s / max(1, rows[-1]["timestamp"])
-    return [Prompt(row["timestamp"] * pace, tuple(row["hash_ids"]), 512, row["output_length"]) for row in rows]
+    """Returns the first `count` requests of a Mooncake trace, which consist of chunks of 512 tokens, at the given mean
+    rate.
+    """
+    found = read(path, count=count, rate=requests_per_s)
+    return [Prompt(r.at_s, tuple(name for name, _ in r.runs), MOONCAKE_BLOCK, r.output_len) for r in found]
 
 
 def main() -> None:

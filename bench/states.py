@@ -1,9 +1,9 @@
-"""`python -m bench.states`: compares the speed of a model with recurrent states with that of transformers.
+"""Compares our speed with that of transformers for a model with recurrent states (`python -m bench.states`).
 
 The model has the architecture of Mamba-2 130M and random weights, and runs on this CPU with one thread per core.
-Prompts and decode steps alternate, at several context lengths: with states, the time of a step does not depend on the
-length. transformers uses its own cache and its own CPU code in float32, which is faster than its bf16. Our model runs
-in bf16. The last line is one JSON object.
+Prompts and decode steps alternate, at several context lengths (with states, the time of a step does not depend on the
+length). In transformers, the model runs in float32, which is faster there than bf16, and uses the cache of
+transformers. In our engine, it runs in bf16. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "mamba2-130
 
 
 class Ours:
-    """A runner of our engine, over blocks."""
+    """A model in our engine."""
 
     def __init__(self, model: Path) -> None:
         self._runner = ModelRunner(RunnerSettings(model, load_format="dummy", device="cpu"))
@@ -41,7 +41,7 @@ class Ours:
         batch.step([Chunk(batch.sequences[0], len(tokens))])
 
     def decoder(self, num_seqs: int, context: int) -> Callable[[], object]:
-        """Returns a call that computes the position after `context - 1` tokens of each sequence."""
+        """Returns a function that computes the position after `context - 1` tokens of each sequence."""
         batch = Batch.of(self._runner, [[1] * context] * num_seqs, 1)
         self._runner.bound_arena.zero_()
         for sequence in batch.sequences:
@@ -50,7 +50,7 @@ class Ours:
 
 
 class Theirs:
-    """A model of transformers, with its own cache."""
+    """A model in transformers."""
 
     def __init__(self, model: Path) -> None:
         config = transformers.AutoConfig.from_pretrained(model)
@@ -63,8 +63,8 @@ class Theirs:
 
     @torch.inference_mode()
     def decoder(self, num_seqs: int, context: int) -> Callable[[], object]:
-        """Returns a call that computes one more position of each sequence. The cache begins after 16 tokens, because
-        the time does not depend on the context here either.
+        """Returns a function that computes one more position of each sequence. The cache has only 16 tokens at the
+        start, because the time of a step does not depend on the context.
         """
         tokens = torch.ones((num_seqs, 16), dtype=torch.int64)
         name = cache_name(self._model)

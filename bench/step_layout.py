@@ -1,8 +1,7 @@
-"""`python -m bench.step_layout`: measures how long a decode step takes to lay out, in microseconds.
+"""Measures the time to lay out a decode step, in microseconds (`python -m bench.step_layout`).
 
-The sequences have 500 tokens in blocks of 16, and their tables do not change between steps. The shortest of all
-measured times is printed for each batch size, so that other load on the machine matters little. The last line is one
-JSON object.
+The sequences have 500 tokens in blocks of 16, and their tables do not change between steps. For each batch size, prints
+the shortest of all measured times, which other load on the machine affects least. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def sequence(number: int) -> Sequence:
 
 
 def least_us(batch: int, tries: int) -> float:
-    """Returns the shortest time to lay out a step of `batch` sequences."""
+    """Returns the shortest time to lay out a step of `batch` sequences, in microseconds."""
     rows, sequences, least = DecodeRows(BLOCK_SIZE), [sequence(number) for number in range(batch)], float("inf")
     for _ in range(tries):
         began = time.perf_counter()

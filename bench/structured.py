@@ -1,14 +1,14 @@
-"""`python -m bench.structured`: measures how a JSON schema affects a decode step and the time to the first token.
+"""Measures the effect of a JSON schema on a decode step and on the time to first token (`python -m bench.structured`).
 
 The first part measures steps of a model with random weights, with `--batch` sequences at position `--context`. The
 variants alternate, one step at a time, so that other load on the machine affects all of them: free text, text with a
 JSON schema for one sequence or for all, and text with a schema whose strings are bounded. A step consists of the
-forward pass, the masks, the draw and the tokens' bookkeeping. Tokens are drawn at random, so sequences wander through
-the schema; a sequence that ends starts over. The tokenizer is a byte-level BPE that is trained on this repository's
-files. It has as many tokens as they yield, up to the shape's vocabulary.
+forward pass, the masks, the draw and the tokens' bookkeeping. Tokens are drawn at random, and a new sequence replaces
+one that ends. The tokenizer is a byte-level BPE that is trained on this repository's files. It has as many tokens as
+these files yield, but at most the model's vocabulary size.
 
-The second part serves the built-in model with `looseleaf serve`. It sends requests in `--batch` streams, alternately
-with and without the schema. The schema is new in the first round, so the first round's time includes its compilation.
+The second part serves the built-in model. It sends requests in `--batch` streams, alternately with and without the
+schema. The first round's time includes the compilation of the schema.
 
 The last line is one JSON object.
 """
@@ -74,7 +74,7 @@ def _grammar(schema: dict[str, Any]) -> StructuredOutput:
 
 
 class Arm:
-    """A variant: sequences whose next step is computed repeatedly, with new tokens each time."""
+    """A variant: sequences that repeat a step, with new tokens each time."""
 
     def __init__(
         self, runner: ModelRunner, grammars: Grammars, args: argparse.Namespace, schemas: list[dict[str, Any] | None]
@@ -144,7 +144,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def one(client: AsyncClient, number: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Runs one stream. Returns the milliseconds until the first token, and the mean milliseconds between tokens."""
+    """Runs one stream. Returns (time to first token, mean time between tokens) in milliseconds."""
     began, first, count, last = time.perf_counter(), 0.0, 0, 0.0
     async for delta in client.stream(f"Hero number {number}:", temperature=1.0, seed=number, max_tokens=120, **options):
         last = time.perf_counter()

@@ -1,13 +1,15 @@
-"""`python -m bench.transfer`: measures the cost of copying blocks from one host's block store to another's.
+"""Measures the cost of copying blocks between the block stores of two hosts (`python -m bench.transfer`).
 
 Runs two real stores over this machine's loopback, each with a separate Redis. A pull is everything between the request
-and the local ticket: hashes, allocation, copy, digests, seals, hand-over. CPU seconds are those of both store
-processes. The last line is one JSON object.
+and the local ticket: hashes, allocation, copy, digests, seals, hand-over. A read is only the request for one block, the
+check of the ticket, the copy and the digest. CPU seconds are those of both store processes; those of their Redis
+servers are separate. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import json
 import os
@@ -17,6 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from block_store.transfer.byte_transport import ByteTransport
+from block_store.transfer.source_client import SourceClient
+from block_store.transfer.transport import Copy, GrpcTransport
 from common import convert
 from common.types import KvLayout, KvSpec
 from testing.ledger.hosts import Host
@@ -34,29 +39,38 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
+def redis_cpu_s(pid: int) -> float:
+    """Returns the CPU time of a store's private Redis server in seconds. `pid` is the store's process id."""
+    children = (task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children"))
+    return sum(cpu_s(int(child)) for line in children for child in line.split())
+
+
 def names(label: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{label}/{number}".encode()).digest() for number in range(count)]
 
 
 def measure(directory: Path, layout: KvLayout, num_bytes: int, rounds: int) -> dict[str, Any]:
-    """Copies `num_bytes` once per round, and then single blocks. Returns the medians."""
+    """Copies `num_bytes` bytes once per round, and then single blocks. Returns the medians."""
     num_blocks = num_bytes // layout.block_bytes
     a = Host(directory / "a", 2 * num_blocks, layout=layout)
     b = Host(directory / "b", 2 * num_blocks, "--pull-blocks", layout=layout)
     pids = [host.store.process.pid for host in (a, b)]
-    rates, costs, singles = list[float](), list[float](), list[float]()
+    rates, costs, redis_costs, singles = list[float](), list[float](), list[float](), list[float]()
     for number in range(rounds + 1):
         blocks, _ = a.fill(names(f"round-{number}", num_blocks))
         ticket = a.hand_over([[blocks]])
-        began, used = time.perf_counter(), sum(map(cpu_s, pids))
+        began, used, redis_used = time.perf_counter(), sum(map(cpu_s, pids)), sum(map(redis_cpu_s, pids))
         response = b.pull(a, ticket)
         took, used = time.perf_counter() - began, sum(map(cpu_s, pids)) - used
+        redis_used = sum(map(redis_cpu_s, pids)) - redis_used
         assert response.num_pulled == num_blocks
         if number:  # the first round warms up
             rates.append(num_bytes / took / 1e9)
             costs.append(used / num_bytes * 1e9)
+            redis_costs.append(redis_used / num_bytes * 1e9)
         b.claim_and_release(convert.ticket_from_pb(response.ticket))
         a.end(ticket)
+        a.assert_idle()  # the sweep releases the blocks of a long ticket in parts
     for number in range(100):
         blocks, _ = a.fill(names(f"single-{number}", 1))
         ticket = a.hand_over([[blocks]])
@@ -65,13 +79,35 @@ def measure(directory: Path, layout: KvLayout, num_bytes: int, rounds: int) -> d
         singles.append((time.perf_counter() - began) * 1e3)
         b.claim_and_release(convert.ticket_from_pb(response.ticket))
         a.end(ticket)
+    reads = asyncio.run(read_ms(a, b))
     a.stop()
     b.stop()
     return {
         "gb_per_s": round(statistics.median(rates), 3),
         "cpu_s_per_gb": round(statistics.median(costs), 3),
-        "one_block_p50_ms": round(statistics.median(singles), 2),
+        "redis_cpu_s_per_gb": round(statistics.median(redis_costs), 3),
+        "one_block_pull_p50_ms": round(statistics.median(singles), 2),
+        "one_block_read_p50_ms": round(statistics.median(reads), 2),
     }
+
+
+async def read_ms(a: Host, b: Host) -> list[float]:
+    """Returns the durations of reads of one block in milliseconds. This process reads from `a` and writes into the
+    arena of `b`.
+    """
+    blocks, _ = a.fill(names("read", 1))
+    ticket, into, times = a.hand_over([[blocks]]), b.held.alloc(1), list[float]()
+    sources = SourceClient()
+    transport = ByteTransport(sources, GrpcTransport(sources), 1)
+    await sources.keep(a.store.address, ticket)  # the reply contains the port of the byte channels
+    for _ in range(201):
+        began = time.perf_counter()
+        await transport.fetch(Copy(a.store.address, ticket, blocks, into, b.arena))
+        times.append((time.perf_counter() - began) * 1e3)
+    assert b.arena.read(into[0].block) == a.arena.read(blocks[0].block) and not transport.fallbacks.counts
+    await transport.close()
+    await sources.close()
+    return times[1:]
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from block_store import operator_file
@@ -13,12 +14,14 @@ from block_store.redis.password import with_password
 from block_store.redis.redis_server import RedisHandle
 from block_store.server.arena_owner import ArenaOwner, DirectoryLock
 from block_store.server.pulls import Pulls
-from block_store.server.service import BlockStoreServicer
+from block_store.server.service import BlockStoreServicer, source_of
 from block_store.settings import BlockStoreSettings
 from block_store.transfer import frames
+from block_store.transfer.byte_server import ByteServer
 from common.errors import StartupError
-from common.rpc import wait_for_signal, write_ready_file
+from common.rpc import reachable_address, wait_for_signal, write_ready_file
 from common.service_main import internal_server, run_service
+from common.tracing import tracer_of
 from common.trust import files_of, trust_of
 
 
@@ -26,11 +29,18 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
     """Serves until a signal arrives, and then cleans up."""
     server = internal_server(settings)
     server.bind()
-    owner = ArenaOwner(settings, redis, settings.advertise or f"{settings.host}:{server.port}")
+    tracer = tracer_of("block_store", reachable_address(settings.host, server.port))
+    owner = ArenaOwner(settings, redis, settings.advertise or reachable_address(settings.host, server.port))
     try:
         await asyncio.to_thread(owner.find)
-        pulls = Pulls(owner, trust_of(settings)) if settings.pull_blocks else None
-        servicer = BlockStoreServicer(owner, settings.expect_workers, settings.attach_timeout_s, pulls)
+        trust = trust_of(settings)
+        pulls = Pulls(owner, trust) if settings.pull_blocks else None
+        channels = ByteServer(settings.host, settings.byte_port, trust, partial(source_of, owner))
+        if settings.byte_port:
+            channels.listen()  # so that an occupied port is an error of the start
+        servicer = BlockStoreServicer(
+            owner, settings.expect_workers, settings.attach_timeout_s, pulls, channels.listen, tracer
+        )
         server.add(frames.add_to_server, servicer, frames.SERVICE)
         address, directory = f"{settings.host}:{server.port}", Path(settings.directory)
         operator_file.write(directory, OperatorFile(address, redis.url, files_of(settings)))
@@ -38,10 +48,12 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
         await server.set_ready(True)
         write_ready_file(settings.ready_file, [address])
         await wait_for_signal(asyncio.Event())
+        channels.close()
         await server.stop(1.0)
         if pulls is not None:
             await pulls.close()
     finally:
+        await asyncio.to_thread(tracer.close)
         operator_file.remove(Path(settings.directory))
         await asyncio.to_thread(owner.close)
 

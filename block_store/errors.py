@@ -1,6 +1,4 @@
-"""The errors of the block store, including one class per refusal of the ledger (docs/design.md, Ledger). Does not use
-gRPC.
-"""
+"""The errors of the block store, including one class per refusal of the ledger (docs/design.md, Ledger)."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ class BlockStoreError(Exception):
 
 
 class LedgerError(BlockStoreError):
-    """Base class of the errors of a ledger operation: the ledger refused it, so that nothing changed, or gave no answer
-    (LedgerUnavailable).
+    """Base class of the errors of a ledger operation. A refused operation has changed nothing. After LedgerUnavailable
+    or LedgerDamaged, the operation may have taken effect.
     """
 
 
@@ -32,12 +30,12 @@ class NotHolder(LedgerError):
 
 
 class Gone(LedgerError):
-    """Raised if the ticket has been claimed or has expired, or if the secret is wrong."""
+    """Raised if the ticket has been claimed or has ended, or if the secret is wrong."""
 
 
 class StaleDataset(LedgerError):
-    """Raised if the ledger has been or will be rebuilt, or if a different Redis answers. Everything that the caller
-    knows about the old ledger is void.
+    """Raised if Redis has lost the ledger, or if the ledger has been or will be rebuilt. Data from the old ledger is
+    invalid.
     """
 
 
@@ -46,8 +44,8 @@ class LedgerDamaged(LedgerError):
 
 
 class OutOfOrder(LedgerError):
-    """Raised if a call's number is below that of the holder's last call. Either the ledger was changed, or two lanes
-    are used for the same holder.
+    """Raised if a call's number is below that of the holder's last call: the ledger was changed, or two lanes serve the
+    same holder.
     """
 
 
@@ -70,7 +68,7 @@ class FloorsExceedArena(LedgerError):
 
 
 class LedgerUnavailable(LedgerError):
-    """Raised if Redis gave no answer. Only repeating the call can show whether the operation happened."""
+    """Raised if Redis did not answer. The operation may or may not have taken effect; repeat the call to find out."""
 
 
 class RedisUnusable(BlockStoreError):
@@ -116,10 +114,8 @@ class NotEnoughSharedMemory(ArenaError):
 
 
 class HeaderAheadError(ArenaError):
-    """Raised if a block's header generation is not below the new one, which means that the ledger is older than the
-    arena.
-
-    Do not write into the block.
+    """Raised if a block's header generation is not below the new generation, which means that the ledger is older than
+    the arena. Do not write into the block.
     """
 
     def __init__(self, ref: BlockRef, found: int) -> None:

@@ -1,5 +1,4 @@
-"""A file with the data that an operator needs to query a running block store: its address, its Redis, and its trust
-files.
+"""The operator file: a running block store's address, Redis URL and trust files.
 
 The file is in the store's directory and readable only by the store's user. `looseleaf blocks` and `looseleaf fsck` read
 it. It contains the Redis password, if there is one.
@@ -33,7 +32,7 @@ _ADAPTER = TypeAdapter(OperatorFile)
 
 
 def write(directory: Path, content: OperatorFile) -> None:
-    """Writes the file atomically; other users can never read it."""
+    """Writes the file atomically. Only this user can read it."""
     temporary = directory / f".{_NAME}.{os.getpid()}"
     temporary.touch(mode=0o600)
     temporary.write_bytes(_ADAPTER.dump_json(content))
@@ -53,8 +52,8 @@ def read(directory: Path) -> OperatorFile | None:
 
 
 def find(address: str, root: Path = SHARED_MEMORY) -> OperatorFile | None:
-    """Returns the content of the operator file of this user's store that listens at `address` on this machine, or None
-    if there is no such store.
+    """Returns the operator file of this user's store that listens at `address` on this machine, or None if there is no
+    such store.
     """
     found = (read(directory) for directory in root.glob("looseleaf-*") if _is_ours(directory))
     return next((content for content in found if content is not None and content.address == address), None)

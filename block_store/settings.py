@@ -10,7 +10,7 @@ from pydantic import ByteSize, Field
 
 from block_store.arena.cuda import LIBRARY
 from block_store.arena.placement import MemoryOwner
-from common.settings import KV_DISK_DIR, ServerSettings, settings_config
+from common.settings import KV_DISK_DIR, Advertised, ServerSettings, settings_config
 
 
 class BlockStoreSettings(ServerSettings):
@@ -61,4 +61,10 @@ class BlockStoreSettings(ServerSettings):
         None, gt=0, description="bytes (or 20GiB) of disk for copies of sealed blocks, which survive a restart"
     )
     kv_disk_dir: Path = Field(KV_DISK_DIR, description="directory for these copies")
-    advertise: str | None = Field(None, description="host:port at which other processes reach this store")
+    byte_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="port on which other hosts read blocks without gRPC's copies; 0: a free one, opened when one asks",
+    )
+    advertise: Advertised | None = Field(None, description="host:port at which other processes reach this store")

@@ -1,8 +1,6 @@
-"""The access policy of gRPC methods. A method is open to all callers, or only to processes that know the deployment's
-secret.
-
-The policy lists the methods of every service. A method that is not listed is internal. The secret is checked before the
-first message of a call is read.
+"""The access policy of gRPC methods. A method is open either to all callers or to processes that know the deployment's
+secret. The policy lists the methods of every service. A method that is not listed is internal. The secret is checked
+before the first message of a call is read.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ logger = logging.getLogger("access")
 
 
 class Access(Enum):
-    """The callers that may use a method."""
+    """The kinds of callers that may use a method."""
 
     PUBLIC = "public"
     """All callers. The service itself may require an API key."""
@@ -39,6 +37,7 @@ POLICY: Mapping[str, Access] = {
     "/looseleaf.v1.InferenceService/Tokenize": Access.PUBLIC,
     "/looseleaf.v1.InferenceService/Detokenize": Access.PUBLIC,
     "/looseleaf.v1.InferenceService/ListModels": Access.PUBLIC,
+    "/looseleaf.v1.InferenceService/Explain": Access.PUBLIC,
     "/grpc.health.v1.Health/Check": Access.PUBLIC,
     "/grpc.health.v1.Health/List": Access.PUBLIC,
     "/grpc.health.v1.Health/Watch": Access.PUBLIC,
@@ -56,7 +55,7 @@ POLICY: Mapping[str, Access] = {
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """An interceptor for internal servers. It refuses calls of non-public methods without the secret."""
+    """An interceptor for internal servers. It refuses calls without the secret, except calls of public methods."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
@@ -79,5 +78,5 @@ async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
 
-# To the client, all kinds of calls are the same. With this kind, no message is read before the handler asks for it.
+# A stream_stream handler works for methods of every kind, and gRPC reads no message before the handler asks for one.
 _REFUSAL: Any = grpc.stream_stream_rpc_method_handler(_refuse)

@@ -1,7 +1,7 @@
 """LoRA adapters as directories in PEFT's format: their names, their identities and their configuration.
 
-Everything that serves an adapter agrees on its *digest*, the SHA-256 of its configuration and weights. Clients choose
-an adapter by its name. This module does not use torch, because the gateway also reads configurations.
+All services identify an adapter by its *digest*, the SHA-256 of its configuration and weights. Clients choose an
+adapter by its name. This module does not use torch, because the gateway also reads configurations.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _REFUSED = {
     "lora_bias": "only the weights of linear layers can be adapted",
     "use_qalora": "QALoRA pools the inputs",
 }
-"""Settings that must be absent or false, and why."""
+"""Settings that must be absent or false, with the reasons."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of init_lora_weights with which training has also changed the base weights."""
+"""Values of init_lora_weights with which training also changes the base weights."""
 
 
 class AdapterError(ValueError):
@@ -40,7 +40,7 @@ class AdapterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """An adapter that an operator has named."""
+    """A reference to an adapter that an operator has named."""
 
     name: str
     """The name that clients give as their model."""
@@ -52,7 +52,7 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The part of PEFT's LoraConfig that determines an adapter's numbers."""
+    """The fields of PEFT's LoraConfig that determine an adapter's numbers."""
 
     rank: int
     alpha: float
@@ -70,8 +70,8 @@ class LoraConfig:
 
 
 def _matching(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Returns the value of the first key that matches the module's name or the end of it, or `default`. As in PEFT,
-    keys may be regular expressions.
+    """Returns the value of the first key that matches the module's name or the name's last parts, or `default` if no
+    key matches. As in PEFT, keys are regular expressions.
     """
     for key, value in (pattern or {}).items():
         if re.match(rf"(.*\.)?({key})$", module):
@@ -144,8 +144,8 @@ def digest_of(directory: str | Path) -> str:
 
 
 def read_adapter(name: str, directory: str) -> AdapterRef:
-    """Returns a reference to an adapter, after it has read both files of the adapter. Raises AdapterError for a bad
-    name or an adapter that cannot be served.
+    """Reads both files of an adapter and returns a reference to it. Raises AdapterError for a bad name or an adapter
+    that cannot be served.
     """
     if not _NAME.fullmatch(name):
         raise AdapterError(

@@ -44,7 +44,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The accepted keys, with their tenants. If there are none, clients need no key."""
+    """The set of accepted keys, with their tenants. If the set is empty, clients need no key."""
 
     tenants: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Tenants by key."""
@@ -54,8 +54,8 @@ class ApiKeys:
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
     """Returns `api_key` and the keys in the file `path`. `api_key` belongs to the tenant "default", which has no limits
-    unless the file sets some. A tenant in the file may not use a priority better than 0 unless its line allows it.
-    Raises StartupError, which names the file, the line, the field and the error.
+    unless the file sets some. A tenant in the file may use a priority below 0 only if the file allows it. Raises
+    StartupError if the file cannot be read or has an invalid line, or if there is no key.
     """
     tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}
     if path is None:

@@ -1,7 +1,7 @@
-"""Certificates of services, from PEM files that are read again when they change. Does not depend on services.
+"""Certificates of services, from PEM files that are read again when they change.
 
-For internal calls, client and server both present a certificate of the same CA with the name `INSIDE_NAME`, because the
-addresses of workers change. In calls of clients, only the gateway presents one.
+For internal calls, client and server both present a certificate that the same CA has issued for the name `INSIDE_NAME`,
+because the addresses of workers change. For calls from clients, only the gateway presents a certificate.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger("certificates")
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """The files of a server's or a service's certificate."""
+    """The files of a certificate: its chain, its private key and the CAs of peers, all in PEM."""
 
     cert: Path
-    """PEM, with the chain."""
+    """The certificate and its chain."""
     key: Path
     ca: Path | None = None
-    """The CAs that must have issued a peer's certificate. If it is None, a client need not present one."""
+    """The CAs that must have issued a peer's certificate. If this is None, a client need not present a certificate."""
 
     def check(self) -> None:
         """Raises StartupError if the files cannot be used. Warns if other users can read the key."""
@@ -53,7 +53,7 @@ class CertificateFiles:
         """Returns server credentials that present the current certificate to each new connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
-            cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: no change, as documented
+            cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: unchanged
             require_client_authentication=self.ca is not None,
         )
 
@@ -62,13 +62,29 @@ class CertificateFiles:
         return grpc.ssl_server_certificate_configuration([(self.key.read_bytes(), self.cert.read_bytes())], ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns channel credentials from the files as they are now."""
+        """Returns channel credentials from the current files."""
         ca = None if self.ca is None else self.ca.read_bytes()
         return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.cert.read_bytes())
 
+    def server_context(self) -> ssl.SSLContext:
+        """Returns a context for sockets of an internal server, whose clients must present a certificate of `ca`."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_context(self) -> ssl.SSLContext:
+        """Returns a context for sockets of an internal client. Connect with the name `INSIDE_NAME`."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.load_cert_chain(self.cert, self.key)
+        context.verify_mode = ssl.CERT_REQUIRED
+        if self.ca is not None:
+            context.load_verify_locations(self.ca)
+        return context
+
 
 def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
-    """Returns credentials for a gateway over TLS whose certificate was issued by a CA in this PEM file. Raises
+    """Returns the credentials of a client of a gateway whose certificate was issued by a CA in this PEM file. Raises
     StartupError if the file cannot be read.
     """
     try:
@@ -89,7 +105,7 @@ class _Fetch:
 
 
 class Changed:
-    """A callable that returns whether the files have changed since the last call and can be used."""
+    """A callable that returns True once for each new version of the files that can be used."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -106,7 +122,7 @@ class Changed:
             return False
         try:
             self._files.check()
-        except StartupError as error:  # only some of them have been written
+        except StartupError as error:  # perhaps only some of the files have been written
             self._refuse(stamp, error)
             return False
         logger.info("new certificates are in use: %s", self._files.cert)
@@ -115,12 +131,12 @@ class Changed:
 
     def _refuse(self, stamp: Stamp, error: Exception) -> None:
         if stamp != self._refused:
-            logger.error("certificates have changed but cannot be used; the previous ones stay: %s", error)
+            logger.error("certificates have changed but cannot be used; the previous ones stay in use: %s", error)
         self._refused = stamp
 
 
 def front_context_watch(files: CertificateFiles, context: ssl.SSLContext) -> Callable[[], None]:
-    """Returns a function to call from time to time, which loads changed files into a context that serves HTTP."""
+    """Returns a function that loads the files into an HTTP server's context if they have changed. Call it regularly."""
     changed = Changed(files)
 
     def look() -> None:

@@ -10,6 +10,7 @@ from common.types import (
     BlockRef,
     Branch,
     CacheQuota,
+    DraftCounts,
     DType,
     EarlyStopping,
     Epoch,
@@ -55,12 +56,12 @@ def finish_reason_from_pb(reason: int) -> FinishReason | None:
 
 
 def early_stopping_to_pb(rule: EarlyStopping) -> pb.BeamStopping:
-    """Converts `early_stopping` to its enum value. Raises KeyError for any other value."""
+    """Converts `early_stopping` to its enum value. Raises KeyError if `rule` is not an `EarlyStopping`."""
     return _STOPPING_TO_PB[rule]
 
 
 def early_stopping_from_pb(rule: int) -> EarlyStopping:
-    """Converts the enum value to `early_stopping`. Raises KeyError for any other value."""
+    """Converts an enum value to `early_stopping`. UNSPECIFIED becomes False. Raises KeyError for an unknown value."""
     return _STOPPING_FROM_PB[cast(pb.BeamStopping, rule)]
 
 
@@ -74,8 +75,8 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
 
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
-    """Converts a ticket. Blocks that a branch shares with the first branch are not repeated, so a ticket hardly grows
-    with `n`.
+    """Converts a ticket. The leading blocks that a branch shares with the first branch are not repeated, so the message
+    hardly grows with the number of samples.
     """
     branches = []
     for index, (groups, num_tokens) in enumerate(zip(ticket.tables, ticket.num_tokens, strict=True)):
@@ -92,7 +93,7 @@ def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch shares more blocks than the first branch has."""
+    """Converts a ticket. Raises ValueError if a branch does not fit the first branch, whose blocks it may share."""
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:
         own = [table_from_pb(group) for group in branch.groups]
@@ -242,26 +243,28 @@ def timings_from_pb(message: pb.Timings) -> Timings:
 
 def load_to_pb(load: WorkerLoad) -> pb.WorkerLoad:
     return pb.WorkerLoad(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        waiting_tokens=load.waiting_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        num_preempted=load.num_preempted,
+        num_running=load.num_running, num_waiting=load.num_waiting, waiting_tokens=load.waiting_tokens,
+        free_blocks=load.free_blocks, total_blocks=load.total_blocks, num_preempted=load.num_preempted,
         prompt_tokens_per_s=load.prompt_tokens_per_s,
-    )
+        drafts=None if load.drafts is None else _drafts_to_pb(load.drafts),
+    )  # fmt: skip
 
 
 def load_from_pb(message: pb.WorkerLoad) -> WorkerLoad:
     return WorkerLoad(
-        message.num_running,
-        message.num_waiting,
-        message.waiting_tokens,
-        message.free_blocks,
-        message.total_blocks,
-        message.num_preempted,
-        message.prompt_tokens_per_s,
-    )
+        message.num_running, message.num_waiting, message.waiting_tokens, message.free_blocks, message.total_blocks,
+        message.num_preempted, message.prompt_tokens_per_s,
+        _drafts_from_pb(message.drafts) if message.HasField("drafts") else None,
+    )  # fmt: skip
+
+
+def _drafts_to_pb(counts: DraftCounts) -> pb.DraftCounts:
+    num, accepted = (counts.num_drafts, counts.num_draft_tokens), counts.accepted_by_position
+    return pb.DraftCounts(num_drafts=num[0], num_draft_tokens=num[1], accepted_by_position=accepted)
+
+
+def _drafts_from_pb(message: pb.DraftCounts) -> DraftCounts:
+    return DraftCounts(message.num_drafts, message.num_draft_tokens, tuple(message.accepted_by_position))
 
 
 def layout_to_pb(layout: KvLayout) -> pb.KvLayout:

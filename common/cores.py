@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-"""A container's quota and its period in microseconds, or "max" (cgroup v2)."""
+"""The file with a container's CPU quota and period in microseconds (cgroup v2). The quota "max" means no limit."""
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may run on, or, if that is less, the rounded-up number that its
-    container may use (`docker run --cpus`).
+    """Returns the number of cores on which this process may run. If the container's limit (`docker run --cpus`),
+    rounded up, is smaller, returns that limit.
     """
     allowed = len(os.sched_getaffinity(0))
     try:

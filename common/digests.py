@@ -16,8 +16,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_digests(directory: Path, names: Iterable[str]) -> None:
-    """Checks those of the named files that exist, if the directory has SHA256SUMS. Raises StartupError, which names the
-    first file that has been altered or is not listed, or the line that cannot be read.
+    """If the directory has SHA256SUMS, checks the named files that exist. Raises StartupError, which names the first
+    file that has been altered or is not listed, or the line that cannot be read.
     """
     if not (directory / SUMS).exists():
         return

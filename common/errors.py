@@ -9,10 +9,10 @@
     ├── Unavailable          no worker, draining                 UNAVAILABLE          503
     ├── FailedPrecondition   pair incompatible                   FAILED_PRECONDITION  500
     ├── Unimplemented        known, not supported                UNIMPLEMENTED        400
-    ├── Aborted              fenced, stale, lost KV (inside)     ABORTED              500
+    ├── Aborted              fenced, stale, lost KV (internal)   ABORTED              500
     ├── DeadlineExceeded     out of time                         DEADLINE_EXCEEDED    504
     ├── Cancelled            the client has disconnected         CANCELLED            499
-    └── Internal             a bug of ours                       INTERNAL             500
+    └── Internal             a bug in Looseleaf                  INTERNAL             500
 
 A message is one sentence for the client. It names the field and the limit if there are any, and does not contain the
 text of an unexpected exception.
@@ -30,11 +30,11 @@ class FieldViolation:
     field: str
     description: str
     reason: str | None = None
-    """OpenAI's own code, or None for mistakes for which OpenAI has none."""
+    """OpenAI's code for the error, or None if OpenAI has none."""
 
 
 class LooseleafError(Exception):
-    """An expected failure with a status. `grpc_code` names a member of `grpc.StatusCode`."""
+    """The base class of errors with a gRPC and an HTTP status. `grpc_code` names a member of `grpc.StatusCode`."""
 
     grpc_code = "INTERNAL"
     http_status = 500
@@ -56,7 +56,7 @@ class LooseleafError(Exception):
 
     @property
     def code(self) -> str:
-        """The code in OpenAI's error object: OpenAI's own code if there is one, and otherwise the gRPC status."""
+        """The code in OpenAI's error object: OpenAI's own code if there is one, otherwise the gRPC status."""
         reason = self.violations[0].reason if self.violations else None
         return reason or self.own_code or self.grpc_code.lower()
 
@@ -66,7 +66,7 @@ class InvalidArgument(LooseleafError):
 
     @classmethod
     def of(cls, field: str, description: str, reason: str | None = None) -> InvalidArgument:
-        """Returns an error in the usual form, about one field. `reason` is OpenAI's own error code."""
+        """Returns the error for one invalid field. `reason` is OpenAI's own error code."""
         return cls(f"{field} {description}", violations=(FieldViolation(field, description, reason),))
 
 
@@ -75,7 +75,7 @@ class NotFound(LooseleafError):
 
 
 class ModelNotFound(NotFound):
-    """The error for a model that is not served. OpenAI has its own code for this error."""
+    """The error for a model that is not served."""
 
     kind, own_code = "invalid_request_error", "model_not_found"
 

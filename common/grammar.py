@@ -1,8 +1,8 @@
-"""Grammars for structured output: how llguidance compiles them, within which limits and for which tokenizer.
+"""Grammars for structured output: their compilation by llguidance, their limits and their tokenizer.
 
-Workers compile the grammars that restrict their draws. The gateway never loads llguidance. Instead, a separate process
-first tries a client's grammar (`gateway.intake.grammar_trial`), because some grammars crash the compiler or keep it
-busy.
+Workers compile the grammars that restrict their draws. The gateway's main process does not load llguidance. Instead, a
+separate process first tries a client's grammar (`gateway.intake.grammar_trial`), because some grammars crash the
+compiler or keep it busy.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 10_000,
     "max_grammar_size": 100_000,
 }
-"""Limits of llguidance. With these limits, a mask of a hostile regular expression takes at most about 60 ms (1.6 s
-without them), and a lexer takes at most 20 MB by its own account (1 to 2 KB per state). They do not limit everything;
-see `gateway.intake.grammar_trial`.
+"""Limits of llguidance. With these limits, computing a mask of a hostile regular expression takes at most about 60 ms
+(1.6 s without them), and llguidance reports at most 20 MB for a lexer (1 to 2 KB per state). Some grammars are
+expensive within these limits, so `gateway.intake.grammar_trial` also limits CPU time and memory.
 """
 WHITESPACE = r"( |\r?\n {0,16}|\r?\n\t{0,8})"
 """The whitespace between two tokens of JSON: a space, or a new line with its indentation. Without a limit, a small
 model may never stop adding whitespace.
 """
 MAX_STEPS = 6
-"""Number of tokens that a trial draws on each of its paths."""
+"""Maximum number of tokens that a trial draws on each of its paths."""
 MAX_REASON_CHARS = 200
 
 
@@ -44,9 +44,8 @@ class GrammarError(Exception):
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
-    """Returns the tokenizer of a model's directory, for logits of `vocab_size` columns.
-
-    Tokens that only the model has are never allowed. Raises GrammarError if llguidance cannot read the tokenizer.
+    """Returns the tokenizer of a model's directory, for logits of `vocab_size` columns. Token ids that are missing in
+    the tokenizer are not allowed by any grammar. Raises GrammarError if llguidance cannot read the tokenizer.
     """
     path = Path(directory)
     try:
@@ -61,8 +60,8 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens in the first of the model's files that names any. The gateway applies the same
-    rule.
+    """Returns the end-of-sequence ids from the first of the model's files that contains any. The gateway applies the
+    same rule.
     """
     for name in ("generation_config.json", "config.json"):
         file = directory / name
@@ -75,8 +74,8 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatcher:
-    """Returns a grammar in its initial state, with the first mask computed. Raises GrammarError if it cannot be
-    compiled, exceeds a limit or matches nothing.
+    """Returns a grammar in its initial state, with the first mask computed. Raises GrammarError if the grammar cannot
+    be compiled, exceeds a limit or matches nothing.
     """
     limits = LLParserLimits(verbose_errors=False, **LIMITS)
     try:
@@ -92,9 +91,8 @@ def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatch
 
 
 def explore(tokenizer: LLTokenizer, start: LLMatcher) -> None:
-    """Follows a compiled grammar for a few tokens, on a few paths. Raises GrammarError if it becomes too complex there.
-
-    Most hostile grammars that stay within the limits at their start are detected in this way, before a request begins.
+    """Follows a compiled grammar for a few tokens, on a few paths. Raises GrammarError if a path becomes too complex.
+    This detects, before a request begins, most hostile grammars that stay within the limits at their start.
     """
     for way in (0, 1, 2):
         matcher = start.deep_copy()
@@ -112,7 +110,7 @@ def explore(tokenizer: LLTokenizer, start: LLMatcher) -> None:
 
 
 def _source(wanted: StructuredOutput) -> str:
-    """Returns the grammar in llguidance's own form."""
+    """Returns the grammar in llguidance's syntax."""
     if wanted.kind in ("json_schema", "json_object"):
         schema = wanted.source.strip() if wanted.kind == "json_schema" else '{"type": "object"}'
         schema = {"true": "{}", "false": '{"enum": []}'}.get(schema, schema)  # llguidance adds options to an object
@@ -128,7 +126,9 @@ def _source(wanted: StructuredOutput) -> str:
 
 
 def _reason(error: str) -> str:
-    """Returns the sentence of llguidance's message that states the error, without the drawing that shows its place."""
+    """Returns the sentence of llguidance's message that states the error, without the drawing that shows the
+    position.
+    """
     lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("<")]
     if "NoExtension" in error:
         return "it matches no text"

@@ -31,28 +31,25 @@ class GroupNeed:
 
     def blocks(self, rules: KvRules) -> int:
         """Returns the largest number of blocks that the group holds at a time, over all KV groups, in prefill and in
-        decode.
-
-        While a sequence copies its sealed partial block in order to write to the copy, it has both blocks. In a
-        returning group, every sequence may have a sealed partial block.
+        decode. A sequence that copies its sealed partial block in order to write to the copy has both blocks for a
+        moment. In a group that returns to prefill, every sequence may have a sealed partial block.
         """
         lengths = [self.prompt_len + self.max_tokens] * self.width
         return most_held(rules, self.prompt_len, lengths) + self.width * len(rules.groups)
 
 
 def most_held(rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
-    """Returns the largest number of blocks that sequences with a common prompt hold together while they grow to these
+    """Returns the largest number of blocks that sequences with a common prompt hold at a time while they grow to these
     lengths, over all KV groups, without copies.
     """
     return sum(_most_in(group, rules, prompt_len, lengths) for group in rules.groups)
 
 
 def _most_in(group: Retention, rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
-    """Returns `most_held` for one KV group.
-
-    The prompt's full blocks are shared. Each sequence has private blocks for its other positions, but never more blocks
-    than it holds in this group. The tokens of a prefill step are those of all sequences together, so their blocks are
-    counted once; `prefill_step // block_size` is enough, because each sequence may also hold a copy.
+    """Returns `most_held` for one KV group. The prompt's full blocks are shared. Each sequence has private blocks for
+    its other positions, but never more blocks than it holds in this group. All sequences together compute the tokens of
+    a prefill step, so the blocks of these tokens are counted once. Their number may be rounded down, because
+    `GroupNeed.blocks` adds a copied block for each sequence.
     """
     size = rules.block_size
     shared, ends = prompt_len // size, [blocks_of(length, size) for length in lengths]
@@ -63,8 +60,8 @@ def _most_in(group: Retention, rules: KvRules, prompt_len: int, lengths: Sequenc
 
 
 def floor_of(role: Role, max_model_len: int, rules: KvRules) -> int:
-    """Returns the least floor of a worker: the blocks with which one sequence of full length can always continue. A
-    decode worker copies the sequence's last blocks; a prefill worker does not.
+    """Returns the smallest floor of a worker: the number of blocks with which one sequence of full length can always
+    continue. A decode worker copies the sequence's last blocks; a prefill worker does not.
     """
     if role == "decode":
         return GroupNeed(max_model_len - 1, 1, 1).blocks(rules)
@@ -82,11 +79,10 @@ class GroupRoom(NamedTuple):
 
     @classmethod
     def of(cls, record: WorkerRecord, prefill_step: int | None = None) -> GroupRoom:
-        """Returns the room of the decode worker with this record.
-
-        `prefill_step` is the shortest step of the prefill workers; None if it is unknown. With a longer step than that,
-        the decode worker has a larger floor than they have, and a group that returns to prefill may get no more blocks
-        than a prefill worker's floor. The room is then that of a decode worker with the shorter step.
+        """Returns the room of the decode worker with this record. `prefill_step` is the shortest step of the prefill
+        workers, or None if it is unknown. If the decode worker has a longer step, its floor is larger than a prefill
+        worker's, and a group that returns to prefill can get no more blocks than a prefill worker's floor. The result
+        is then the room of a decode worker with the shorter step.
         """
         rules, room = record.kv_rules, record.max_group_blocks
         if room and prefill_step is not None and prefill_step < rules.prefill_step:
@@ -96,7 +92,7 @@ class GroupRoom(NamedTuple):
         return cls(record.max_num_seqs, room, rules)
 
     def holds(self, need: GroupNeed) -> bool:
-        """Returns whether the group fits into the worker's batch and floor."""
+        """Returns whether the group fits into the worker's batch and into its floor."""
         return need.width <= self.max_sequences and (not self.max_blocks or need.blocks(self.rules) <= self.max_blocks)
 
     def max_tokens(self, prompt_len: int, width: int, wanted: int) -> int:

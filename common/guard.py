@@ -1,7 +1,8 @@
 """The guard that runs before every method of every service. It checks the caller, parses the message, and calls the
 method.
 
-Only this module converts exceptions to gRPC statuses. A service never returns UNKNOWN or an exception's text.
+The guard converts every exception of a method to a gRPC status. A caller never gets UNKNOWN or the text of an
+unexpected exception.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from grpc_status import rpc_status
 
 from common.errors import Internal, InvalidArgument, LooseleafError
 from common.status import error_of, status_of
+from common.tracing import CURRENT, TraceContext
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Check = Callable[[str, Context], None]
@@ -30,14 +32,13 @@ logger = logging.getLogger("rpc")
 
 
 def anybody(method: str, context: Context) -> None:
-    """A check that admits every caller."""
+    """A `Check` that admits every caller."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """An interceptor that makes every method receive its requests as bytes, and parses them after the check.
-
-    To gRPC, each method accepts a stream of requests, and no request is received before it is read. A message from an
-    unauthorized caller therefore never gets into memory.
+    """An interceptor that receives the requests of every method as bytes, and parses them after the check. It declares
+    every method to gRPC as one with a stream of requests, so that no message is received before the caller has been
+    checked.
     """
 
     def __init__(self, check: Check = anybody) -> None:
@@ -60,11 +61,12 @@ class _Call:
         self._check = check
 
     async def run(self, raws: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        CURRENT.set(TraceContext.of_headers(context.invocation_metadata() or ()))
         try:
             self._check(self._name, context)
             result = await self._begin(raws, context)
             if not asyncio.iscoroutine(result):
-                async with aclosing(result) as responses:  # ends it with the call, not when it is garbage-collected
+                async with aclosing(result) as responses:  # closes the generator when the call ends
                     async for response in responses:
                         yield response
             elif self._handler.response_streaming:  # the method itself writes to the context

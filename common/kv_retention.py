@@ -1,7 +1,6 @@
 """The rules by which KV groups keep blocks of a sequence: how many blocks a sequence holds at most, and which cached
-prefix it can continue.
-
-Workers, the block store and gateways decide by the same rules. Does not depend on the bytes of a block.
+prefix it can continue. Workers, the block store and gateways share these rules. The rules do not depend on the
+content of blocks.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The retention rule of one KV group: it keeps all positions, or only those that a window reads."""
+    """The retention rule of one KV group, which keeps all positions, or only those that its window reads."""
 
     window: int | None = None
     """The number of positions that a position reads, including itself, or None for all. A recurrent state counts as a
-    window of 1, because it is read from the block of the position before.
+    window of 1, because it is read from the block of the previous position.
     """
 
     @property
@@ -25,11 +24,9 @@ class Retention:
         return self.window is not None
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
-        """Returns the index of the first block that positions from `num_computed` on read. The last computed block
-        counts as needed in any case.
-
-        A sequence releases the blocks before it, and continues from a cached prefix of that length if the others are
-        there. Schedulers and the ledger use no other property of a kind of group.
+        """Returns the index of the first block that positions from `num_computed` on read, but at most the index of the
+        last computed block. A sequence releases the blocks before this block. It can continue from a cached prefix of
+        `num_computed` positions if this block and the later blocks are cached.
         """
         if self.window is None:
             return 0
@@ -37,8 +34,8 @@ class Retention:
         return min(first, max(0, -(-num_computed // block_size) - 1))
 
     def num_needed(self, num_computed: int, block_size: int) -> int:
-        """Returns how many blocks a sequence holds after `num_computed` positions, without those that it no longer
-        needs.
+        """Returns how many blocks a sequence of `num_computed` computed positions holds after it has released those
+        that it no longer needs.
         """
         return -(-num_computed // block_size) - self.first_needed(num_computed, block_size)
 
@@ -48,7 +45,7 @@ class Retention:
 
         During a step a sequence holds the blocks of adjacent positions: those that the step computes, and those before
         them that it reads, at least one. n adjacent positions lie in at most 1 + ceil((n - 1) / block_size) blocks. A
-        decode worker releases blocks only when it has filled one, and does not hold more for it.
+        decode worker releases blocks only when it has filled one, which does not increase this number.
         """
         num_blocks = -(-num_tokens // block_size)
         if self.window is None:
@@ -71,7 +68,7 @@ class KvRules:
     def usable_length(self, present: Mapping[int, Sequence[bool]], start: int = 0) -> int:
         """Returns the length, in blocks, of the longest prefix from which the groups in `present` can continue, or 0.
 
-        `present` has, for each group, whether each block is cached, from block `start` on.
+        `present[group]` says for each block, from block `start` on, whether it is cached.
         """
         best, runs = 0, dict.fromkeys(present, 0)  # number of blocks without a gap, up to the current one
         for place in range(min(map(len, present.values()), default=0)):

@@ -1,11 +1,11 @@
-"""A running estimate of a time that grows with the amount of work. Does no I/O and reads no clock."""
+"""A running estimate of a time that grows with the amount of work. The module does no I/O and reads no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 _DECAY = 0.98
-"""Weight of the past at each observation: about the last fifty observations count."""
+"""Factor by which an observation multiplies the weights of all earlier ones, so that about the last fifty count."""
 _MIN_VARIANCE = 0.01
 """Below this variance of x, as a fraction of x's squared mean, the observations do not determine a slope."""
 _EXPECTED_WEIGHT = 0.1
@@ -30,7 +30,7 @@ class LineFit:
         _add(self._sums, x, y, 1.0)
 
     def fade(self, keep: float) -> None:
-        """Multiplies the weight of all observations so far by `keep`."""
+        """Multiplies the weights of all earlier observations by `keep`."""
         self._sums = [keep * value for value in self._sums]
 
     @property
@@ -40,19 +40,19 @@ class LineFit:
 
     @property
     def mean_y(self) -> float:
-        """The mean y; 0.0 without observations."""
+        """The mean of y, or 0.0 without observations."""
         weight, _, y, _, _ = self._all()
         return y / weight if weight else 0.0
 
     @property
     def ratio(self) -> float:
-        """The weighted sum of y divided by the weighted sum of x; 0.0 without observations."""
+        """The weighted sum of y divided by the weighted sum of x, or 0.0 without observations."""
         _, x, y, _, _ = self._all()
         return y / x if x else 0.0
 
     @property
     def slope(self) -> float:
-        """The increase of y per unit of x; 0.0 without observations."""
+        """The increase of y per unit of x, or 0.0 without observations."""
         weight, x, y, xx, xy = self._all()
         if x == 0.0:
             return 0.0
@@ -65,7 +65,7 @@ class LineFit:
         return y / x
 
     def at(self, x: float) -> float:
-        """Returns the line's y at `x`; 0.0 without observations."""
+        """Returns the line's y at `x`, or 0.0 without observations."""
         weight, sum_x, _, _, _ = self._all()
         return self.mean_y + self.slope * (x - sum_x / weight) if weight else 0.0
 

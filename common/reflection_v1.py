@@ -1,7 +1,7 @@
 """gRPC reflection under its final name, grpc.reflection.v1, which grpcio-reflection does not serve.
 
-The messages of v1 and v1alpha are the same on the wire, so v1 uses v1alpha's servicer. The description of v1 itself,
-for clients that ask for it, is v1alpha's description under the new name.
+The messages of v1 and v1alpha are the same on the wire, so v1 uses v1alpha's servicer. Clients that request the
+description of v1 get v1alpha's description under the new name.
 """
 
 from __future__ import annotations

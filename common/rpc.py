@@ -42,7 +42,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
-    # A service that has died is back within seconds, but gRPC's own pauses grow to two minutes.
+    # A service that has died is back within seconds, but by default gRPC's pauses between attempts grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 250),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
@@ -53,7 +53,7 @@ HEARTBEAT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of a server, which also apply to unauthenticated callers. None means no limit but gRPC's own."""
+    """The limits of a server, which also apply to unauthenticated callers. None means gRPC's own limit."""
 
     message_bytes: int = MAX_MESSAGE_BYTES
     rpcs: int | None = None
@@ -65,7 +65,7 @@ class Bounds:
     idle_s: float | None = None
     """Time that a connection may be without calls."""
     connections: int | None = None
-    """Concurrent connections. Further ones are closed before anything is read from them."""
+    """Concurrent connections. Further connections are closed before anything is read from them."""
 
     def options(self) -> dict[str, int]:
         """Returns the limits as options of a server."""
@@ -163,13 +163,15 @@ class RpcServer:
             await self._health.set(name, state)
 
     async def stop(self, grace_s: float) -> None:
-        """Informs health watchers, refuses new calls, and allows running ones `grace_s` seconds to finish."""
+        """Informs health watchers, refuses new calls, and allows running calls `grace_s` seconds to finish."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
 
 def open_channel(address: str, trust: Trust = NO_TRUST, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
-    """Returns a channel that notices a frozen or vanished peer in about 5 s. `options` are added to the usual ones."""
+    """Returns a channel that notices a frozen or vanished peer in about 5 s. `options` are added to
+    `CHANNEL_OPTIONS`.
+    """
     if trust.certificates is None:
         return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *options])
     credentials = trust.certificates.channel_credentials()
@@ -177,7 +179,7 @@ def open_channel(address: str, trust: Trust = NO_TRUST, options: Sequence[tuple[
 
 
 def open_blocking_channel(address: str, trust: Trust = NO_TRUST) -> grpc.Channel:
-    """Returns a channel like that of `open_channel` for blocking calls."""
+    """Returns a channel for blocking calls, with the options of `open_channel`."""
     if trust.certificates is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(address, trust.certificates.channel_credentials(), options=_INSIDE_OPTIONS)
@@ -195,14 +197,16 @@ class ChannelPool:
     """A pool with one channel per address, which all calls to the address share."""
 
     def __init__(self, trust: Trust = NO_TRUST, options: Sequence[tuple[str, int]] = ()) -> None:
-        """`options` are added to the usual options of channels."""
+        """`options` are added to `CHANNEL_OPTIONS`."""
         self._trust = trust
         self._options = options
         self._pooled: dict[str, _Pooled] = {}
 
     @contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """Yields the channel to an address. While it is in use, `keep` does not close it."""
+        """A context manager that yields the channel to an address. `keep` does not close the channel while it is in
+        use.
+        """
         pooled = self._pooled.get(address)
         if pooled is None:
             stamp = self._trust.stamp
@@ -214,8 +218,8 @@ class ChannelPool:
             pooled.num_uses -= 1
 
     async def keep(self, addresses: Iterable[str] | None = None) -> None:
-        """Closes unused channels to addresses other than these (None keeps all), and unused ones with old
-        certificates.
+        """Closes unused channels to other addresses, and unused channels that use old certificates. If `addresses` is
+        None, closes only unused channels that use old certificates.
         """
         wanted, stamp = set(self._pooled if addresses is None else addresses), self._trust.stamp
         idle = [(address, pooled) for address, pooled in self._pooled.items() if not pooled.num_uses]
@@ -244,7 +248,7 @@ async def wait_for_signal(failed: asyncio.Event) -> bool:
 
 
 async def check_health(address: str, *, service: str = "", timeout_s: float = 2.0) -> bool:
-    """Returns whether the health service at `address` says SERVING."""
+    """Returns whether the health service at `address` reports SERVING."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -256,14 +260,14 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 2.
 
 def reachable_address(host: str, port: int) -> str:
     """Returns the address at which other machines reach a server that is bound to `host`. If the server listens on
-    every interface, this is the host's name.
+    every interface, the address contains the host's name.
     """
     return f"{socket.gethostname() if host in ('', '0.0.0.0', '::', '[::]') else host}:{port}"
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:
-    """Atomically writes the file by which the parent of this process learns that the process is ready, and its
-    addresses. Does nothing if `path` is None.
+    """Atomically writes `lines` to the file that tells the parent process that this process is ready. Does nothing if
+    `path` is None.
     """
     if path is None:
         return

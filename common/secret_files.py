@@ -1,4 +1,4 @@
-"""Reads and writes secrets in files that only one user can read. Importing this module takes little time."""
+"""Reads and writes secrets in files that only one user can read."""
 
 from __future__ import annotations
 

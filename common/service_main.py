@@ -1,6 +1,7 @@
-"""The life of a service's process: settings, logs, one event loop, and one sentence of explanation if it cannot start.
+"""Runs a service's process: settings, logs, one event loop, and one sentence of explanation if the service cannot
+start.
 
-Workers appear here only as `Role`s. A process serves one role, or prefill and decode together.
+Workers appear here only as `Role`s. A worker's process serves one role, or prefill and decode together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from common.access import Door
 from common.errors import LooseleafError, StartupError
 from common.rpc import Protection, RpcServer, reachable_address, wait_for_signal, write_ready_file
 from common.settings import ServerSettings, WorkerSettings
-from common.telemetry import configure_logging
+from common.telemetry import LogFormat, configure_logging
 from common.trust import is_loopback, trust_of
 
 S = TypeVar("S", bound=ServerSettings)
@@ -38,7 +39,7 @@ class Role(Protocol):
         """Registers the role's service."""
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Starts the step thread. If an exception ends it, `on_failure` is called, in any thread."""
+        """Starts the step thread. If an exception ends it, `on_failure` is called, from any thread."""
 
     def announce(self, address: str) -> None:
         """Publishes `address` (host:port), so that gateways find the role."""
@@ -70,9 +71,7 @@ def internal_server(settings: ServerSettings) -> RpcServer:
 
 
 async def serve_roles(settings: WorkerSettings, server: RpcServer, roles: Sequence[Role]) -> None:
-    """Serves `roles` until a signal arrives, or until one of them fails. In the second case, the process ends with
-    status 1.
-    """
+    """Serves `roles` until a signal arrives, or until a role fails. After a failure, the process ends with status 1."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for role in roles:
         role.add_to(server)
@@ -98,7 +97,7 @@ async def _at_once(call: Callable[[Role], None], roles: Sequence[Role]) -> None:
 
 
 async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
-    """Returns when `busy()` is false, but at the latest after `timeout_s`."""
+    """Waits until `busy()` is false, for at most `timeout_s`."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while busy() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
@@ -107,12 +106,12 @@ async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:
     """Runs `main(settings)`. Expected failures end the process with status 1 and one sentence on stderr.
 
-    All modules that have been imported stay until the end, so the garbage collector need not visit their objects while
-    tokens wait.
+    The garbage collector does not visit objects of modules that are already imported (`gc.freeze`). They stay until the
+    end, and visiting them would delay tokens.
     """
     gc.freeze()
     settings = settings_type.load(sys.argv[1:])
-    configure_logging(settings.log_level, json_lines=settings.json_logs)
+    configure_logging(settings.log_level, settings.log_format, service=name)
 
     async def supervised() -> None:
         await main(settings)
@@ -120,7 +119,7 @@ def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable
     try:
         asyncio.run(supervised())
     except (StartupError, LooseleafError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        _tell_failure(name, error, settings.log_format)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -128,8 +127,15 @@ def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable
         logging.shutdown()
 
 
+def _tell_failure(name: str, error: Exception, log_format: LogFormat) -> None:
+    if log_format == "json":
+        logging.getLogger(name).critical("%s", error)
+    else:
+        print(f"{name}: {error}", file=sys.stderr)
+
+
 def worker_name(role: str, given: str | None) -> str:
-    """Returns the name given to the worker, or a new one. Host and process id alone would be the same after a
-    container's restart.
+    """Returns the name given to the worker, or a new name. A new name has a random part, because a container's host
+    name and process id are the same after a restart.
     """
     return given or f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

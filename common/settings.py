@@ -7,34 +7,52 @@ mistyped variable even with extra="forbid"; this base class rejects it.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn, Self
+from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from common.command_line import hide_values
+from common.telemetry import LogFormat
 from common.tensor_parallel import MOST_RANKS
 from common.types import KvCacheDType
 
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
 KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take half the bytes of bfloat16"
-TENSOR_PARALLEL_SIZE = "number of processes that share a worker's model and its threads: 1, 2, 4 or 8"
+TENSOR_PARALLEL_SIZE = "number of processes that share each layer of a worker's model: 1, 2, 4 or 8"
+PIPELINE_PARALLEL_SIZE = "number of stages, each with some of the layers of a worker's model in processes of its own"
 REDUCTION_PARTS = (
     "number of sums that the products of all ranks are divided into; workers share blocks only if it is the same; "
-    "default: 1 if no worker has several ranks, else 4"
+    "default: 1 without tensor parallelism, else 4, or the largest size if it is more"
 )
+LOG_FORMAT = "form of log lines; json: one object a line, with the ids of the request and of its trace"
 KV_DISK_DIR = Path("~/.cache/looseleaf/kv")
+
+
+def _reachable(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        is_host = not ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        is_host = bool(host)
+    if not is_host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError("must be HOST:PORT at which others reach this service, not that of every interface")
+    return address
+
+
+Advertised = Annotated[str, AfterValidator(_reachable)]
+"""The address at which other processes reach a service."""
 
 
 class Settings(BaseSettings):
     """The base class of a program's settings. A subclass sets `model_config = settings_config("LOOSELEAF_X_", "x")` and
-    declares fields; a program calls its `load(argv)`.
-
-    The values of fields with `repr=False` are secrets: `load` removes them from the command line that other users see.
+    declares fields. A program calls `load(argv)` of its subclass. The values of fields with `repr=False` are secrets:
+    `load` removes them from the command line that other users can see, and its error messages do not show them.
     """
 
     model_config = SettingsConfigDict(extra="forbid")
@@ -50,13 +68,18 @@ class Settings(BaseSettings):
             prog = str(cls.model_config.get("cli_prog_name"))
             for item in error.errors():
                 name = "--" + ".".join(str(part) for part in item["loc"]).replace("_", "-")
-                got = (
-                    "" if item["type"] == "missing" else f" (got {item.get('input')!r})"
-                )  # "missing" would show all inputs
+                shows = item["type"] != "missing" and not cls._is_secret(item["loc"])  # "missing" would show all inputs
+                got = f" (got {item.get('input')!r})" if shows else ""
                 print(f"{prog}: setting {name}: {item['msg']}{got}", file=sys.stderr)
             sys.exit(2)
         except SettingsError as error:
             _refuse(str(cls.model_config.get("cli_prog_name")), str(error))
+
+    @classmethod
+    def _is_secret(cls, location: Sequence[int | str]) -> bool:
+        """Returns whether an error's location lies in a field whose value must not be shown."""
+        field = cls.model_fields.get(str(location[0])) if location else None
+        return field is not None and not field.repr
 
     @classmethod
     def refuse_unknown_variables(cls) -> None:
@@ -88,7 +111,7 @@ def _refuse(prog: str, message: str) -> NoReturn:
 
 
 class VllmGrpcSettings(Settings):
-    """The settings of vLLM's gRPC protocol, which the gateway speaks and `looseleaf serve` passes on."""
+    """The settings of vLLM's gRPC protocol. They belong to the gateway, and `looseleaf serve` passes them on to it."""
 
     vllm_grpc: bool = Field(
         False,
@@ -118,7 +141,7 @@ class ServerSettings(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
-    """gRPC port; 0 chooses any free one."""
+    """gRPC port. 0 chooses any free port."""
     ready_file: str | None = None
     """A file that is written when the service is ready. Its first line is the bound host:port."""
     secret_file: Path | None = Field(
@@ -134,7 +157,7 @@ class ServerSettings(Settings):
     )
     reflection: bool = Field(True, description="let callers list the gRPC methods and HTTP paths")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    json_logs: bool = False
+    log_format: LogFormat = Field("text", description=LOG_FORMAT)
 
 
 class WorkerSettings(ServerSettings):
@@ -143,7 +166,7 @@ class WorkerSettings(ServerSettings):
     model: str = Field(description="Hugging Face model directory")
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")
     worker_id: str | None = Field(None, description="this worker's name; default: role, host name and process id")
-    advertise: str | None = Field(None, description="host:port at which gateways reach this worker")
+    advertise: Advertised | None = Field(None, description="host:port at which gateways reach this worker")
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if torch sees a GPU")
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -171,6 +194,7 @@ class WorkerSettings(ServerSettings):
     max_queue: int = Field(1024, ge=0, description="maximum number of waiting sequences")
     num_threads: int = Field(0, ge=0, description="number of threads that compute the model; 0: one per core")
     tensor_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=TENSOR_PARALLEL_SIZE)
+    pipeline_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=PIPELINE_PARALLEL_SIZE)
     reduction_parts: int | None = Field(None, ge=1, le=MOST_RANKS, description=REDUCTION_PARTS)
     turns_file: Path | None = Field(
         None,

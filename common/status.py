@@ -1,4 +1,4 @@
-"""Converts errors to `google.rpc.Status` and back. Does not depend on servers."""
+"""Converts errors to `google.rpc.Status` and back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Logs and fallback counts of every service. Log lines have the service's name and contain no prompts. A line that
-belongs to a request contains the request's id.
+"""Logs and fallback counts of every service. Log lines contain no prompts. A line that belongs to a request contains
+the request's id. A JSON line also has the service's name, and the trace's id if there is one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from common.request_ids import REQUEST_ID
+from common.tracing import CURRENT
 
+LogFormat = Literal["text", "json"]
 LOG_EVERY_S = 60.0
 T = TypeVar("T")
 _LOCK = threading.Lock()
@@ -23,23 +25,24 @@ _SOURCES: list[Callable[[], Mapping[str, int]]] = []
 
 
 class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self.service = service
+
     def format(self, record: logging.LogRecord) -> str:
-        event = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "service": record.name,
-            "message": record.getMessage(),
-        }
+        more = {"logger": record.name}
         if request_id := REQUEST_ID.get():
-            event["request_id"] = request_id
+            more["request_id"] = request_id
+        if trace_id := CURRENT.get().trace_id:
+            more["trace_id"] = trace_id
         if record.exc_info:
-            event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event)
+            more["exception"] = self.formatException(record.exc_info)
+        return json_line(self.service, record.getMessage(), record.created, record.levelname.lower(), **more)
 
 
 class _LineFormatter(logging.Formatter):
-    """A formatter of plain lines for people. In an event without an exception, unprintable characters are escaped, so
-    that it stays one line.
+    """A formatter of plain lines. In an event without an exception, unprintable characters are escaped, so that the
+    event stays on one line.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -51,11 +54,18 @@ class _LineFormatter(logging.Formatter):
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
-    """Sets up the root logger of a process. It writes JSON lines if `json_lines` is set, and otherwise plain lines."""
+def json_line(service: str, message: str, created_s: float, level: str, **more: str) -> str:
+    """Returns a log line in JSON. `created_s` is its Unix time."""
+    milliseconds = int(created_s % 1 * 1000)
+    created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created_s)) + f".{milliseconds:03d}Z"
+    return json.dumps({"time": created, "level": level, "service": service, "message": message, **more})
+
+
+def configure_logging(level: str = "INFO", log_format: LogFormat = "text", *, service: str = "") -> None:
+    """Sets up the root logger of a process. `service` is the name of the process in JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
-    if json_lines:
-        handler.setFormatter(_JsonFormatter())
+    if log_format == "json":
+        handler.setFormatter(_JsonFormatter(service))
     else:
         handler.setFormatter(
             _LineFormatter("%(asctime)s %(levelname)-7s %(name)s: %(of_request)s%(message)s", "%H:%M:%S")
@@ -65,10 +75,13 @@ def configure_logging(level: str = "INFO", *, json_lines: bool = False) -> None:
     root.setLevel(level.upper())
 
 
+def log_format_of(root: logging.Logger) -> LogFormat:
+    """Returns the format that `configure_logging` has set up, for processes that this one starts."""
+    return "json" if any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers) else "text"
+
+
 class Fallbacks:
-    """A counter of fallbacks by name. It logs each name at most once in LOG_EVERY_S, so that no fallback is silent and
-    none floods the log.
-    """
+    """A counter of fallbacks by name. It logs each name at most once in LOG_EVERY_S seconds."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -122,8 +135,8 @@ def fallback_counts() -> dict[str, int]:
 
 
 def count_fallbacks_of(source: Callable[[], Mapping[str, int]]) -> None:
-    """Makes `fallback_counts` include the counts that `source` returns, for a layer that may not import this module.
-    Adding the same source again has no effect.
+    """Makes `fallback_counts` include the counts that `source` returns. This is for code that keeps its own counts,
+    such as a layer that may not import this module. Adding the same source again has no effect.
     """
     if source not in _SOURCES:
         _SOURCES.append(source)

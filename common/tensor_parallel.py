@@ -1,12 +1,15 @@
-"""The numbers of tensor parallelism that the engine and the launcher share (docs/parallel.md)."""
+"""Limits and defaults of tensor and pipeline parallelism, for the engine and the launcher (docs/parallel.md)."""
 
 from __future__ import annotations
 
 MOST_RANKS = 8
+"""The largest number of shares of a layer, and the largest number of stages of a model."""
 DEFAULT_PARTS = 4
-"""Parts of a product's inputs if a worker has several ranks: a model then has the same bits on 1, 2 and 4 of them."""
+"""Number of parts into which a product's inputs are divided if a worker has 2 or 4 tensor-parallel ranks. With this
+number of parts, a model has the same bits on 1, 2 and 4 ranks.
+"""
 
 
 def default_parts(size: int) -> int:
-    """Returns the parts for a deployment whose largest worker has `size` ranks."""
+    """Returns the number of parts for a deployment whose largest worker has `size` tensor-parallel ranks."""
     return 1 if size == 1 else max(DEFAULT_PARTS, size)

@@ -12,7 +12,7 @@ from common.types import BlockRef, Epoch
 
 @dataclass(frozen=True, slots=True)
 class TicketId:
-    """The id of a ticket in the ledger, and the secret that proves that the caller was given the ticket."""
+    """The id of a ticket in the ledger, and the secret that proves that the caller has received the ticket."""
 
     epoch: Epoch
     """The ticket's holder epoch."""
@@ -22,9 +22,8 @@ class TicketId:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The hand-over from prefill to decode: a holder with a lease, and the blocks that it holds.
-
-    `tables[branch][group]` is a block table. Every block in it is sealed.
+    """The record of a hand-over from prefill to decode: a holder with a lease, and the blocks that it holds.
+    `tables[branch][group]` is a block table, in which every block is sealed.
     """
 
     arena_id: str

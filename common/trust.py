@@ -1,6 +1,4 @@
-"""The credentials that processes of the same deployment present to each other: a secret and certificates. Does not
-depend on services.
-"""
+"""The credentials that processes of the same deployment present to each other: a secret and certificates."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ class Trust:
     """The credentials that a process presents to others."""
 
     secret: str | None = field(default=None, repr=False)
-    """None if there is no secret (services started by hand, on loopback)."""
+    """The deployment's secret, or None for services that are started by hand, on loopback, without one."""
     certificates: CertificateFiles | None = None
-    """None if calls are not encrypted."""
+    """The certificate files, or None if calls are not encrypted."""
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -48,7 +46,7 @@ NO_TRUST = Trust()
 
 @dataclass(frozen=True, slots=True)
 class TrustFiles:
-    """The files that contain the credentials."""
+    """The paths of the files that contain the credentials."""
 
     secret_file: Path | None = None
     tls_cert: Path | None = None
@@ -56,14 +54,14 @@ class TrustFiles:
     tls_ca: Path | None = None
 
     def read(self) -> Trust:
-        """Reads the files. Raises StartupError if one is missing or cannot be used."""
+        """Reads the files. Raises StartupError if a file is missing or cannot be used."""
         return Trust(None if self.secret_file is None else read_secret(self.secret_file), self._certificates())
 
     def _certificates(self) -> CertificateFiles | None:
         if self.tls_cert is None and self.tls_key is None and self.tls_ca is None:
             return None
         if self.tls_cert is None or self.tls_key is None or self.tls_ca is None:
-            raise StartupError("--tls-cert, --tls-key and --tls-ca belong together")
+            raise StartupError("--tls-cert, --tls-key and --tls-ca must be given together")
         files = CertificateFiles(self.tls_cert, self.tls_key, self.tls_ca)
         files.check()
         return files
@@ -71,7 +69,7 @@ class TrustFiles:
 
 def files_of(settings: ServerSettings) -> TrustFiles:
     paths = (settings.secret_file, settings.tls_cert, settings.tls_key, settings.tls_ca)
-    # Not `resolve`: Kubernetes replaces a Secret's files by pointing a link of the path at another directory.
+    # Not `resolve`: Kubernetes replaces a Secret's files by pointing a symbolic link in the path at another directory.
     return TrustFiles(*(None if path is None else path.absolute() for path in paths))
 
 

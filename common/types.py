@@ -1,4 +1,4 @@
-"""Values that cross package boundaries, as frozen dataclasses (long: all of them are defined here).
+"""Values that cross package boundaries, as frozen dataclasses (long: it defines all of them).
 
 They do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes. Times
 are in nanoseconds or seconds, according to their names.
@@ -39,9 +39,11 @@ def kv_dtype(chosen: KvCacheDType, dtype: DType) -> DType:
 Role = Literal["prefill", "decode"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 Pooling = Literal["last", "mean"]
-"""How a text's hidden states become its embedding: the last one, or the mean of all."""
+"""The method by which a text's hidden states become its embedding: the last state, or the mean of all states."""
 EarlyStopping = Literal[True, False, "never"]
-"""When a beam search stops, as in transformers: at once, by a heuristic, or when no running beam can win any more."""
+"""When a beam search stops, as in transformers: as soon as enough beams have ended (True), by a heuristic (False), or
+when no running beam can win any more ("never").
+"""
 
 
 class BlockRef(NamedTuple):
@@ -89,7 +91,7 @@ class KvSpec:
 
     @property
     def retention(self) -> Retention:
-        """The group's retention rule. Schedulers and the ledger use no other property of a group's kind."""
+        """The group's retention rule, which schedulers and the ledger use instead of the group's kind."""
         return Retention(1 if self.kind is KvKind.STATE else self.window)
 
 
@@ -108,8 +110,8 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the size of one arena block. It is the size of the largest group's block, because all groups share
-        one arena of equal blocks.
+        """Returns the size of one arena block: the size of the largest group's block, because all groups share one
+        arena of equal blocks.
         """
         return max(g.block_bytes(self.block_size) for g in self.groups)
 
@@ -134,7 +136,7 @@ class KvLayout:
 
     @property
     def has_states(self) -> bool:
-        """Whether a group has recurrent states. A step changes them in place, so it cannot be repeated on them."""
+        """Whether a group has recurrent states. A step changes states in place, so the step cannot be repeated."""
         return any(g.kind is KvKind.STATE for g in self.groups)
 
     @property
@@ -153,7 +155,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A grammar for the whole output of a sample: text that it accepts, then the end of sequence."""
+    """A grammar for the whole output of a sample, which is followed by the end of sequence."""
 
     kind: GrammarKind
     source: str = ""
@@ -169,8 +171,8 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters that determine how the next token is drawn. Defaults have already been applied. Where a
-    field can be unset, None means "unset"; no other value does.
+    """The parameters that determine how the next token is drawn. Defaults have already been applied. In a field that
+    can be unset, only None means "unset".
     """
 
     temperature: float = 1.0
@@ -184,14 +186,14 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    """63 bits. The gateway draws one if the client gave none."""
+    """A seed of 63 bits. The gateway draws a random seed if the client gave none."""
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned beside the chosen token's, or None for none."""
     prompt_logprobs: int | None = None
     num_sequences: int = 1
     """Number of samples (n); in a beam search, the number of best beams to return."""
     beam_width: int | None = None
-    """Number of beams of a beam search; None if it is not one."""
+    """Number of beams of a beam search, or None for samples."""
     length_penalty: float = 1.0
     """A beam's score is the sum of its log-probabilities / length ** length_penalty."""
     early_stopping: EarlyStopping = False
@@ -199,9 +201,9 @@ class SamplingParams:
     structured: StructuredOutput | None = None
     """The grammar that the output must match, or None for free text."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences that the output may not contain, none of them empty."""
+    """Token sequences that the output may not contain. No sequence is empty."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be drawn, at least one, or None for all tokens."""
+    """The only tokens that may be drawn (at least one), or None for all tokens."""
 
     @property
     def named_ids(self) -> Iterator[int]:
@@ -216,7 +218,7 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """The most sequences that run at once for one request."""
+        """The largest number of sequences that run at once for one request."""
         return self.num_sequences if self.beam_width is None else self.beam_width
 
     @property
@@ -235,7 +237,9 @@ class StoppingParams:
     """
 
     def finish_reason(self, token_id: int, num_outputs: int) -> FinishReason | None:
-        """Returns why the newest of `num_outputs` tokens ends the sequence, or None if it does not."""
+        """Returns the reason why the newest of `num_outputs` tokens ends the sequence, or None if it does not end the
+        sequence.
+        """
         if token_id in self.stop_token_ids and num_outputs >= self.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_outputs >= self.max_tokens else None
@@ -285,8 +289,18 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """The drafts that a decode worker has verified since it started (docs/speculation.md)."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+    """Number of accepted tokens by their place in the draft."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's queues, reported with every step and with its registration."""
+    """A report of a worker's queues, sent with every step and with the worker's registration."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -298,7 +312,9 @@ class WorkerLoad:
     num_preempted: int = 0
     """Sequences that are swapped out of the arena and wait to be resumed."""
     prompt_tokens_per_s: float = 0.0
-    """Rate of a prefill worker in its recent steps. 0.0 if it has not been measured, or for a decode worker."""
+    """Rate of a prefill worker in its recent steps, or 0.0 if it has not been measured. 0.0 for a decode worker."""
+    drafts: DraftCounts | None = None
+    """The drafts of a decode worker; None if it does not speculate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +329,7 @@ class CacheQuota:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """The record that a worker publishes so that gateways find it."""
+    """The record that a worker publishes so that gateways can find the worker."""
 
     worker_id: str
     role: Role
@@ -352,5 +368,7 @@ class WorkerRecord:
         return KvRules(self.block_size, tuple(map(Retention, self.kv_windows)), self.prefill_step)
 
     def has_adapter(self, digest: str) -> bool:
-        """Returns whether the worker has loaded the adapter with this digest. For "", the base model, returns True."""
+        """Returns whether the worker has loaded the adapter with this digest. Returns True for "", which means the base
+        model.
+        """
         return not digest or self.adapters.get(digest) == ""

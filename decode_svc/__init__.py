@@ -1,1 +1,1 @@
-"""The decode service, the memory-bound phase: it takes over block tables and produces tokens."""
+"""The decode service, which takes over block tables from prefill and generates tokens. This phase is memory-bound."""

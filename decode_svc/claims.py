@@ -1,6 +1,5 @@
-"""Incoming tickets: checks that a ticket fits its group, and claims it as soon as the ledger answers.
-
-A ticket's lease is short, so it is claimed before its group waits for its turn.
+"""Checks that incoming tickets fit their groups, and claims them. A ticket's lease is short, so the ticket is claimed
+before its group is queued.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Claim:
 
     ticket: Ticket
     chain_start: bytes
-    """The parent of the first block's prefix hash."""
+    """The parent hash of the first block."""
     candidates: Candidates | None = None
     """The candidates for the first step of a beam search, or None for samples."""
     attempt: Attempt = field(default_factory=Attempt)
@@ -40,10 +39,9 @@ class Claim:
 
 
 def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
-    """Returns whether the ticket's tables fit the sequences. A worker does not trust that its caller has checked them.
-
-    The newest token of a sample has no KV yet. A beam search begins with the prompt alone; its first tokens come from
-    the candidates.
+    """Returns whether the ticket's tables fit the group's sequences. A worker does not rely on its caller's checks. The
+    newest token of a sample has no KV yet. A beam search begins with the prompt; its first tokens come from the
+    candidates.
     """
     newest = 0 if group.search is not None else 1
     return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
@@ -56,7 +54,7 @@ def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
 
 
 def most_needed(group: Group, max_model_len: int) -> GroupNeed:
-    """Returns the largest size that the group may reach. With too few blocks for this size, it might never finish."""
+    """Returns the largest size that the group may reach. There must be enough blocks for this size."""
     first = group.sequences[0]
     width = len(group.sequences) if group.search is None else first.sampling.width
     prompt_len = len(first.prompt_ids)
@@ -64,7 +62,7 @@ def most_needed(group: Group, max_model_len: int) -> GroupNeed:
 
 
 def adopt(group: Group, claim: Claim, block_size: int) -> None:
-    """Gives the claimed blocks to the group's sequences. The hashes of the prompt are computed once for all of them."""
+    """Sets the block tables, hashes and progress of the group's sequences from a claim."""
     ticket, first = claim.ticket, group.sequences[0]
     first.hashes = [claim.chain_start]
     if first.sampling.width > 1:
@@ -81,7 +79,7 @@ def adopt(group: Group, claim: Claim, block_size: int) -> None:
 
 
 class Claims:
-    """The queue of groups, in order of arrival, whose tickets have not been claimed because the ledger is silent."""
+    """A queue of groups whose tickets have not been claimed yet, in order of arrival."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -97,16 +95,17 @@ class Claims:
         self._waiting[group] = claim
 
     def cancel(self, group: Group, sample_index: int) -> bool:
-        """Returns whether the group is still waiting. If it is, the sample is dropped when the ticket is claimed."""
+        """Returns whether the group is still waiting. If so, the sample is dropped when the ticket is claimed."""
         if (claim := self._waiting.get(group)) is None:
             return False
         claim.cancelled.add(sample_index)
         return True
 
     def settle(self) -> Iterator[tuple[Group, Claim | None]]:
-        """Claims tickets while the ledger answers. Yields each group with its claim, or None if the ticket has ended.
+        """Claims tickets while the ledger answers. Yields each group with its claim, or with None if the
+        ticket cannot be claimed.
 
-        Raises Fenced if the worker's lease has been lost.
+        Raises Fenced if the worker's lease has ended.
         """
         for group, claim in list(self._waiting.items()):
             done: Claim | None = claim
@@ -128,9 +127,7 @@ class Claims:
             self.decline(claim.ticket, claim.attempt)
 
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
-        """Gives up a ticket that was not accepted, and releases any blocks that an attempt to claim the ticket has
-        obtained.
-        """
+        """Gives up a ticket, and releases the blocks that an unfinished claim of the ticket has obtained."""
         if ticket.arena_id == self._attached.arena.arena_id:
             with suppress(Fenced):
                 self._attached.held.decline(ticket, attempt)

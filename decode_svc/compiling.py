@@ -1,4 +1,4 @@
-"""Holds back submitted groups while their grammars are compiled. Later commands for these groups wait too."""
+"""Delays submitted groups, and later commands for them, while their grammars are compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = Callable[[], None]
 
 
 class Compiling:
-    """The set of one session's groups that are waiting for their grammars. It is used in the event loop."""
+    """A session's groups that are waiting for their grammars. Used in the event loop."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -24,8 +24,8 @@ class Compiling:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, group: Group, post: Command, refuse: Command) -> None:
-        """Calls `post` as soon as the group's sequences have their grammars, which is at once for free text. Calls
-        `refuse` if the grammar cannot be used.
+        """Calls `post` when the group's sequences have their grammars: at once for free text, and usually for a grammar
+        that is already compiled. Calls `refuse` if the grammar cannot be used.
         """
         if self._grammars.attach_known(group.sequences):
             return post()
@@ -35,7 +35,7 @@ class Compiling:
         task.add_done_callback(self._tasks.discard)
 
     def after(self, handle: int, command: Command) -> None:
-        """Calls `command` now, or, if the group is still waiting, after the group has been submitted."""
+        """Calls `command` now or, if the group is waiting for its grammar, after `post` or `refuse`."""
         if (later := self._later.get(handle)) is None:
             command()
         else:
@@ -49,7 +49,7 @@ class Compiling:
     async def _prepare(self, group: Group, post: Command, refuse: Command) -> None:
         try:
             await self._grammars.prepare(group.sequences)
-        except Exception as error:  # of any kind, because a caller is waiting for an answer
+        except Exception as error:  # any error, because the caller is waiting for an answer
             if not isinstance(error, InvalidArgument):
                 logger.exception("a grammar could not be compiled")
             refuse()

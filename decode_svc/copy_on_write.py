@@ -1,7 +1,7 @@
-"""Copy-on-write: a sequence writes in place only into a block that is not sealed and that no other sequence uses.
+"""Copy-on-write: a sequence writes in place only to a block that is not sealed and that no other sequence uses.
 
-Otherwise the last entry of its table is replaced by a new block, and the source is kept until the copy is known to be
-good. All copies of a step are made in one call, in the step thread.
+Otherwise, a new block replaces the last entry of the sequence's table, and the source is kept until the copy has been
+verified.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.sequence import Sequence
 
 
 class CopyOnWrite:
-    """The copy-on-write of one worker's running sequences."""
+    """The copy-on-write of one worker: decides which blocks the running sequences must copy, and makes the copies."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._runner = runner
@@ -26,13 +26,12 @@ class CopyOnWrite:
         """The number of KV groups. A position needs a block in each of them."""
 
     def needing_block(self, live: Seq[Sequence]) -> list[Sequence]:
-        """Returns the live sequences of a group that need another block before their next position can be written.
-
-        Of k sequences that share an unsealed block, k - 1 copy it and the last one keeps it.
+        """Returns the live sequences of a group that need another block for their next position. Of k sequences that
+        share an unsealed block, k - 1 copy it and the last one keeps it.
         """
-        size = self._block_size  # in most steps most sequences have room; they take the short path
+        size = self._block_size  # in most steps, most sequences have room, so this check must be fast
         found = [s for s in live if s.tail_sealed or (s.num_computed % size == 0 and self._is_full(s))]
-        if len(live) == 1 or len(found) == len(live):  # groups share sealed blocks only
+        if len(live) == 1 or len(found) == len(live):  # different groups share only sealed blocks
             return found
         leaving = Counter(s.copy_from[0] for s in live if s.copy_from)  # sources of a step that did not run
         needing_block: list[Sequence] = []
@@ -45,8 +44,8 @@ class CopyOnWrite:
         return needing_block
 
     def give(self, sequence: Sequence, fresh: Seq[BlockRef]) -> None:
-        """Gives a sequence one block per KV group for its next position: additional blocks, or replacements for the
-        last ones, whose content must then be copied.
+        """Adds one block per KV group to a sequence for its next position. If the last blocks are not full, the new
+        blocks replace them, and the content of the last blocks must then be copied.
         """
         if self._is_full(sequence):
             for table, ref in zip(sequence.tables, fresh, strict=True):
@@ -58,13 +57,13 @@ class CopyOnWrite:
         sequence.tail_sealed = False
 
     def copy(self, copying: Seq[Sequence]) -> None:
-        """Makes all copies of the step in one call. Their sources keep their references until `copied` is called."""
+        """Makes all copies of the step in one call. The sources are held until `copied` is called."""
         if copying:
             sources = [ref.block for s in copying for ref in s.copy_from]
             self._runner.copy_blocks(sources, [table[-1].block for s in copying for table in s.tables])
 
     def copied(self, copying: Seq[Sequence]) -> None:
-        """Releases the sources of the copies, because the copies are good."""
+        """Releases the sources of the copies, after the reader rule has been checked again."""
         if not copying:
             return
         self._attached.held.release_many([[ref] for sequence in copying for ref in sequence.copy_from])

@@ -1,24 +1,26 @@
-"""A decode worker's messages to its gateways: one per session and step. Does not depend on gRPC or blocks."""
+"""A decode worker's messages to its gateways: one for each session and step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from common.types import FinishReason, Timings, TokenLogprob, WorkerLoad
+from decode_svc.history import History
 from decode_svc.scheduler import Group
 from engine.beam_search import Hypothesis
 from engine.sampler import Sampled
 from engine.sequence import Sequence
 
 TELL_S = 1.0
-"""Interval of the messages that tell a session that the worker is alive while all of the session's groups wait."""
+"""Interval in seconds of the messages that show a session that the worker is alive while all of its groups wait."""
 
 
 class Rejection(Enum):
-    """The reason why a worker refused a group, or gave it up before it was finished."""
+    """The reason why a worker refused a group, or gave it up unfinished."""
 
     GIVEN_BACK = "given back"
     LOST = "lost"
@@ -31,8 +33,21 @@ class Rejection(Enum):
     ADAPTER = "adapter"
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The record of a group on this worker until `now_ns`. Times are nanoseconds of `time.monotonic_ns`."""
+
+    arrived_ns: int
+    claimed_ns: int
+    """0 if the ticket was not claimed."""
+    now_ns: int
+    history: History
+
+
 class PlainToken(NamedTuple):
-    """The most common output: a single token, without extra data, of a sequence that continues."""
+    """An output that is a single token, without extra data, of a sequence that continues. Most outputs are of this
+    kind.
+    """
 
     handle: int
     attempt: int
@@ -45,7 +60,7 @@ class PlainToken(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output of one sequence in one step, if it is more than a plain token."""
+    """An output of a sequence in one step that is not a PlainToken."""
 
     handle: int
     attempt: int
@@ -57,6 +72,7 @@ class Output(NamedTuple):
     rejection: Rejection | None = None
     timings: Timings | None = None
     beam_score: float | None = None
+    account: Account | None = None
 
 
 AnyOutput = Output | PlainToken
@@ -64,12 +80,16 @@ Send = Callable[[list[AnyOutput], WorkerLoad], None]
 
 
 class Session:
-    """The record of one gateway's groups on this worker, and of the outputs to send to the gateway."""
+    """A gateway's session: its groups on this worker, and the outputs to send to the gateway."""
 
-    __slots__ = ("groups", "outputs", "send")
+    __slots__ = ("groups", "on_left", "outputs", "send")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, on_left: Callable[[Group], object] = lambda group: None) -> None:
+        """Creates a session. `send` sends outputs and the worker's load to the gateway. `on_left` is called in the step
+        thread when a group has left the worker.
+        """
         self.send = send
+        self.on_left = on_left
         self.groups: dict[int, Group] = {}
         self.outputs: list[AnyOutput] = []
 
@@ -80,9 +100,13 @@ def timings_of(group: Group) -> Timings:
     return Timings(hand_over_ns=group.claimed_ns - group.arrived_ns, decode_ns=now - group.claimed_ns)
 
 
-def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishReason | None) -> AnyOutput:
-    """Returns the output for the newest token of a sample, which `sequence` already contains."""
-    index = len(sequence.output_ids) - 1
+def account_of(group: Group) -> Account:
+    """Returns the account of a group. A sequence of the group ends now, or the group leaves the worker."""
+    return Account(group.arrived_ns, group.claimed_ns, time.monotonic_ns(), group.history)
+
+
+def of_token(group: Group, sequence: Sequence, index: int, sample: Sampled, reason: FinishReason | None) -> AnyOutput:
+    """Returns the output for the token with this index in the output of a sample."""
     if reason is None and sample.logprob is None:
         return PlainToken(group.handle, group.attempt, sequence.sample_index, index, sample.token_id)
     return Output(
@@ -94,12 +118,13 @@ def of_token(group: Group, sequence: Sequence, sample: Sampled, reason: FinishRe
         () if sample.logprob is None else (sample.logprob,),
         reason,
         timings=None if reason is None else timings_of(group),
+        account=None if reason is None else account_of(group),
     )
 
 
 def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
-    """Returns the results of a beam search, best first. A search sends no other outputs."""
-    timings = timings_of(group)
+    """Returns the results of a beam search, best first. A beam search has no other outputs."""
+    timings, account = timings_of(group), account_of(group)
     return [
         Output(
             group.handle,
@@ -111,13 +136,14 @@ def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
             beam.finish_reason,
             timings=timings,
             beam_score=beam.score,
+            account=account,
         )
         for rank, beam in enumerate(best)
     ]
 
 
 class Outbox:
-    """A collector of the groups' outputs. It sends one message per session at the end of the step."""
+    """A collector of outputs that sends one message to each session at the end of a step."""
 
     def __init__(self) -> None:
         self._sessions: dict[Group, Session] = {}
@@ -135,15 +161,18 @@ class Outbox:
     def close(self, group: Group) -> None:
         session = self._sessions.pop(group)
         session.groups.pop(group.handle, None)
+        group.history.left_ns = time.monotonic_ns()
+        session.on_left(group)
 
     def emit(self, group: Group, output: AnyOutput) -> None:
-        """Adds an output to the message that the group's session gets at the end of the step."""
+        """Adds an output to the next message to the group's session."""
         session = self._sessions[group]
         session.outputs.append(output)
         self._touched.add(session)
 
     def reject(self, group: Group, rejection: Rejection) -> None:
-        self.emit(group, Output(group.handle, group.attempt, rejection=rejection))
+        group.history.rejection = rejection.value
+        self.emit(group, Output(group.handle, group.attempt, rejection=rejection, account=account_of(group)))
 
     def refuse(self, session: Session, group: Group, rejection: Rejection) -> None:
         """Rejects a group that was not opened."""
@@ -151,8 +180,8 @@ class Outbox:
         self._touched.add(session)
 
     def flush(self, load: WorkerLoad) -> None:
-        """Sends one message to each session that has outputs. Once a second, sessions that have groups but no outputs
-        get the load, which shows that the worker is alive.
+        """Sends a message to each session that has outputs and, every TELL_S, to each session that has groups, which
+        shows that the worker is alive.
         """
         now = time.monotonic()
         if now - self._told_at >= TELL_S:

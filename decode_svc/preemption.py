@@ -1,7 +1,4 @@
-"""Decides how a group is preempted and when a swapped group comes back. Counts and times both events.
-
-Does not depend on sessions: the worker tells the gateway which groups are lost or given back.
-"""
+"""Decides how a group is preempted and when a swapped group is resumed. Counts and times both operations."""
 
 from __future__ import annotations
 
@@ -10,19 +7,42 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from block_store.errors import LedgerUnavailable
 from common.telemetry import Fallbacks
 from decode_svc.costs import Costs
 from decode_svc.outputs import Rejection
 from decode_svc.scheduler import DecodeScheduler, Group
-from decode_svc.swap import SwapSpace
 
 logger = logging.getLogger("decode")
 Choice = Literal["auto", "swap", "give-back"]
 RESUME_PAUSE_S = 0.02
-"""Time between two attempts to resume a group while others run; each attempt costs several ledger calls."""
+"""Minimum time in seconds between two attempts to resume a group while others run. An attempt makes several ledger
+calls.
+"""
+
+
+class HostTier(Protocol):
+    """The memory for swapped blocks (`decode_svc.swap.SwapSpace`, or that of a simulation)."""
+
+    block_bytes: int
+    num_groups: int
+    """Number of KV groups."""
+    num_blocks: int
+
+    @property
+    def num_free(self) -> int: ...
+
+    def need(self, group: Group) -> int: ...
+
+    def has_room(self, num_blocks: int) -> bool: ...
+
+    def swap_out(self, group: Group) -> bool: ...
+
+    def swap_in(self, group: Group, spare: int) -> int | None: ...
+
+    def drop(self, group: Group) -> None: ...
 
 
 @dataclass(slots=True)
@@ -31,29 +51,29 @@ class PreemptionCounts:
 
     swapped_groups: int = 0
     swapped_blocks: int = 0
-    """Blocks copied out."""
+    """Number of blocks that were copied out."""
     resumed_groups: int = 0
     resumed_blocks: int = 0
-    """Blocks copied back. Other blocks of the same groups were still cached in the arena."""
+    """Number of blocks that were copied back. The groups' other blocks were still cached in the arena."""
     out_s: float = 0.0
     in_s: float = 0.0
-    """Time of the attempts that brought blocks back."""
+    """Total time of the successful attempts to resume a group."""
     waited_s: float = 0.0
-    """Time that resumed groups were swapped out, summed."""
+    """Total time for which resumed groups were swapped out."""
     given_back_groups: int = 0
     lost_groups: int = 0
-    """Groups that the reader rule rejected when they were to be swapped out."""
+    """Number of groups that were rejected because a block was stale when they were about to be swapped out."""
 
 
 class Preemption:
-    """The preemption of a worker's groups. It swaps them out or gives them back, and resumes them. It runs in the step
+    """The preemption of a worker's groups: swaps them out or gives them back, and resumes them. Used in the step
     thread.
     """
 
     def __init__(
         self,
         scheduler: DecodeScheduler,
-        swap: SwapSpace,
+        swap: HostTier,
         choice: Choice = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,9 +92,8 @@ class Preemption:
         return group in self._since
 
     def preempt(self, group: Group) -> Rejection | None:
-        """Takes a group's blocks away. If the group is swapped, returns None, and the scheduler counts it as preempted.
-
-        Otherwise returns the reason why the caller must reject the group, which holds its blocks until then.
+        """Preempts a group. If it is swapped out, returns None. Otherwise, returns the reason with which the caller
+        must reject the group, which holds its blocks until then.
         """
         num_blocks = self._swap.need(group)
         if not self._swaps(group, num_blocks):
@@ -87,18 +106,18 @@ class Preemption:
             logger.warning("reader rule: group %d had blocks that were reallocated", group.handle)
             return Rejection.LOST
         self._note_out(group, num_blocks, self._clock() - began)
+        group.history.swapped_out(int(began * 1e9), num_blocks)
         self._scheduler.preempt(group)
         return None
 
     def resume(self, make_way: Callable[[Group], object], needed: Callable[[], int]) -> None:
-        """Brings swapped groups back, in order, while enough blocks are available.
+        """Resumes swapped groups, in order, while enough blocks are available.
 
-        While other groups run, a group comes back only if there are blocks for the group, for this step of the running
-        groups (`needed`), and in each KV group one more for each of the group's sequences and for every fourth running
-        sequence. With fewer blocks, the group would soon preempt a different group or be preempted again.
-
-        If nothing runs, waiting groups give up their blocks: `make_way` must preempt the group that it is given. While
-        the ledger does not answer, no group comes back, and none is preempted to make room.
+        While other groups run, a group is resumed only if there are blocks for the group and for this step of the
+        running groups (`needed`). In addition, each KV group must have one more block for each of the group's sequences
+        and for every fourth running sequence. With fewer blocks, the group would soon preempt a different group or be
+        preempted again. If nothing runs, calls `make_way` with a waiting group, which must be preempted. While the
+        ledger does not answer, no group is resumed, and no group is preempted to make room.
         """
         with suppress(LedgerUnavailable):
             while (group := self._scheduler.resumable()) is not None:
@@ -109,7 +128,7 @@ class Preemption:
                 make_way(waiting)
 
     def drop(self, group: Group) -> None:
-        """Frees the group's memory in the host tier, because the group ends."""
+        """Frees the host memory of a group that ends."""
         self._since.pop(group, None)
         self._swap.drop(group)
 
@@ -121,13 +140,15 @@ class Preemption:
         if not self._swap.has_room(num_blocks):
             self._fallbacks.note("give back, not swap", f"the host tier has {self._swap.num_free} blocks left")
             return False
-        if group.search is not None:  # a search that is given back starts over, and prefill cannot spare it any steps
+        if group.search is not None:  # a search that is given back starts over, and loses all of its steps
             return True
         num_bytes = num_blocks * self._swap.block_bytes
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, _num_tokens(group))
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
-        """Returns whether the group got its blocks. While other groups run, this is not attempted in every step."""
+        """Resumes the group if there are enough blocks, and returns whether it did. While other groups run, tries only
+        every RESUME_PAUSE_S.
+        """
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:
             return False
@@ -150,6 +171,7 @@ class Preemption:
         self.counts.resumed_blocks += copied
         self.counts.in_s += now - began
         self.counts.waited_s += waited
+        group.history.swapped_in(int(now * 1e9), copied)
         logger.info(
             "group %d is back: %d blocks copied in %.2f ms, waited %.3f s",
             group.handle, copied, (now - began) * 1e3, waited,
@@ -168,6 +190,6 @@ class Preemption:
 
 
 def _num_tokens(group: Group) -> int:
-    """Returns how many positions prefill would compute for the group. The prompt is computed once."""
+    """Returns the number of positions that prefill would compute for the group. The prompt counts once."""
     prompt_len = len(group.live[0].prompt_ids)
     return prompt_len + sum(sequence.num_computed - prompt_len for sequence in group.live)

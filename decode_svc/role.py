@@ -1,18 +1,27 @@
-"""The decode role in a process. `python -m decode_svc` hosts it alone, `looseleaf.both_roles` together with prefill."""
+"""The decode role of a worker's process. `python -m decode_svc` runs only this role, and `looseleaf.both_roles` runs
+both.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from block_store.holder.attach import Attached, Needs, attach
 from common.rpc import RpcServer
 from common.service_main import wait_idle, worker_name
+from common.speculative_config import SpeculativeConfig
+from common.telemetry import Fallbacks
+from common.tracing import tracer_of
 from common.trust import trust_of
+from common.types import KvLayout
+from decode_svc.ngram import NgramDrafter
 from decode_svc.outputs import Rejection
 from decode_svc.preemption import Preemption
 from decode_svc.scheduler import DecodeScheduler
 from decode_svc.service import DecodeServicer
 from decode_svc.settings import DecodeSettings
+from decode_svc.speculation import DraftLimits, Speculation
 from decode_svc.swap import SwapSpace
 from decode_svc.worker import DecodeWorker
 from engine import start_up
@@ -24,17 +33,19 @@ from worker.grammars import grammars_of
 from worker.ranks import bind_ranks, end_with_ranks
 from worker.role import WorkerRole, domain_of, least_floor, record_of
 
+logger = logging.getLogger("decode")
+
 
 def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> Needs:
-    """Returns the role's requirements for the arena. Measures the role's CUDA graphs and the activations of its largest
-    step.
+    """Measures the role's CUDA graphs and the activations of its largest step, and returns the role's requirements for
+    the arena.
     """
     return Needs(
         worker_id,
         "decode",
         runner.layout,
         runner.weights_bytes,
-        start_up.profile(runner, settings.max_num_seqs, settings.max_num_seqs, graphs=True),
+        start_up.profile(runner, max_rows(settings), max_rows(settings), graphs=True),
         runner.max_model_len,
         floor_blocks=least_floor("decode", runner, settings),
         reserve_blocks=settings.reserve_blocks,
@@ -42,8 +53,34 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
     )
 
 
+def max_rows(settings: DecodeSettings) -> int:
+    """Returns the maximum number of rows of a step. Drafts use the rows that sequences leave free, so a step needs no
+    more memory.
+    """
+    if settings.speculative_config is None:
+        return settings.max_num_seqs
+    return max(settings.max_num_seqs, 1 + SpeculativeConfig.parse(settings.speculative_config).num_speculative_tokens)
+
+
+def speculation_of(layout: KvLayout, max_model_len: int, settings: DecodeSettings) -> Speculation | None:
+    """Returns the speculation that the settings request, or None if there is none. If it cannot be used, the log gives
+    the reason.
+    """
+    if settings.speculative_config is None:
+        return None
+    if layout.has_states:
+        Fallbacks(logger).note("no speculation", "a recurrent state cannot go back behind a rejected token")
+        return None
+    config = SpeculativeConfig.parse(settings.speculative_config)
+    limits = DraftLimits(config.num_speculative_tokens, max_rows(settings), layout.block_size, max_model_len)
+    logger.info(
+        "speculation: %d tokens, n-grams of %d to %d tokens", limits.num_tokens, config.shortest, config.longest
+    )
+    return Speculation(NgramDrafter(config.longest, config.shortest), limits)
+
+
 def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
-    """Attaches a loaded model to the block store and returns the role. Waits until all expected workers attach."""
+    """Attaches a loaded model to the block store, which waits for all expected workers. Returns the role."""
     needs = needs_of(runner, settings, worker_name("decode", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
@@ -62,11 +99,12 @@ class DecodeRole(WorkerRole):
         turns: AnyFairLock | None = None,
     ) -> None:
         bind_ranks(runner, attached)
-        start_up.capture(runner, settings.max_num_seqs)
+        start_up.capture(runner, max_rows(settings))
         scheduler = DecodeScheduler(max_num_seqs=settings.max_num_seqs, max_queue=settings.max_queue)
         swap_bytes = 0 if settings.preemption == "give-back" else int(settings.swap_space * 2**30)
         preemption = Preemption(scheduler, SwapSpace(runner, attached, swap_bytes), settings.preemption)
-        self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner), preemption)
+        parts = (preemption, speculation_of(runner.layout, runner.max_model_len, settings))
+        self._worker = worker = DecodeWorker(runner, attached, scheduler, domain_of(runner), *parts)
         record = record_of(needs, attached, runner, settings)
         adapters = pool_of(runner)
         super().__init__(attached, record, worker.step, lambda: worker.load, turns, adapters)
@@ -74,7 +112,8 @@ class DecodeRole(WorkerRole):
         vocab_size = runner.config.vocab_size
         grammars = grammars_of(settings.model, vocab_size)
         grammars.warm()
-        self._servicer = DecodeServicer(worker, self.thread, vocab_size, (grammars, adapters))
+        self._tracer = tracer_of("decode", needs.worker_id)
+        self._servicer = DecodeServicer(worker, self.thread, vocab_size, (grammars, adapters), self._tracer)
 
     def add_to(self, server: RpcServer) -> None:
         add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
@@ -84,8 +123,12 @@ class DecodeRole(WorkerRole):
         self.thread.post(self._worker.start_draining)
         await wait_idle(self._is_busy, timeout_s)
         self.thread.post(lambda: self._worker.reject_all(Rejection.DRAINING))
-        await asyncio.sleep(0.1)  # the step thread sends them
+        await asyncio.sleep(0.1)  # until the step thread has sent them
 
     def _is_busy(self) -> bool:
         load = self._worker.load
         return load.num_running + load.num_waiting + load.num_preempted > 0
+
+    def close(self, timeout_s: float) -> None:
+        super().close(timeout_s)
+        self._tracer.close()

@@ -1,7 +1,4 @@
-"""The blocks of running sequences: reader rule, sealing, forks of a beam search, release.
-
-`copy_on_write` provides the blocks to write into. The scheduler decides which sequences run, wait or are preempted.
-"""
+"""The blocks of running sequences: the reader rule, sealing, forks of a beam search, and release."""
 
 from __future__ import annotations
 
@@ -22,13 +19,11 @@ from worker.loop import stale_owners
 from worker.sealing import seal_items
 
 Plan = list[tuple[Group, Sequence]]
-"""The sequences whose next position a step computes. The sequences of a group are adjacent, in the order of
-`Group.live`.
-"""
+"""The sequences of a step, with their groups. The sequences of a group are adjacent, in the order of `Group.live`."""
 
 
 class RunningBlocks:
-    """The block tables of running sequences, used in the step thread."""
+    """The blocks of one worker's running sequences. Used in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._attached = attached
@@ -39,8 +34,8 @@ class RunningBlocks:
     # --- before the step, and after it
 
     def stale(self, plan: Plan, step: Step, copying: Seq[Sequence]) -> set[Group]:
-        """Applies the reader rule to tables and to the sources of copies. Returns the groups with a
-        reallocated block.
+        """Applies the reader rule to block tables and to the sources of copies. Returns the groups with a
+        stale block.
         """
         arena = self._attached.arena
         found = stale_owners(arena, (group for group, _ in plan), step)
@@ -50,12 +45,9 @@ class RunningBlocks:
         return found
 
     def seal(self, sequences: Iterable[Sequence]) -> None:
-        """Seals and publishes the blocks that a step filled. The ledger acknowledges them before any token of the step
-        is sent.
-
-        Each block was written by one sequence alone, so no block is listed twice. If a block with equal content is
-        already published, even by another sequence of this step, the published block replaces the new one. Blocks that
-        have slid out of a window are released.
+        """Seals the blocks that a step filled, and releases those that have left a window. Must be called before the
+        step's tokens are sent. Only one sequence writes to a block, so no block is sealed twice. If a block with equal
+        content is already indexed, it replaces the new block.
         """
         size = self._layout.block_size
         filled = [s for s in sequences if s.num_computed // size > s.num_sealed]
@@ -74,11 +66,9 @@ class RunningBlocks:
             self._attached.held.release_many([sequence.drop_unneeded(self._layout) for sequence in filled])
 
     def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
-        """Returns the sequences after a step of beam search. `parents[i]` is the index of the sequence that new
-        sequence i continues.
-
-        The first child of a parent takes the parent's place, and further children share its blocks. A parent without a
-        child releases its blocks at once.
+        """Returns the sequences after a step of a beam search. New sequence i continues `live[parents[i]]`. The first
+        child of a parent takes over its blocks, and further children share them. The blocks of a parent without a child
+        are released.
         """
         children: list[Sequence] = []
         taken: set[int] = set()
@@ -108,5 +98,5 @@ class RunningBlocks:
 
 
 def copying(plan: Plan) -> list[Sequence]:
-    """Returns the sequences that copy a block before the step."""
+    """Returns the sequences for which a block must be copied before the step."""
     return [sequence for _, sequence in plan if sequence.copy_from]

@@ -1,60 +1,103 @@
-"""Turns the logits of a step into the next state of its sequences: drawn tokens, forked beams, ends.
-
-One sampling call serves all samples of a step, and one call serves all of its beams.
+"""Advances the sequences of a step from its logits: draws tokens, forks beams, and ends sequences. One sampling call
+serves all samples of a step, and another call serves all of its beams. The step's blocks are sealed between `draw` and
+`publish`, because the number of accepted tokens decides which blocks are full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 
+from common.types import FinishReason
 from decode_svc.outputs import Outbox, of_beams, of_token
 from decode_svc.running_blocks import Plan, RunningBlocks
 from decode_svc.scheduler import Group
 from engine.beam_search import BeamSearch, Candidates
+from engine.draft import Ahead, Draft
 from engine.sampler import Sampled, Sampler, SampleRow, beam_candidates
 from engine.sequence import Sequence
 
-Drawn = tuple[tuple[Group, Sequence], Sampled]
-"""A sample and its next token."""
 Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
 """Beam searches, each with its group and the candidates of its running beams."""
 
 
+class Taken(NamedTuple):
+    """The tokens that a step has added to a sample: one token, and one more for each accepted token of its draft."""
+
+    group: Group
+    sequence: Sequence
+    samples: list[Sampled]
+    reason: FinishReason | None
+    num_drafted: int
+    """Number of tokens of the draft."""
+    num_accepted: int
+    """Number of leading tokens of the draft that were drawn."""
+
+
+class Drawn(NamedTuple):
+    """The results of a step, which `SamplingStep.publish` applies."""
+
+    taken: list[Taken]
+    steps: Steps
+
+
 class SamplingStep:
-    """The part of a step that follows the forward pass. It advances groups by one token, in the step thread."""
+    """The part of a step after the forward pass, which advances its groups. Used in the step thread."""
 
     def __init__(
         self, blocks: RunningBlocks, outbox: Outbox, max_model_len: int, on_end: Callable[[Group], None]
     ) -> None:
-        """`on_end` is called when the last sequence of a group has ended, and must drop the group."""
+        """Creates the step. `on_end` is called when the last sequence of a group has ended, and must drop the group."""
         self._blocks = blocks
         self._outbox = outbox
         self._max_model_len = max_model_len
         self._on_end = on_end
         self._sampler = Sampler()
 
-    def take(self, plan: Plan, logits: torch.Tensor) -> None:
-        """Applies the results of a forward pass, which are fp32 logits [len(plan), vocab]."""
-        samples, searches = self._draw(plan, logits)
+    def draw(self, plan: Plan, logits: torch.Tensor, drafts: Seq[Draft] = ()) -> Drawn:
+        """Draws from fp32 logits [rows, vocab], and adds the tokens to their samples. A sequence has one row, and one
+        more for each token of its draft. Also increases `num_computed`: for a sample by its number of new tokens, for a
+        beam by 1.
+        """
+        rows = plan if not drafts else [entry for entry, draft in zip(plan, drafts, strict=True) for _ in draft.rows]
+        ahead = [tokens for draft in drafts for tokens in draft.rows]
+        beams = [row for row, (group, _) in enumerate(rows) if group.search is not None]
+        if not beams:
+            return Drawn(self._samples(plan, drafts, self._draw(logits, rows, ahead)), [])
+        for row in beams:
+            rows[row][1].num_computed += 1
+        others = [row for row, (group, _) in enumerate(rows) if group.search is None]
+        taken: list[Taken] = []
+        if others:
+            found = self._draw(logits[others], [rows[i] for i in others], [ahead[i] for i in others] if drafts else [])
+            singles = [i for i, (group, _) in enumerate(plan) if group.search is None]
+            taken = self._samples([plan[i] for i in singles], [drafts[i] for i in singles] if drafts else [], found)
+        return Drawn(taken, _steps([rows[row] for row in beams], logits[beams] if others else logits))
+
+    def publish(self, drawn: Drawn) -> None:
+        """Emits the tokens, ends sequences and forks beams. The blocks that the step filled have been sealed."""
         ended: list[Sequence] = []
-        emit, limit = self._outbox.emit, self._max_model_len
+        emit = self._outbox.emit
         try:
-            for (group, sequence), sample in samples:
-                sequence.output_ids.append(sample.token_id)
-                reason = sequence.finish_reason(limit)
-                emit(group, of_token(group, sequence, sample, reason))
+            for group, sequence, samples, reason, *_ in drawn.taken:
+                index = len(sequence.output_ids) - len(samples)
+                for sample in samples[:-1]:
+                    emit(group, of_token(group, sequence, index, sample, None))
+                    index += 1
+                emit(group, of_token(group, sequence, index, samples[-1], reason))
                 if reason is not None:
                     ended.append(sequence)
                     self._end(group, [sequence])
         finally:
             self._blocks.release(ended)
-        for group, search, candidates in searches:
+        for group, search, candidates in drawn.steps:
             self.advance(group, search, candidates)
 
     def advance(self, group: Group, search: BeamSearch, candidates: list[Candidates]) -> None:
-        """Adds one token to every beam, and gives the group the sequences of the new running beams."""
+        """Adds a token to every beam, and sets the group's sequences to the new running beams."""
         parents = search.advance(candidates)
         group.live = self._blocks.fork(group.live, parents)
         for sequence, beam in zip(group.live, search.running, strict=True):
@@ -65,27 +108,45 @@ class SamplingStep:
             self._on_end(group)
 
     def cancel(self, group: Group, sample_index: int) -> None:
-        """Ends one sample without an output. Does nothing if the sample has already ended."""
+        """Ends a sample without an output. Does nothing if the sample has already ended."""
         gone = [sequence for sequence in group.live if sequence.sample_index == sample_index]
-        if gone:  # otherwise it has just ended by itself
+        if gone:  # otherwise the sample has just ended
             self._end(group, gone)
             self._blocks.release(gone)
 
-    def _draw(self, plan: Plan, logits: torch.Tensor) -> tuple[list[Drawn], Steps]:
-        """Returns the tokens drawn for samples and the candidates of beam searches, from logits [len(plan), vocab]."""
-        beams = [row for row, (group, _) in enumerate(plan) if group.search is not None]
-        if not beams:
-            return self._samples(plan, logits), []
-        others = [row for row, (group, _) in enumerate(plan) if group.search is None]
-        samples = self._samples([plan[row] for row in others], logits[others]) if others else []
-        return samples, _steps([plan[row] for row in beams], logits[beams] if others else logits)
+    def _draw(self, logits: torch.Tensor, rows: Plan, ahead: Seq[Ahead | None]) -> list[Sampled]:
+        return self._sampler.draw(logits, [sequence for _, sequence in rows], ahead)
 
-    def _samples(self, plan: Plan, logits: torch.Tensor) -> list[Drawn]:
-        found = self._sampler.draw(logits, [sequence for _, sequence in plan])
-        return list(zip(plan, found, strict=True))
+    def _samples(self, plan: Plan, drafts: Seq[Draft], found: Seq[Sampled]) -> list[Taken]:
+        """Adds the tokens found for the rows of these samples to the samples."""
+        if not drafts:
+            return [self._take(*entry, [sample], ()) for entry, sample in zip(plan, found, strict=True)]
+        rows = iter(found)
+        return [
+            self._take(*entry, [next(rows) for _ in draft.rows], draft.token_ids)
+            for entry, draft in zip(plan, drafts, strict=True)
+        ]
+
+    def _take(self, group: Group, sequence: Sequence, drawn: list[Sampled], draft: tuple[int, ...]) -> Taken:
+        """Adds drawn tokens to a sample, up to and including the first one that differs from the draft or ends the
+        sample.
+        """
+        samples: list[Sampled] = []
+        reason = None
+        for sample, expected in zip(drawn, (*draft, None), strict=True):
+            samples.append(sample)
+            sequence.output_ids.append(sample.token_id)
+            reason = sequence.finish_reason(self._max_model_len)
+            if reason is not None or sample.token_id != expected:
+                break
+        sequence.num_computed += len(samples)
+        accepted = len(samples) - (sample.token_id != expected)
+        return Taken(group, sequence, samples, reason, len(draft), accepted)
 
     def _end(self, group: Group, sequences: list[Sequence]) -> None:
-        """Removes sequences from a group; the caller releases their blocks. If none remains, the group ends."""
+        """Removes sequences from a group, and calls `on_end` if none remains. The caller releases the sequences'
+        blocks.
+        """
         for sequence in sequences:
             group.live.remove(sequence)
         if not group.live:

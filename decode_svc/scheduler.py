@@ -1,10 +1,8 @@
-"""Decides which sequence groups run, wait, or are preempted when blocks run out. Uses no torch, I/O or clock.
-
-Continuous batching: every running group is in every step. Waiting groups have been claimed already, so they hold
-blocks. Preempted groups hold no blocks on the device; their KV is in the host tier (`swap`). A group that arrives while
-a group of the same or a higher priority is preempted starts after that group. The oldest group of the highest priority
-is never a victim. Thanks to the floors, it can always finish. The next group is then the oldest, so no group starves
-within a priority.
+"""Decides which sequence groups run, wait, or are preempted when blocks run out. Continuous batching: every running
+group is in every step. Waiting groups have been claimed, so they hold blocks. Preempted groups hold no blocks; their KV
+is in the host tier (`swap`). A group that arrives while a group of the same or a higher priority is preempted starts
+after that group. The oldest group of the highest priority is never preempted, and its worker's floor ensures that it
+can finish. So no group starves within a priority.
 
     add -> waiting -- admit --> running -- preempt --> preempted -- resume --> running
                   \\------------- preempt ------------/
@@ -16,14 +14,16 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from common.tracing import NO_CONTEXT, TraceContext
 from common.types import WorkerLoad
+from decode_svc.history import History
 from engine.beam_search import BeamSearch
 from engine.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one request on this worker. They are scheduled, preempted and finished together."""
+    """The samples or beams of one request on this worker. They are scheduled, preempted and finished together."""
 
     handle: int
     attempt: int
@@ -35,8 +35,11 @@ class Group:
     number: int = 0
     """The group's position in the order of arrival at this worker. The scheduler sets it."""
     live: list[Sequence] = field(default_factory=list)
-    """Sequences that have not ended; for a beam search its running beams, in the search's order."""
+    """Sequences that have not ended. For a beam search, its running beams, in the search's order."""
     search: BeamSearch | None = None
+    history: History = field(default_factory=History)
+    trace: TraceContext = NO_CONTEXT
+    """The span of the gateway for which the worker runs the group."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -44,7 +47,7 @@ class Group:
 
 
 class DecodeScheduler:
-    """The lists of running, waiting and preempted groups, each in order of (priority, arrival)."""
+    """A scheduler with lists of running, waiting and preempted groups, each in order of (priority, arrival)."""
 
     def __init__(self, *, max_num_seqs: int, max_queue: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -55,7 +58,9 @@ class DecodeScheduler:
         self._arrivals = 0
 
     def is_full(self, num_unclaimed: int = 0) -> bool:
-        """Returns whether the queue is full. `num_unclaimed` is the number of groups whose tickets are not claimed."""
+        """Returns whether the queue is full. `num_unclaimed` is the number of groups whose tickets are not
+        claimed yet.
+        """
         queued = len(self._waiting) + len(self._preempted) + num_unclaimed
         return queued >= self._max_queue + max(0, self.max_num_seqs - self.num_running)
 
@@ -65,20 +70,21 @@ class DecodeScheduler:
         self._arrivals += 1
         insort(self._waiting, group, key=_rank)
 
-    def admit(self, fits: Callable[[Group], bool]) -> None:
-        """Moves waiting groups to the running ones, in order, while there is room and `fits` returns True.
-
-        A group that outranks a running group need not fit, because its first step preempts the running group.
+    def admit(self, fits: Callable[[Group], bool]) -> list[Group]:
+        """Starts waiting groups, in order, while a step has room and `fits` returns True, and returns them. A group
+        that outranks a running group need not fit, because its first step preempts the running group.
         """
+        admitted: list[Group] = []
         while self._waiting and (group := self._next()) is self._waiting[0]:
             if not self._has_room(group) or not (fits(group) or self._outranked(group)):
-                return
+                break
             self._run(self._waiting, group)
+            admitted.append(group)
+        return admitted
 
     def in_the_way(self) -> Group | None:
-        """Returns a running group to preempt so that the next group, of a higher priority, has room in a step.
-
-        Returns None if there is room, or if preemption would not make enough room.
+        """Returns a running group to preempt so that the next group, of a higher priority, has room in a step. Returns
+        None if there is room, or if preemption would not make enough room.
         """
         group = self._next()
         if group is None or self._has_room(group) or not (lower := self._outranked(group)):
@@ -87,8 +93,8 @@ class DecodeScheduler:
         return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
-        """Returns the group to preempt, which is the latest one of the lowest priority, or None if only the oldest is
-        left.
+        """Returns the group to preempt, which is the latest group of the lowest priority. Returns None if there are
+        fewer than two groups.
         """
         groups = [*self._waiting, *self.running]
         if len(groups) < 2:
@@ -96,26 +102,30 @@ class DecodeScheduler:
         return max(groups, key=_rank)
 
     def preempt(self, group: Group) -> None:
-        """Makes a running or waiting group wait, without blocks, until it is resumed."""
+        """Moves a running or waiting group to the preempted groups."""
         self.remove(group)
         insort(self._preempted, group, key=_rank)
 
     def resumable(self) -> Group | None:
-        """Returns the preempted group whose turn it is, or None if there is none or a step has no room for it."""
+        """Returns the preempted group to resume next. Returns None if there is none, if a waiting group precedes it, or
+        if a step has no room for it.
+        """
         if not self._preempted or (group := self._next()) is not self._preempted[0]:
             return None
         return group if self._has_room(group) else None
 
     def resume(self, group: Group) -> None:
-        """Makes a preempted group run again, after it has got its blocks back."""
+        """Moves a preempted group, which has its blocks again, to the running groups."""
         self._run(self._preempted, group)
 
     def latest_waiting(self) -> Group | None:
-        """Returns the waiting group to preempt if nothing runs and a preempted group cannot get its blocks, or None."""
+        """Returns the waiting group to preempt if nothing runs and a preempted group cannot get its blocks. Returns
+        None if no group is waiting.
+        """
         return self._waiting[-1] if self._waiting else None
 
     def remove(self, group: Group) -> None:
-        """Forgets a group, regardless of its state."""
+        """Removes a group, regardless of its state."""
         for groups in (self.running, self._waiting, self._preempted):
             if group in groups:
                 groups.remove(group)
@@ -132,7 +142,7 @@ class DecodeScheduler:
         return not self.running and not self._waiting and not self._preempted
 
     def load(self) -> WorkerLoad:
-        """Returns the queue lengths in sequences. The numbers of blocks are left at 0."""
+        """Returns a load with the queue lengths in sequences. The other fields are not set."""
         return WorkerLoad(
             num_running=self.num_running,
             num_waiting=sum(len(g.live) for g in self._waiting),
@@ -142,10 +152,9 @@ class DecodeScheduler:
     # --- inside
 
     def _next(self) -> Group | None:
-        """Returns the preempted or waiting group to start next, by rank alone, or None if there is none.
-
-        Within a priority, running groups are therefore earlier than all others. Otherwise the last running group could
-        wait for the blocks of an earlier waiting group, and that group for the running group's blocks.
+        """Returns the preempted or waiting group with the first rank, or None if there is none. This group starts next,
+        so within a priority, running groups have arrived before all others. Otherwise, the last running group and an
+        earlier waiting group could wait for each other's blocks.
         """
         return min([*self._preempted[:1], *self._waiting[:1]], key=_rank, default=None)
 
@@ -158,7 +167,7 @@ class DecodeScheduler:
         return self.num_running + len(group.live) <= self.max_num_seqs
 
     def _outranked(self, group: Group) -> list[Group]:
-        """Returns the running groups of a lower priority than `group`'s, in order."""
+        """Returns the running groups with a lower priority than `group`, in order."""
         return [g for g in self.running if g.priority > group.priority]
 
     def _run(self, queue: list[Group], group: Group) -> None:

@@ -1,5 +1,5 @@
-"""The gRPC DecodeService: one session per gateway, and one message per step (or per several steps, if the gateway is
-slow). Runs in the event loop; the model runs in the step thread.
+"""The gRPC DecodeService, with one session for each gateway, and one message per step, or per several steps if the
+gateway is slow. It runs in the event loop.
 """
 
 from __future__ import annotations
@@ -7,15 +7,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextvars import copy_context
 
 from common import convert
 from common.errors import Aborted, LooseleafError
 from common.guard import Context
+from common.request_ids import REQUEST_ID
+from common.tracing import CURRENT, NO_TRACER, TraceContext, Tracer
 from common.types import WorkerLoad
 from decode_svc.compiling import Compiling
-from decode_svc.outputs import AnyOutput, Output, PlainToken, Rejection
+from decode_svc.outputs import Account, AnyOutput, Output, PlainToken, Rejection
 from decode_svc.outputs import Session as WorkerSession
+from decode_svc.scheduler import Group
 from decode_svc.submits import read_submit
+from decode_svc.trace import trace_group
 from decode_svc.worker import DecodeWorker
 from protos.v1 import decode_pb2 as pb
 from protos.v1 import decode_pb2_grpc
@@ -25,7 +30,7 @@ from worker.heartbeat import Outgoing
 from worker.step_thread import StepThread
 
 Step = tuple[list[AnyOutput], WorkerLoad]
-"""The outputs and the load that a session gets from one step."""
+"""The outputs and the load of one step for a session."""
 logger = logging.getLogger("decode")
 _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
     None: pb.REJECTION_UNSPECIFIED,
@@ -42,31 +47,37 @@ _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """The gRPC service of a decode worker. When a session's stream ends, the session's sequences are dropped."""
+    """The gRPC service of a decode worker. When a session ends, its sequences are dropped."""
 
     def __init__(
-        self, worker: DecodeWorker, thread: StepThread, vocab_size: int, shared: tuple[Grammars, AdapterPool]
-    ) -> None:
-        """`shared` contains the objects that the roles of the process share."""
+        self, worker: DecodeWorker, thread: StepThread, vocab_size: int, shared: tuple[Grammars, AdapterPool],
+        tracer: Tracer = NO_TRACER,
+    ) -> None:  # fmt: skip
+        """Creates the service. `shared` contains the objects that the roles of the process share."""
         self._worker = worker
         self._grammars, self._adapters = shared
         self._thread = thread
         self._vocab_size = vocab_size
+        self._tracer = tracer
 
     async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         loop, steps = asyncio.get_running_loop(), Outgoing[Step]()
 
-        def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread
+        def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread or the event loop
             loop.call_soon_threadsafe(steps.put, (outputs, load))
 
-        session, compiling = WorkerSession(send), Compiling(self._grammars)
+        def on_left(group: Group) -> None:  # called in the step thread
+            if self._tracer.is_enabled:
+                loop.call_soon_threadsafe(trace_group, self._tracer, group)
+
+        session, compiling = WorkerSession(send, on_left), Compiling(self._grammars)
         reader = asyncio.create_task(self._read(request_iterator, session, compiling))
         reader.add_done_callback(lambda _: steps.end())
         try:
             with steps:
                 while (news := await steps.get()) is not None:
                     await context.write(_response(news))
-            reader.result()  # raises what ended the stream, such as bytes that are not a valid message
+            reader.result()  # raises the error that ended the stream, such as an invalid message
         finally:
             reader.cancel()
             compiling.close()
@@ -77,11 +88,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         async for request in requests:
             if request.HasField("submit"):
-                self._post_submit(session, request.submit, compiling)
+                copy_context().run(self._post_submit, session, request.submit, compiling)
             elif request.HasField("cancel"):
                 self._post_cancel(session, request.cancel, compiling)
 
     def _post_submit(self, session: WorkerSession, submit: pb.Submit, compiling: Compiling) -> None:
+        REQUEST_ID.set(submit.request_id)
+        CURRENT.set(TraceContext.of(submit.traceparent, submit.tracestate))
         try:
             submission = read_submit(submit, self._vocab_size)
         except (LooseleafError, ValueError) as error:
@@ -111,10 +124,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _response(steps: list[Step]) -> pb.SessionResponse:
-    """Builds a response. A slow gateway gets the outputs of all steps that it has missed in one message, so that no
-    queue grows.
-
-    Without steps, the response is a heartbeat.
+    """Returns one response with the outputs of all steps, so that no queue grows if the gateway is slow. Without steps,
+    the response is a heartbeat.
     """
     response = pb.SessionResponse()
     for outputs, _ in steps:
@@ -125,8 +136,8 @@ def _response(steps: list[Step]) -> pb.SessionResponse:
 
 
 def _add(response: pb.SessionResponse, outputs: list[AnyOutput]) -> None:
-    """Adds outputs to a response. Within a sample, all other outputs come after the last plain token, so the message
-    need not record the order.
+    """Adds outputs to a response. The message does not record the order of plain tokens and other outputs, because
+    within a sample, all other outputs come after the last plain token.
     """
     plain = [item for item in outputs if type(item) is PlainToken]
     if len(plain) < len(outputs):
@@ -157,3 +168,26 @@ def _add_message(message: pb.SequenceOutput, item: Output) -> None:
         message.beam_score = item.beam_score
     if item.timings is not None:
         message.timings.CopyFrom(convert.timings_to_pb(item.timings))
+    if item.account is not None:
+        message.account.CopyFrom(_account(item.account))
+
+
+def _account(account: Account) -> pb.GroupAccount:
+    claimed, history = account.claimed_ns, account.history
+    if not claimed:
+        return pb.GroupAccount()
+    started_ns = account.now_ns if history.started_ns is None else history.started_ns
+    return pb.GroupAccount(
+        claim_ns=claimed - account.arrived_ns,
+        waiting_ns=max(0, started_ns - claimed),
+        copied_blocks=history.copied_blocks,
+        swaps=[
+            pb.Swap(
+                start_ns=max(0, swap.start_ns - claimed),
+                duration_ns=max(0, (account.now_ns if swap.end_ns is None else swap.end_ns) - swap.start_ns),
+                blocks_out=swap.blocks_out,
+                blocks_in=swap.blocks_in,
+            )
+            for swap in history.swaps
+        ],
+    )

@@ -7,10 +7,11 @@ from typing import Literal
 from pydantic import Field
 
 from common.settings import WorkerSettings, settings_config
+from common.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfigText
 
 
 class DecodeSettings(WorkerSettings):
-    """Flags of `python -m decode_svc`. The environment variables are LOOSELEAF_DECODE_*."""
+    """The settings of a decode worker: flags of `python -m decode_svc`, or LOOSELEAF_DECODE_* in the environment."""
 
     model_config = settings_config("LOOSELEAF_DECODE_", "decode_svc")
     reserve_blocks: int = Field(
@@ -30,3 +31,4 @@ class DecodeSettings(WorkerSettings):
         description="GiB of host memory for swapped blocks, limited to the number of blocks in the arena; "
         "0: all requests are given back",
     )
+    speculative_config: SpeculativeConfigText = Field(None, description=SPECULATIVE_CONFIG)

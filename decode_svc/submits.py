@@ -1,6 +1,6 @@
 """Reads a submit message from a gateway: the group, its ticket, and a beam search's first candidates.
 
-A worker does not trust that its caller has checked the message.
+A worker does not rely on its caller's checks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from common import convert
 from common.ticket import Ticket
+from common.tracing import TraceContext
 from common.types import CacheQuota, SamplingParams, StoppingParams
 from decode_svc.scheduler import Group
 from engine.beam_search import Candidates
@@ -29,11 +30,13 @@ class Submission(NamedTuple):
 
 
 MAX_LENGTH_PENALTY = 10.0
-"""Limit on the exponent of a length. A power too large for floating point would make a whole step fail."""
+"""Maximum magnitude of `length_penalty`, an exponent. A power too large for floating point would make a whole step
+fail.
+"""
 
 
 def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
-    """Reads a message. Raises ValueError, with a message of one sentence about the inconsistent part."""
+    """Returns the submission in a message. Raises ValueError if a value is invalid or contradicts another value."""
     sampling = convert.sampling_from_pb(submit.sampling)
     stopping = convert.stopping_from_pb(submit.stopping)
     ticket = convert.ticket_from_pb(submit.ticket)
@@ -50,7 +53,13 @@ def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
     ]
     deadline = now + submit.timeout_ms * 1_000_000 if submit.HasField("timeout_ms") else None
     group = Group(
-        submit.handle, submit.attempt, sequences, priority=submit.priority, deadline_ns=deadline, arrived_ns=now
+        submit.handle,
+        submit.attempt,
+        sequences,
+        priority=submit.priority,
+        deadline_ns=deadline,
+        arrived_ns=now,
+        trace=TraceContext.of(submit.traceparent, submit.tracestate),
     )
     return Submission(group, ticket, submit.cache_salt, candidates, submit.public_tokens)
 
@@ -86,7 +95,7 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
 
 
 def _check_ids(submit: pb.Submit, sampling: SamplingParams, stopping: StoppingParams, vocab_size: int) -> None:
-    """Raises ValueError for an id outside the vocabulary, which would make every group of a step fail."""
+    """Raises ValueError if an id is outside the vocabulary. Such an id would make every group of a step fail."""
     known = [submit.prompt_token_ids, submit.beam_candidates.token_ids, stopping.stop_token_ids]
     known += [branch.output_token_ids for branch in submit.branches]
     largest = max([max(ids, default=0) for ids in known] + list(sampling.named_ids))

@@ -1,8 +1,6 @@
-"""The host tier: blocks of preempted groups in private memory, copied out in one call and copied back in one call.
-
-A swapped group has no blocks in the arena. When it comes back, its sequences share the same blocks as before. Blocks
-that are still cached under their hash are acquired instead of copied. Other modules decide which group to swap, and
-when.
+"""The host tier: the blocks of preempted groups in private memory. A swapped group has no blocks in the arena. After it
+is resumed, its sequences share blocks as before. Blocks that are still cached under their hash are acquired instead of
+copied.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from kernels.copy_blocks import copy_blocks
 
 
 class SwappedTable(NamedTuple):
-    """The KV of one sequence in one KV group."""
+    """The host blocks with the KV of one sequence in one KV group."""
 
     first: int
-    """Number of earlier blocks, which had slid out of the window."""
+    """Number of leading blocks that have left the window. They are not in `slots`."""
     slots: list[int]
     """Host blocks, in token order."""
 
@@ -42,12 +40,14 @@ Tables = dict[Sequence, list[SwappedTable]]
 
 
 class SwapSpace:
-    """A pool of blocks in host memory: as many as fit into `max_bytes`, and at most as many as the arena has. It is
-    used in the step thread.
+    """A pool of blocks in host memory, with as many blocks as fit into `max_bytes`, but not more than the arena. Used
+    in the step thread.
     """
 
     def __init__(self, runner: ModelRunner, attached: Attached, max_bytes: int) -> None:
-        """The runner must be bound to the attached arena. Raises StartupError if the memory is not available."""
+        """Allocates the pool. The runner must be bound to the attached arena. Raises StartupError if the memory is not
+        available.
+        """
         self._runner = runner
         self._attached = attached
         self.block_size = runner.layout.block_size
@@ -66,16 +66,15 @@ class SwapSpace:
         return len(self._free)
 
     def need(self, group: Group) -> int:
-        """Returns the number of host blocks that the group's KV takes; blocks that its sequences share count once."""
+        """Returns the number of host blocks for the group's KV. Blocks that its sequences share count once."""
         return len(self._distinct(group.live))
 
     def has_room(self, num_blocks: int) -> bool:
         return num_blocks <= len(self._free)
 
     def swap_out(self, group: Group) -> bool:
-        """Copies a group's blocks to host memory, which must have room for them, and releases them in the arena.
-
-        If a block has been reallocated (reader rule), returns False and changes nothing. The group is then lost.
+        """Copies a group's blocks to host memory, which must have room for them, and releases them in the arena. If a
+        block is stale (reader rule), returns False and changes nothing; the group is then lost.
         """
         refs = self._distinct(group.live)
         arena, num = self._attached.arena, len(refs)
@@ -98,10 +97,9 @@ class SwapSpace:
         return True
 
     def swap_in(self, group: Group, spare: int) -> int | None:
-        """Gives a swapped group arena blocks again, all or none. Returns the number of copied blocks.
-
-        Returns None unless `spare` free blocks would be left over. Raises LedgerUnavailable (nothing has changed, so
-        the caller can try again) and the errors of `held.seal`.
+        """Allocates arena blocks for a swapped group, all or none, and copies its KV back. Returns the number of copied
+        blocks, or None if fewer than `spare` free blocks would be left. Raises LedgerUnavailable (nothing has changed,
+        so the caller can try again) and the errors of `HeldBlocks.seal`.
         """
         tables = {s: self._swapped[group][s] for s in group.live}
         refs = self._find_cached(tables)
@@ -124,15 +122,15 @@ class SwapSpace:
         return len(missing)
 
     def drop(self, group: Group) -> None:
-        """Frees the host memory of a swapped group. Does nothing for other groups, which have none."""
+        """Frees the host memory of a swapped group. Does nothing for other groups."""
         if (tables := self._swapped.pop(group, None)) is not None:
             self._free += _distinct_slots(tables)[::-1]
 
     # --- inside
 
     def _kept(self, sequence: Sequence) -> list[list[BlockRef]]:
-        """Returns, for each KV group, the blocks that hold the sequence's KV. If the last block is to be a copy that
-        has not been made yet, its source is returned in its place.
+        """Returns, for each KV group, the blocks with the sequence's KV. If the last block's content has not been
+        copied yet, returns the source of the copy instead of the last block.
         """
         end = blocks_of(sequence.num_computed, self.block_size)
         kept = [table[table.first : end] for table in sequence.tables]
@@ -151,15 +149,15 @@ class SwapSpace:
         self._attached.held.release_many(tables)
 
     def _copy(self, src: torch.Tensor, dst: torch.Tensor, src_ids: list[int], dst_ids: list[int]) -> None:
-        """Copies blocks in one call. The copies are complete when this returns."""
+        """Copies blocks, and returns when the copies are complete."""
         if src_ids:
             self._runner.device.enter()
             copy_blocks(src, dst, torch.tensor(src_ids), torch.tensor(dst_ids))
             self._runner.device.wait()
 
     def _find_cached(self, tables: Tables) -> dict[int, BlockRef]:
-        """Returns, by host block, the arena block that still has the same content. For each table with unshared sealed
-        blocks, one call finds the longest run that starts at the first of them.
+        """Returns the arena blocks that are still cached, by host block. For each table, one call finds the longest run
+        of cached blocks. The run starts at the first sealed block that no earlier table contains.
         """
         found: dict[int, BlockRef] = {}
         asked: set[int] = set()
@@ -184,14 +182,14 @@ class SwapSpace:
         return refs[:num_blocks]
 
     def _share(self, tables: Tables, refs: dict[int, BlockRef]) -> None:
-        """Takes further references to shared blocks, so that each block has one for every sequence that uses it. The
-        first reference to each block has already been taken.
+        """Counts one more use of each shared block for every sequence that uses it except the first, whose use has
+        already been counted.
         """
         uses = Counter(slot for swapped in tables.values() for table in swapped for slot in table.slots)
         self._attached.held.share(refs[slot] for slot, times in uses.items() for _ in range(times - 1))
 
     def _seal(self, tables: Tables, fresh: dict[int, BlockRef]) -> dict[int, BlockRef]:
-        """Publishes the full blocks among those that were copied back, each once, in one call."""
+        """Seals the full blocks among those that were copied back. Returns the final block for each host block."""
         items: dict[int, SealItem] = {}
         for sequence, swapped in tables.items():
             for group, (start, slots) in enumerate(swapped):
@@ -209,9 +207,9 @@ def _distinct_slots(tables: Tables) -> list[int]:
 
 
 def _host_memory(runner: ModelRunner, num_blocks: int, block_bytes: int) -> torch.Tensor:
-    """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides the memory only when it is written to.
-    On a GPU, the memory is pinned and allocated at once, because the copy engines need pinned memory for full speed.
-    Raises StartupError if the memory is not available.
+    """Allocates uint8 [num_blocks, block_bytes]. On a CPU, the system provides memory when it is first written. On a
+    GPU, the memory is pinned, because the copy engines need pinned memory for full speed. Raises StartupError if the
+    memory is not available.
     """
     on_gpu = runner.device.compute_capability is not None
     try:

@@ -1,7 +1,6 @@
 """The work of a decode worker's step thread (long: the order of a step is in one place).
 
-A step consists of claim, reserve, compute, seal, sample, publish and release. Does not depend on gRPC: each session
-passes a `send`, which the step thread calls once per step.
+A step claims, reserves, computes, samples, seals, publishes and releases.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from block_store.holder.attach import Attached
 from block_store.ledger.prefix_hash import adapter_domain, prompt_chain
 from common.grammar import GrammarError
 from common.group_need import blocks_of
+from common.telemetry import Fallbacks
 from common.ticket import Ticket
 from common.types import BlockRef, WorkerLoad
 from decode_svc.claims import Claim, Claims, adopt, fits_ticket, most_needed
@@ -22,6 +22,7 @@ from decode_svc.preemption import Preemption
 from decode_svc.running_blocks import Plan, RunningBlocks, copying
 from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import DecodeScheduler, Group
+from decode_svc.speculation import Speculation
 from decode_svc.swap import SwapSpace
 from engine.beam_search import BeamSearch, Candidates
 from engine.model_runner import ModelRunner
@@ -31,8 +32,8 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
-"""Time for which running sequences continue while the ledger does not answer: the length of a lease, plus the interval
-between two renewals, in which the reserve is filled.
+"""Time in seconds for which running sequences continue while the ledger does not answer: the length of a lease, plus
+the interval between two beats, which fill the reserve.
 """
 
 
@@ -46,8 +47,11 @@ class DecodeWorker:
         scheduler: DecodeScheduler,
         domain: bytes,
         preemption: Preemption | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        """If `preemption` is None, preempted groups are given back."""
+        """Creates the worker. If `preemption` is None, preempted groups are given back. Without `speculation`, there
+        are no drafts.
+        """
         self._runner = runner
         self._attached = attached
         self._scheduler = scheduler
@@ -60,11 +64,13 @@ class DecodeWorker:
         self._outbox = Outbox()
         self._progress = SamplingStep(self._blocks, self._outbox, runner.max_model_len, self._drop)
         self._preemption = preemption or Preemption(scheduler, SwapSpace(runner, attached, 0), "give-back")
+        self._speculation = speculation
+        self._fallbacks = Fallbacks(logger)
         self._draining = False
         self._spoken_for = 0
-        """Number of blocks that the groups admitted in this step will take."""
+        """Number of blocks that the groups that start in this step will need."""
         self.load = WorkerLoad()
-        """Load as of the last step; other threads may read it."""
+        """The load after the last step. Other threads may read it."""
 
     # --- commands
 
@@ -77,13 +83,15 @@ class DecodeWorker:
         candidates: Candidates | None = None,
         public_tokens: int = 0,
     ) -> None:
-        """Claims the ticket as soon as the ledger answers and queues the group, or rejects the group. A beam search
-        needs the candidates for its first step.
+        """Rejects a group, or claims its ticket as soon as the ledger answers and queues the group. `candidates` are
+        the candidates of a beam search's first step, or None for samples.
         """
         if candidates is not None:
             first = group.sequences[0]
             limit = self._runner.max_model_len
             group.search = BeamSearch(first.sampling, first.stopping, len(first.prompt_ids), limit)
+            if self._speculation is not None:
+                self._fallbacks.note("no speculation", "a beam search runs without drafts")
         if (rejection := self._objection(group, ticket)) is not None:
             self._outbox.refuse(session, group, rejection)
             self._claims.decline(ticket)
@@ -140,12 +148,14 @@ class DecodeWorker:
             self._progress.cancel(group, sample_index)
 
     def cancel(self, session: Session, handle: int, sample_index: int | None = None) -> None:
-        """Drops a group, or one of its samples, and releases its blocks. An unknown group has already ended."""
+        """Drops a group, or one of its samples, and releases the blocks. Does nothing if the group has already
+        ended.
+        """
         if (group := session.groups.get(handle)) is None:
             return
         if sample_index is None:
             self._drop(group)
-        elif group.search is None and not self._claims.cancel(group, sample_index):  # beams are not cancelled singly
+        elif group.search is None and not self._claims.cancel(group, sample_index):  # single beams are not cancelled
             self._progress.cancel(group, sample_index)
 
     def close(self, session: Session) -> None:
@@ -156,7 +166,7 @@ class DecodeWorker:
     # --- one step
 
     def step(self) -> float | None:
-        """Runs one step. Returns the seconds to wait before the next step, or None to wait for a command."""
+        """Runs one step. Returns the number of seconds to wait before the next step, or None to wait for a command."""
         ran = guarded_step(self, self._attached, logger)
         self.load = self._load()
         self._outbox.flush(self.load)
@@ -165,7 +175,9 @@ class DecodeWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Claims, schedules, reserves and runs. This is `step` without its guard. Returns whether anything ran."""
+        """Claims, schedules, reserves, and runs a step. Returns whether a step ran. Unlike `step`, raises LedgerError
+        or ArenaError.
+        """
         self._claim_all()
         for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
             self._reject(group, Rejection.DEADLINE)
@@ -183,14 +195,15 @@ class DecodeWorker:
             free_blocks=self._attached.held.num_free_hint,
             total_blocks=self._attached.arena.num_blocks,
             num_preempted=queues.num_preempted,
+            drafts=None if self._speculation is None else self._speculation.counts,
         )
 
     def _blocks_a_sequence(self) -> int:
-        """Returns the number of blocks that one sequence takes in SURVIVED_S at the pace of recent steps, but at most
-        those of a full-length sequence.
+        """Returns the number of blocks that one sequence fills in SURVIVED_S at the pace of recent steps, but at most
+        the number for a sequence of full length.
         """
-        step_s = self._preemption.costs.step_s
-        num_tokens = min(SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
+        step_s, pace = self._preemption.costs.step_s, 1.0 if self._speculation is None else self._speculation.pace
+        num_tokens = min(pace * SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
         return (blocks_of(int(num_tokens), self._block_size) + 1) * self._num_groups
 
     def _groups(self) -> list[Group]:
@@ -202,24 +215,24 @@ class DecodeWorker:
                 self._reject(group, Rejection.INTERNAL)
 
     def _schedule(self) -> None:
-        """Chooses the groups to run. Groups of a higher priority displace those of a lower one. Preempted and waiting
-        groups start in a single order, (priority, arrival).
+        """Chooses the groups to run. A group may displace groups of a lower priority. Preempted and waiting groups
+        start in the order (priority, arrival).
         """
         while (group := self._scheduler.in_the_way()) is not None:
             self._preempt(group)
         self._preemption.resume(self._preempt, self._needed)
         self._spoken_for = 0
-        self._scheduler.admit(self._fits)
+        for group in self._scheduler.admit(self._fits):
+            group.history.begin(time.monotonic_ns())
 
     def _preempt(self, group: Group) -> None:
         if (rejection := self._preemption.preempt(group)) is not None:
             self._reject(group, rejection)
 
     def _fits(self, group: Group) -> bool:
-        """Returns whether enough blocks are free for a group to start. If nothing runs, any group may start.
-
-        There must be blocks for the group's first step, and one more for each of its sequences, in addition to those of
-        the groups that start with it.
+        """Returns whether enough blocks are free for a group to start: the blocks of its first step, and one more for
+        each of its sequences, in addition to the blocks of the groups that start in the same step. If nothing runs, any
+        group may start.
         """
         if not self._scheduler.running:
             return True
@@ -230,11 +243,12 @@ class DecodeWorker:
         return True
 
     def _reserve(self) -> Plan:
-        """Returns the sequences of the next step, after it has given each a private block for its next position.
-        Preempts groups if there are too few blocks. A group that still gets no block waits.
+        """Reserves a private block for each running sequence whose next position needs one, and returns the sequences
+        of the next step. Preempts groups if there are too few blocks. If a group still gets no block, it waits, and so
+        do all later groups.
         """
         plan: Plan = []
-        for group in self._scheduler.running:  # groups that this loop preempts come after `group`
+        for group in self._scheduler.running:  # the loop preempts only groups after `group`
             needing_block = self._blocks.writes.needing_block(group.live)
             if needing_block and not self._reserve_for(group, needing_block):
                 break  # the last group waits until others release blocks
@@ -266,10 +280,11 @@ class DecodeWorker:
             return False
         for index, sequence in enumerate(needing_block):
             self._blocks.writes.give(sequence, fresh[index * num : (index + 1) * num])
+            group.history.copied_blocks += len(sequence.copy_from)
         return True
 
     def _alloc(self, group: Group, num_blocks: int) -> list[BlockRef] | None:
-        """Allocates blocks, at the expense of groups that come after `group`. Returns None if the group must wait."""
+        """Allocates blocks for `group`, and preempts later groups if necessary. Returns None if the group must wait."""
         while True:
             try:
                 return self._attached.held.alloc(num_blocks)
@@ -283,25 +298,30 @@ class DecodeWorker:
 
     def _run(self, plan: Plan) -> None:
         sequences = [sequence for _, sequence in plan]
-        step = self._rows.lay_out(sequences)
+        drafts = [] if self._speculation is None else self._speculation.drafts(plan)
+        step = self._rows.lay_out(sequences, drafts)
         copies = copying(plan)
         if not self._check(plan, step, copies):  # before any launch: rejected groups release their blocks
             return
         self._blocks.writes.copy(copies)
         began = time.monotonic()
         logits = self._runner.step(step.batch)
-        self._preemption.costs.note_step(len(plan), time.monotonic() - began)
+        self._preemption.costs.note_step(len(logits), time.monotonic() - began)
         if not self._check(plan, step, copies, has_run=True):
             return
         self._blocks.writes.copied(copies)
-        for sequence in sequences:
-            sequence.num_computed += 1
+        drawn = self._progress.draw(plan, logits, drafts)
+        if self._speculation is not None:
+            self._speculation.note(drawn.taken, len(logits), time.monotonic() - began)
         self._blocks.seal(sequences)
-        self._progress.take(plan, logits)
+        for group in {group: None for group, _ in plan}:
+            group.history.num_steps += 1
+        self._progress.publish(drawn)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:
-        """Applies the reader rule. Returns False if stale groups were rejected. If the step has already run, its result
-        is discarded, and all groups whose states it has advanced are also rejected.
+        """Applies the reader rule. Rejects the groups with a stale block, and returns False if there is a stale block.
+        If the step has already run and the model has recurrent states, rejects all groups of the step, because their
+        states have advanced.
         """
         stale = self._blocks.stale(plan, step, copies)
         if stale:
@@ -315,7 +335,7 @@ class DecodeWorker:
     # --- leaving
 
     def _drop(self, group: Group) -> None:
-        """Forgets a group and releases the blocks that it still holds."""
+        """Removes a group, and releases its blocks."""
         self._scheduler.remove(group)
         self._preemption.drop(group)
         self._claims.drop(group)
@@ -327,7 +347,7 @@ class DecodeWorker:
         self._drop(group)
 
     def start_draining(self) -> None:
-        """Makes the worker refuse all further groups."""
+        """Makes the worker refuse new groups."""
         self._draining = True
 
     def reject_all(self, rejection: Rejection) -> None:
@@ -337,11 +357,11 @@ class DecodeWorker:
         self._outbox.flush(self.load)
 
     def start_over(self, reason: str) -> None:
-        """Rejects all groups and registers again, because a fenced worker no longer holds any blocks."""
+        """Rejects all groups, and registers the worker again."""
         groups = self._groups()
         logger.warning("starting over: %s; %d groups are rejected", reason, len(groups))
         for group in groups:
-            for sequence in group.live:  # renewing gives all blocks back at once
+            for sequence in group.live:  # `renew` gives up all blocks
                 sequence.forget_blocks()
             self._reject(group, Rejection.LOST)
         self._outbox.flush(self.load)  # gateways use other workers while this one waits for the ledger

@@ -1,2 +1,1 @@
-"""Model execution: model definitions, weights, the step over blocks, sampling. Does not depend on RPC, Redis or the
-store."""
+"""Model execution: model definitions, weights, the step over blocks, and sampling."""

@@ -16,9 +16,7 @@ Model = Opt | Decoder | TransformersModel
 
 
 def spec_by_layer(base: AttentionSpec, model: Model, config: ModelConfig) -> dict[int, AttentionSpec]:
-    """Returns the spec of each attention layer. For a native model, the result is empty if `base` is valid for all
-    layers, which then form one group.
-    """
+    """Returns the spec of each attention layer. The result is empty for a native model whose layers all use `base`."""
     if isinstance(model, TransformersModel):
         return {
             index: replace(
@@ -34,7 +32,9 @@ def choose_by_layer(
     groups: Sequence[LayerGroup],
     choose: Callable[[AttentionSpec], AttentionProvider],
 ) -> dict[int, tuple[AttentionProvider, int]]:
-    """Returns a provider and a KV group for each layer. Layers of a group with the same attention share a provider."""
+    """Returns a provider and a KV group for each layer. Layers with the same group and the same attention share a
+    provider.
+    """
     found: dict[object, AttentionProvider] = {}
     providers = {}
     group_of = {layer: n for n, group in enumerate(groups) if not group.has_states for layer in group.layers}

@@ -1,15 +1,15 @@
-"""One beam search: which beams continue, which have ended, and when the search ends. Pure bookkeeping, without torch,
-blocks or I/O.
+"""The state of a beam search: which beams continue, which have ended, and when the search ends.
 
-It gives the same ids and scores as transformers' beam search without sampling (v5). Its input is the most likely next
-tokens of each running beam, and its output is a fork list. With width w and e stop tokens, one step is:
+The search gives the same ids and scores as transformers' beam search without sampling (v5). Its input is the most
+likely next tokens of each running beam, and its output names the beam that each new beam continues. With width w and e
+stop tokens, one step is:
 
     all pairs (beam, token) -> the (1 + e) * w pairs (at least 2 * w) with the highest sums of log-probabilities
                                -> the pairs among the first w that end a beam: candidates for the w best ended beams
                                -> the first w pairs that do not end a beam: the new running beams
 
-Sums and scores are fp32. If two are equal, the lower beam wins, then the lower token id; among ended beams, the older
-one.
+Sums and scores are fp32. Of two equal sums, that of the lower beam comes first, then that of the lower token id. Of two
+ended beams with equal scores, the older one comes first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Candidates(NamedTuple):
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    """fp32 values, as many as ids."""
+    """fp32 log-probabilities, one for each token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class _Continuation(NamedTuple):
 
 
 class BeamSearch:
-    """The state of one beam search. `advance` takes the candidates of each running beam.
+    """A beam search. Call `advance` with the candidates of each running beam until `done` is True.
 
     Args:
         sampling: width, length penalty, early stopping, number of returned beams, log-probabilities.
         stopping: stop tokens and the maximum number of tokens.
-        prompt_len: tokens of the prompt, less than `max_model_len`.
+        prompt_len: number of prompt tokens, less than `max_model_len`.
         max_model_len: the maximum number of tokens of prompt and output together.
     """
 
@@ -83,11 +83,13 @@ class BeamSearch:
         self._ended: list[Hypothesis] = []  # best first, at most `width`
         self._num_tokens = 0
         self.num_candidates = max(self._num_kept, sampling.logprobs or 0)
-        """How many of a beam's most likely next tokens `advance` needs. Fewer are accepted only if the vocabulary is
+        """Number of most likely next tokens that `advance` needs for each beam, or the whole vocabulary if it is
         smaller.
         """
         self.running = [Beam()]
-        """The beams to compute next, best first. At the start this is the prompt alone, at the end it is empty."""
+        """The beams to compute next, best first: initially one beam without output tokens, and none when the search is
+        complete.
+        """
 
     @property
     def done(self) -> bool:
@@ -95,10 +97,9 @@ class BeamSearch:
         return not self.running
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
-        """Takes one step. `candidates[i]` belongs to `running[i]`.
-
-        Returns, for every new running beam, the index of the old beam that it continues. An index that occurs twice is
-        a fork; an index that does not occur is a dropped beam.
+        """Advances each running beam by one token. `candidates[i]` belongs to `running[i]`. Returns, for every new
+        running beam, the index of the old beam that the new beam continues. An old beam whose index occurs twice is
+        forked, and an old beam whose index does not occur is dropped.
         """
         self._num_tokens += 1
         going: list[_Continuation] = []
@@ -165,8 +166,8 @@ class BeamSearch:
 
 
 def _token_logprob(token_id: int, candidates: Candidates, count: int) -> TokenLogprob:
-    """Returns the log-probabilities of a beam's newest token and of the `count` most likely tokens. Equal
-    log-probabilities share a rank, as in sampling.
+    """Returns the log-probabilities of a beam's newest token and of the `count` most likely tokens. Tokens with equal
+    log-probabilities have the same rank.
     """
     ids, values = candidates
     logprob = values[ids.index(token_id)]

@@ -1,7 +1,4 @@
-"""A model's view of an arena: its memory as a tensor, and a strided view for every layer.
-
-Does not depend on block ownership.
-"""
+"""A model's view of an arena: its memory as a tensor, and a strided view for every layer."""
 
 from __future__ import annotations
 
@@ -30,7 +27,9 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 
 class DeviceArray(Protocol):
-    """A protocol of GPU memory, uint8 [num_blocks, >= block_bytes], with the array interface of numba and CuPy."""
+    """The interface of an array in GPU memory, uint8 [num_blocks, >= block_bytes], which numba and CuPy arrays also
+    have.
+    """
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
@@ -41,13 +40,13 @@ Arena = npt.NDArray[np.uint8] | torch.Tensor | DeviceArray
 
 @dataclass(slots=True)
 class Binding:
-    """A bound arena, with its views and the passes prepared over it: graphs on a GPU, one C call on a CPU."""
+    """A bound arena, with its views, and with the CUDA graphs or the C call that run over it."""
 
     arena: torch.Tensor  # uint8 [num_blocks, >= block_bytes]
     caches: dict[int, LayerCache]
     """Keys and values of each layer that attends."""
     states: dict[int, tuple[torch.Tensor, int]]
-    """Recurrent states of each layer that has one, and its KV group."""
+    """Recurrent states of each layer that has states, and the layer's KV group."""
     graphs: DecodeGraphs | None = None
     fused: FusedDecoder | None = None
     is_shared: bool = False
@@ -62,9 +61,9 @@ class Binding:
         device: torch.device,
         heads: slice = slice(None),
     ) -> Binding:
-        """Binds the memory to the layout. `heads` are the KV heads of this rank.
+        """Returns a binding of the memory with this layout. `heads` are the KV heads of this rank.
 
-        Raises ValueError for a wrong shape or dtype, or for memory of another device.
+        Raises ValueError for a wrong shape or dtype, or for memory on another device.
         """
         tensor = as_tensor(arena, device)
         shape, least = tuple(tensor.shape), layout.block_bytes
@@ -76,7 +75,9 @@ class Binding:
 
 
 def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
-    """Returns the arena's memory as a tensor, without a copy. Raises ValueError for a GPU's memory on a CPU."""
+    """Returns the arena's memory as a tensor, without a copy. Raises ValueError if it is a GPU array of another
+    library than torch and `device` is a CPU.
+    """
     if isinstance(arena, torch.Tensor):
         return arena
     if isinstance(arena, np.ndarray):
@@ -90,7 +91,8 @@ def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGr
     """Returns strided per-layer views [num_blocks, kv_heads, block_size, row_width] of the block-major arena
     (`kernels.kv_cache`).
 
-    The layers of a group lie one after the other in its blocks. A view also covers the blocks of other groups.
+    The layers of a group are stored one after the other in the group's blocks. A view also covers the blocks of other
+    groups.
     """
     found: dict[int, LayerCache] = {}
     for spec, group in zip(layout.groups, groups, strict=True):

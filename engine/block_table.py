@@ -1,8 +1,7 @@
-"""The block table: a sequence's blocks of one KV group in token order, as arrays that a step copies from. No torch, no
-I/O.
+"""The block table: a sequence's blocks of one KV group in token order, as arrays that a step copies from.
 
-The head of a table is dropped once its positions have left the attention window. Dropped entries keep their places and
-name the first remaining block, so that a step may check and gather every entry. Attention does not read them.
+The head of a table is dropped once its positions have left the attention window. Dropped entries remain in the table
+and name the first remaining block, so that a step may check and gather every entry. Attention does not read them.
 
     entry   0  1  2  3  4  5
     block   d  d  d  d  e  f      `first` is 3, `live` is [d, e, f]
@@ -24,20 +23,18 @@ _STAMPS = itertools.count(1)
 
 
 class BlockTable(Sequence[BlockRef]):
-    """A list of a sequence's blocks in token order, kept as two growing arrays, so that a step copies rows instead of
-    building them.
-    """
+    """A list of a sequence's blocks in token order, stored as two growing arrays, which a step can copy as a whole."""
 
     __slots__ = ("_blocks", "_generations", "first", "stamp")
 
     def __init__(self, refs: Iterable[BlockRef] = (), first: int = 0) -> None:
-        """Makes a table of `first` dropped entries, followed by `refs`. If `first` > 0, `refs` must not be empty."""
+        """Creates a table of `first` dropped entries, followed by `refs`. If `first` > 0, `refs` must not be empty."""
         self._blocks = array("I")  # u32 block numbers
         self._generations = array("Q")  # u64 generations
         self.first = 0
         """Number of leading entries that have been dropped."""
         self.stamp = next(_STAMPS)
-        """A unique number. It changes with the blocks, and no other table ever has the same number."""
+        """A number that changes whenever the table changes, and that no other table has."""
         for ref in refs:
             self.append(ref)
         if first:
@@ -47,11 +44,11 @@ class BlockTable(Sequence[BlockRef]):
 
     @property
     def live(self) -> list[BlockRef]:
-        """The blocks that the sequence holds: those that have not been dropped."""
+        """The blocks that have not been dropped."""
         return self[self.first :]
 
     def drop(self, first: int) -> list[BlockRef]:
-        """Drops the entries before `first`, which must leave at least one. Returns their blocks, for release."""
+        """Drops the entries before `first`, which must be less than the length. Returns their blocks, for release."""
         if first <= self.first:
             return []
         dropped = self[self.first : first]
@@ -75,7 +72,7 @@ class BlockTable(Sequence[BlockRef]):
         return table
 
     def copy_to(self, blocks: npt.NDArray[np.int32], generations: npt.NDArray[np.uint64]) -> None:
-        """Fills a row of a step's arrays with the first blocks of the table."""
+        """Fills two arrays of equal length with the numbers and the generations of the table's first entries."""
         blocks[:] = np.frombuffer(self._blocks, np.uint32, len(blocks))
         generations[:] = np.frombuffer(self._generations, np.uint64, len(generations))
 
@@ -92,8 +89,8 @@ class BlockTable(Sequence[BlockRef]):
         return BlockRef(self._blocks[index], self._generations[index])
 
     def __setitem__(self, index: int, ref: BlockRef) -> None:
-        """Replaces a live entry. Dropped entries always name the first live block, so they are updated together with
-        the first live entry.
+        """Replaces a live entry. If it is the first live entry, also updates the dropped entries, which name the same
+        block.
         """
         index = range(len(self))[index]
         self._blocks[index], self._generations[index] = ref

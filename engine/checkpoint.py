@@ -1,7 +1,6 @@
-"""The weight files of a model directory: their names, the position of each tensor, their fingerprint.
+"""The weight files of a model directory: their names, the positions of their tensors, and their fingerprint.
 
-Reads safetensors headers itself (8 bytes of length, then JSON), so a fingerprint costs milliseconds. Does not depend on
-models.
+Only the headers of safetensors files are parsed (8 bytes of length, then JSON), so a fingerprint takes milliseconds.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from engine.config import read_json
 from engine.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors format's own limit."""
+"""The limit that the safetensors format sets for the size of a header, in bytes."""
 GGUF_NAME = "model.gguf"
-"""The link to a GGUF file in a directory that was made for it (`engine.gguf_file`)."""
+"""Name of the link to a GGUF file in a model directory that `engine.gguf_file` has made."""
 SAMPLE_BYTES = 512
-"""Bytes that a fingerprint reads at the start and in the middle of each tensor."""
+"""Number of bytes that a fingerprint reads at the start and in the middle of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,8 @@ class WeightFile:
 
 
 def weight_files(directory: Path) -> list[WeightFile]:
-    """Returns the checkpoint's files in name order, with headers read and checked against the files' sizes.
-
-    Raises ModelError, which names the file that is missing or corrupt.
+    """Returns the checkpoint's files in name order, after checking their headers against the files' sizes. Raises
+    ModelError, which names the file that is missing or corrupt.
     """
     if (directory / GGUF_NAME).exists():
         from engine.gguf_file import weight_file  # needs the gguf package
@@ -59,8 +57,8 @@ def weight_files(directory: Path) -> list[WeightFile]:
 
 
 def convert(directory: Path) -> str:
-    """Returns the command that converts a directory's pickled weights to safetensors (torch reads only tensors, not
-    code).
+    """Returns the command that converts a directory's pickled weights to safetensors (torch then reads
+    only tensors and runs no pickled code).
     """
     load = f"AutoModelForCausalLM.from_pretrained('{directory}', dtype='auto')"
     code = f"from transformers import *; {load}.save_pretrained('{directory}')"
@@ -68,9 +66,9 @@ def convert(directory: Path) -> str:
 
 
 def fingerprint(directory: str | Path, dtype: str, load_format: str, seed: int = 0) -> str:
-    """Returns a hex SHA-256 that identifies the weights: of config.json, the dtype, and the name, header and sampled
-    content of every weight file (for dummy weights, of the seed instead of files). It does not depend on the directory,
-    so copies of a model on two hosts have equal fingerprints.
+    """Returns a hex SHA-256 that identifies the weights. It covers config.json (without the fields that vary
+    between copies), the dtype, and the name, header and sampled content of every weight file, or the seed of dummy
+    weights. Copies of a model in different directories have equal fingerprints.
     """
     path = Path(directory)
     config = read_json(path / "config.json")
@@ -107,7 +105,7 @@ def _read_header(path: Path) -> WeightFile:
         raise ModelError(f"{path} is corrupt: its header is not valid ({error})") from error
     end = max((entry[3] for entry in tensors.values()), default=0)
     if size != 8 + length + end:
-        raise ModelError(f"{path} is corrupt: {size} bytes where its header asks for {8 + length + end}")
+        raise ModelError(f"{path} is corrupt: it has {size} bytes, but its header requires {8 + length + end}")
     return WeightFile(path, header, 8 + length, tensors)
 
 

@@ -1,7 +1,6 @@
 """The configuration of a model, read from the `config.json` of a Hugging Face directory: sizes, positions, norms.
 
-This module does not depend on tensors. A setting that would change the numbers is either supported or raises
-`UnsupportedModel`, which names it.
+A setting that would change the numbers is either supported or raises `UnsupportedModel`, which names the setting.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", 
 Activation = Literal["silu", "gelu_tanh"]
 """The activation of the gate in an MLP."""
 ModelImpl = Literal["auto", "native", "transformers"]
-"""The model definition that runs. auto: the native definition if it supports the checkpoint, or else that of
+"""The model definition to use. auto: the native definition if it supports the checkpoint, otherwise that of
 transformers.
 """
 
@@ -46,7 +45,7 @@ ARCHITECTURES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The configuration of a mixture of experts: MLPs of which a router chooses a few for each token, by their
+    """The configuration of a mixture of experts. A router chooses a few of the experts (MLPs) for each token, by
     softmax.
     """
 
@@ -64,7 +63,7 @@ class ExpertsConfig:
     projections.
     """
     dense_layers: tuple[int, ...] = ()
-    """Layers that have one MLP of the model's `intermediate_size` instead."""
+    """Layers that have a single MLP of the model's `intermediate_size` instead of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class ModelConfig:
     """The configuration of one model. Lengths are in tokens, sizes in elements."""
 
     family: Family | Literal["transformers"]
-    """The family of the model. "transformers": the library defines the model (`engine.foreign`)."""
+    """The family of the model; "transformers" if the transformers library defines the model (`engine.foreign`)."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -89,9 +88,7 @@ class ModelConfig:
     window: int | None = None
     """Sliding window: a query at position p sees keys p - window + 1 .. p. None: all keys up to p."""
     memories: tuple[LayerMemory, ...] = ()
-    """The memory of each layer, which describes what the layer stores for a sequence. Empty: every layer attends to
-    `window`.
-    """
+    """The memory of each layer for a sequence. Empty if every layer has attention with the same `window`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -99,12 +96,12 @@ class ModelConfig:
     norm_offset: bool = False
     """Whether RMS norms multiply by 1 + weight, in fp32 (Gemma)."""
     sandwich_norms: bool = False
-    """Whether the outputs of attention and MLP are normalised too, before they are added (Gemma)."""
+    """Whether the outputs of attention and MLP are also normalized before they are added (Gemma)."""
     activation: Activation = "silu"
     embed_scale: float = 1.0
-    """Factor of the word embeddings."""
+    """Factor by which word embeddings are multiplied."""
     softmax_scale: float | None = None
-    """Factor of attention scores; None: head_dim ** -0.5."""
+    """Factor by which attention scores are multiplied; None means head_dim ** -0.5."""
     softcap: float | None = None
     """If given, attention scores become softcap * tanh(score / softcap)."""
     logits_softcap: float | None = None
@@ -116,7 +113,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     tie_embeddings: bool = False
     embed_dim: int = 0
-    """Width of the word embedding (OPT may project it to `hidden_size`)."""
+    """Width of the word embeddings, which OPT may project to `hidden_size`."""
     norm_before: bool = True
     """Whether LayerNorm comes before each sublayer (True) or after it (OPT-350m)."""
     final_norm: bool = True
@@ -165,27 +162,35 @@ class ModelConfig:
             raise ModelError(f"{directory / 'config.json'} {what}") from error
         return _with_eos(replace(config, weight_format=_weight_format(raw)), raw, directory)
 
+    def longest(self, asked: int | None) -> int:
+        """Returns the maximum sequence length in tokens: `asked`, or the model's number of positions if `asked` is
+        None. Raises ModelError if `asked` exceeds the model's number of positions.
+        """
+        if asked is not None and asked > self.max_model_len:
+            raise ModelError(f"max_model_len {asked} is more than the model's {self.max_model_len} positions")
+        return asked or self.max_model_len
+
     def kv_groups(self, block_size: int, dtype: DType) -> tuple[KvLayout, tuple[LayerGroup, ...]]:
-        """Returns what a block of each KV group stores, and the layers of each group."""
+        """Returns the layout of a block in each KV group, and the layers of each group."""
         return layout_of(self.layers, self.num_kv_heads, self.head_dim, dtype, block_size)
 
     def default_block_size(self, dtype: DType) -> int:
-        """Returns the block size in tokens if the user has chosen none."""
+        """Returns the block size, in tokens, that is used unless the user chooses one."""
         return default_block_size(self.layers, KvSpec(1, self.num_kv_heads, self.head_dim, dtype).bytes_per_token)
 
     @property
     def scale_of_scores(self) -> float:
-        """The factor of attention scores."""
+        """The factor by which attention scores are multiplied."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def layers(self) -> tuple[LayerMemory, ...]:
-        """The memory of each layer, which describes what the layer stores for a sequence."""
+        """The memory of each layer: the state that it stores for a sequence."""
         return self.memories or (LayerMemory(window=self.window),) * self.num_layers
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file. Raises ModelError."""
+    """Reads a JSON object from a file. Raises ModelError if the file is missing or contains anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -206,8 +211,8 @@ def _architecture(raw: dict[str, Any]) -> str:
 
 
 def _family(raw: dict[str, Any]) -> Family | None:
-    """Returns the native family by `architectures`, or by `model_type` if `architectures` is absent. Returns None if no
-    native family matches.
+    """Returns the native family named by `architectures`, or by `model_type` if `architectures` is absent. Returns None
+    if no native family matches.
     """
     by_type = {family: family for family in ARCHITECTURES.values()}
     name = _architecture(raw)
@@ -217,7 +222,7 @@ def _family(raw: dict[str, Any]) -> Family | None:
 def _native_family(raw: dict[str, Any]) -> Family:
     if (family := _family(raw)) is None:
         raise UnsupportedModel(
-            f"architecture {_architecture(raw)} has no native implementation; those that have one are "
+            f"architecture {_architecture(raw)} has no native implementation; the native architectures are "
             f"{', '.join(ARCHITECTURES)}"
         )
     return family
@@ -252,7 +257,7 @@ def _weight_format(raw: dict[str, Any]) -> WeightFormat | None:
 
 
 def read_dtype(raw: dict[str, Any]) -> DType:
-    """Returns the dtype of a checkpoint's floats. Raises UnsupportedModel."""
+    """Returns the dtype of a checkpoint's floats. Raises UnsupportedModel if it is not bfloat16, float16 or float32."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("bfloat16", "float32", "float16"):
         raise UnsupportedModel(f"checkpoint dtype {name} is not supported; only bfloat16, float16 and float32 are")

@@ -1,4 +1,4 @@
-"""The device of a runner's model: the cores of a machine, or one GPU with a separate stream. Does not depend on models.
+"""The device of a runner's model: the cores of a machine, or one GPU with a separate stream.
 
 The two classes differ in how they prepare a thread, transfer a step's arrays, wait for the end of the step and measure
 memory.
@@ -28,8 +28,8 @@ Array = npt.NDArray[Any]
 
 
 class CpuDevice:
-    """A device that computes on the cores of this machine, with `num_threads` threads. 0 means all cores that the
-    process may use.
+    """A device that computes on the cores of this machine with `num_threads` threads. 0 means one thread per usable
+    core.
     """
 
     compute_capability: tuple[int, int] | None = None
@@ -41,13 +41,13 @@ class CpuDevice:
         self._thread = 0
 
     def enter(self) -> None:
-        """Prepares the calling thread to step, because OpenMP keeps a thread count for each calling thread."""
+        """Prepares the calling thread for steps: OpenMP keeps a thread count for each calling thread."""
         if self._thread != threading.get_ident():
             torch.set_num_threads(self.num_threads)
             self._thread = threading.get_ident()
 
     def use_threads(self, num_threads: int) -> None:
-        """Changes the number of threads (0: all that the process may use), and prepares the calling thread to step."""
+        """Changes the number of threads (0: one per usable core), and prepares the calling thread for steps."""
         self.num_threads, self._thread = num_threads or usable_cores(), 0
         self.enter()
 
@@ -63,9 +63,8 @@ class CpuDevice:
         return work
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Runs `work`, and returns by how many bytes the process' peak resident memory (VmHWM, reset through
-        /proc/self/clear_refs) exceeds its resident memory before `work`. If the kernel does not allow the reset, the
-        result is an upper bound.
+        """Runs `work`. Returns the number of bytes by which the peak resident memory of the process (VmHWM) exceeds its
+        resident memory before `work`. If the kernel does not allow a reset of the peak, the result is an upper bound.
         """
         self.release()
         before = _reset_peak_resident()
@@ -73,7 +72,7 @@ class CpuDevice:
         return max(0, _status_bytes("VmHWM") - before)
 
     def release(self) -> None:
-        """Gives memory that the C library keeps unused back to the system."""
+        """Returns unused memory of the C library to the system."""
         with contextlib.suppress(AttributeError, OSError):  # only glibc has malloc_trim
             ctypes.CDLL(None).malloc_trim(0)
 
@@ -83,16 +82,13 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """The first GPU that the process sees (CUDA_VISIBLE_DEVICES chooses), with a stream and memory for graphs.
-
-    Two runners of one process have separate streams, so that their steps overlap. This class has not run on a GPU yet.
+    """The first GPU that is visible to the process, with a stream and a memory pool for graphs. Two runners of one
+    process have separate streams, so that their steps overlap. This class has not run on a GPU yet.
     """
 
     def __init__(self, num_threads: int, urgent: bool = False) -> None:
-        """Opens the GPU, and prepares the calling thread to step. Raises ModelError.
-
-        urgent: this stream's kernels run before those of other streams if both wait for free multiprocessors (the
-        effect has not been measured yet).
+        """Opens the GPU, and prepares the calling thread for steps. Raises ModelError if torch finds no GPU. `urgent`
+        gives this stream's kernels priority over the kernels of other streams (its effect has not been measured yet).
         """
         if not torch.cuda.is_available():
             raise ModelError("device cuda was requested, but torch finds no GPU")
@@ -130,15 +126,15 @@ class CudaDevice:
         return [place.device for place in places]
 
     def wait(self) -> None:
-        """Waits for everything in the stream. This is the completion event of the reader rule."""
+        """Waits for all work in the stream. This is the completion event of the reader rule."""
         self._done.record(self._stream)
         self._done.synchronize()
 
     def record(self, work: Work) -> Work:
-        """Captures `work` in a CUDA graph and returns its replay. All graphs share a memory pool.
+        """Captures `work` in a CUDA graph and returns a function that replays it. All graphs share a memory pool.
 
-        First runs `work` once, so that everything that is created at first use (Triton kernels, cuBLAS' workspace)
-        exists. If `work` cannot be captured, raises the error of `work`, Triton or CUDA.
+        First runs `work` once, which compiles Triton kernels and creates cuBLAS' workspace. If `work` cannot be
+        captured, raises the error of `work`, Triton or CUDA.
         """
         work()
         self.wait()
@@ -146,7 +142,7 @@ class CudaDevice:
         # torch refuses a pool all of whose graphs are gone
         pool = torch.cuda.graph_pool_handle() if newest is None else newest.pool()
         try:
-            # thread_local: another runner's thread may be using the device meanwhile
+            # thread_local: another runner's thread may be using the device at the same time
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 out = work()
         except Exception:
@@ -166,12 +162,12 @@ class CudaDevice:
         capture would fail.
         """
         self._newest = lambda: None
-        with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended in order
+        with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended normally
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Runs `work`, and returns by how many bytes the memory grows that torch's allocator has taken from the device,
-        and that other processes can no longer use.
+        """Runs `work`. Returns the growth in bytes of the device memory that torch's allocator has reserved, at its
+        peak.
         """
         self.release()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -181,7 +177,7 @@ class CudaDevice:
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - before)
 
     def release(self) -> None:
-        """Gives memory that torch's allocator keeps unused back to the device."""
+        """Returns unused memory of torch's allocator to the device."""
         torch.cuda.empty_cache()
 
     def used_bytes(self) -> int:
@@ -195,9 +191,8 @@ Device = CpuDevice | CudaDevice
 
 
 def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent: bool = False) -> Device:
-    """Opens the device named by `asked`. "auto" means a GPU if torch finds one. For `urgent`, see `CudaDevice`.
-
-    Raises ModelError if there is no such device.
+    """Opens the requested device. "auto" means a GPU if torch finds one. `urgent` has the same meaning as
+    in `CudaDevice.__init__`. Raises ModelError if there is no such device.
     """
     if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()):
         return CudaDevice(num_threads, urgent)
@@ -205,7 +200,7 @@ def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent:
 
 
 def _status_bytes(field: str) -> int:
-    """Returns a kB field of /proc/self/status, in bytes."""
+    """Returns the value, in bytes, of a field that /proc/self/status gives in kB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -213,9 +208,9 @@ def _status_bytes(field: str) -> int:
 
 
 def _reset_peak_resident() -> int:
-    """Resets VmHWM to the resident memory, and returns that in bytes."""
+    """Resets VmHWM to the current resident memory. Returns the resident memory in bytes."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
-        logger.warning("the resident peak cannot be reset (%s): activations are overestimated", error.strerror)
+        logger.warning("the peak of resident memory cannot be reset (%s): estimates are too high", error.strerror)
     return _status_bytes("VmRSS")

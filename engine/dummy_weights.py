@@ -1,4 +1,4 @@
-"""Random weights, for benchmarks and tests of a model whose checkpoint is not at hand."""
+"""Random weights, for benchmarks and tests of a model without its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ DUMMY_STD = 0.02
 
 
 class DummySource:
-    """A source of random weights that depend only on seed, name and shape: norms 1, biases 0, the rest normal."""
+    """A source of random weights that depend only on seed, name and shape. Norms are 1, biases are 0, and other weights
+    are normally distributed.
+    """
 
     def __init__(self, seed: int, target: Target) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,5 +1,5 @@
-"""Errors of a model directory, and of the ranks that share a model. A message is one sentence. It names the file,
-tensor, setting or feature concerned.
+"""The errors for a model that cannot be loaded and for a lost rank. The message of a `ModelError` is one sentence that
+names the file, tensor, setting or feature.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class UnsupportedModel(ModelError):
 
 
 class RankLost(Exception):
-    """Raised if a rank of a worker has ended, is frozen, or is no longer at the same step. The worker must end."""
+    """Raised if a rank of a worker has ended, is frozen, or has failed to load the model or compute a step. After such
+    a failure, the ranks may be at different steps, so the worker must end.
+    """
 
 
 def refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:
-    """Raises UnsupportedModel if a setting that affects the results has a value that is not supported. The first
-    allowed value is the default.
-    """
+    """Raises UnsupportedModel if `name` does not have an allowed value. The first allowed value is the default."""
     value = raw.get(name, allowed[0])
     if value not in allowed:
         raise UnsupportedModel(f"{name}={value!r} is not supported; only {allowed[0]!r} is")

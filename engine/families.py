@@ -1,6 +1,7 @@
-"""Readers of `config.json`, one for each kind of native family. Absent keys have the defaults of transformers.
+"""Readers of `config.json`, one for each native family or group of similar families. Absent keys have the defaults of
+transformers.
 
-A setting that would change the numbers is either read or raises `UnsupportedModel`, which names it.
+A setting that would change the numbers is either read or raises `UnsupportedModel`, which names the setting.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Defaults:
 
     length: int = 32_768
     kv_heads: int | None = None
-    """None: as many as query heads."""
+    """Number of KV heads; None means as many as query heads."""
     head_dim: int | None = None
-    """None: hidden_size / query heads."""
+    """Size of a head; None means hidden_size / query heads."""
     theta: float = 10_000.0
     eps: float = 1e-6
     tied: bool = False
@@ -49,7 +50,8 @@ DEFAULTS: dict[Family, Defaults] = {
 def read(raw: dict[str, Any], family: Family) -> ModelConfig:
     """Reads a native family's configuration.
 
-    Raises KeyError, TypeError or ValueError for a missing or invalid field, and UnsupportedModel.
+    Raises KeyError, TypeError or ValueError for a missing or invalid field, and UnsupportedModel for a setting that is
+    not supported.
     """
     readers: dict[Family, Callable[[dict[str, Any]], ModelConfig]] = {
         "opt": _opt,
@@ -113,8 +115,8 @@ def _gemma2(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _gemma3(raw: dict[str, Any]) -> ModelConfig:
-    """Reads Gemma 3. Its layers with a window have separate rotary settings. A scaling does not extend
-    `max_position_embeddings`, which already is the length after scaling.
+    """Reads Gemma 3, whose layers with a window have separate rotary settings. `max_position_embeddings` is the length
+    after scaling.
     """
     config = _gemma(raw, "gemma3_text", pattern=int(raw.get("sliding_window_pattern", 6)))
     by_kind = raw.get("rope_parameters") or {}

@@ -1,7 +1,6 @@
-"""Decodes the blocks of GGUF's quantized types into integers with scales. The decoded values are exact.
+"""Decodes the blocks of GGUF's quantized types into integers with scales, without loss.
 
-The layouts are those of llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks. Does not depend
-on files.
+The layouts are those of llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ def _half(blocks: Tensor) -> Tensor:
 
 
 def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, group: int) -> QuantizedWeight:
-    """Builds the weight from values [out, ...] in the order of inputs, and scales and offsets in the order of
-    groups."""
+    """Returns a weight with values [out, ...] in the order of inputs, and scales and offsets in the order of groups."""
     n_out = values.shape[0]
     flat = None if offsets is None else offsets.reshape(n_out, -1).contiguous()
     integers = values.reshape(n_out, -1).to(torch.int8).contiguous()
@@ -85,4 +83,4 @@ def q6_k(rows: Tensor) -> QuantizedWeight:
 DECODERS: dict[int, Callable[[Tensor], QuantizedWeight]] = {
     Q8_0: q8_0, Q4_0: q4_0, Q4_1: q4_1, Q4_K: q4_k, Q6_K: q6_k,
 }  # fmt: skip
-"""Decoders by the number of a type. Matrices of other types become floats."""
+"""Decoders by type number. Matrices of other types are converted to floats."""

@@ -1,7 +1,7 @@
 """GGUF files: makes a model directory from a file, and reads the file's tensors under their Hugging Face names.
 
-`python -m engine.gguf_file FILE DIRECTORY` writes config.json and the tokenizer, which it reads with transformers, and
-a link to the file. The weights are not copied. Needs the package gguf and, to make a directory, transformers.
+`python -m engine.gguf_file FILE DIRECTORY` writes config.json, the tokenizer and a link to the file. It does not copy
+the weights. It needs the packages gguf and transformers; reading tensors needs only gguf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INSTALL = "pip install 'looseleaf[gguf]'"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The families whose tensors are read from GGUF files."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor with the factors that Llama 3.1 and later state as `rope_scaling` in config.json."""
+"""Name of the tensor with RoPE scaling factors, for which Llama 3.1 and later have `rope_scaling` in config.json."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -68,7 +68,7 @@ def _theta(config: dict[str, Any]) -> float:
 
 
 def _rope_scaling(factors: np.ndarray[Any, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the Llama 3 rope scaling that has these factors. Raises UnsupportedModel if no such scaling exists."""
+    """Returns the Llama 3 RoPE scaling that has these factors. Raises UnsupportedModel if there is no such scaling."""
     dim = 2 * len(factors)
     wavelengths = 2 * math.pi * _theta(config) ** (np.arange(0, dim, 2) / dim)
     low, high, original = LLAMA3.values()
@@ -87,7 +87,7 @@ def _open(file: Path) -> Any:
     try:
         return gguf.GGUFReader(file)
     except Exception as error:  # the reader may raise any error for a malformed file
-        raise ModelError(f"{file} is not a GGUF file that can be read ({error!r})"[:300]) from error
+        raise ModelError(f"{file} cannot be read as a GGUF file ({error!r})"[:300]) from error
 
 
 def _field(reader: Any, name: str) -> Any:
@@ -123,7 +123,9 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def weight_file(directory: Path) -> WeightFile:
-    """Returns a directory's GGUF file, with the types, shapes and offsets of its tensors. Raises ModelError."""
+    """Returns a directory's GGUF file, with the types, shapes and offsets of its tensors. Raises ModelError if it
+    cannot be read.
+    """
     path = directory / GGUF_NAME
     reader = _open(path)
     begin = {name: int(tensor.data_offset) for name, tensor in _names(reader).items()}
@@ -140,7 +142,7 @@ def weight_file(directory: Path) -> WeightFile:
 class GgufSource:
     """The tensors of a GGUF file, memory-mapped (see `engine.loader.TensorSource`).
 
-    `raw` also accepts NAME.type, the number of the tensor's type, and NAME.blocks, its bytes [rows, bytes].
+    `raw` takes NAME.type for the number of the tensor's type, or NAME.blocks for its bytes [rows, bytes].
     """
 
     def __init__(self, file: WeightFile, device: torch.device) -> None:
@@ -181,8 +183,9 @@ class GgufSource:
         return self._in_order(whole, bytes_)
 
     def _in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Restores the order of the rows of queries and keys. llama.cpp reorders them, because its RoPE rotates pairs
-        of neighbours instead of halves."""
+        """Restores the order of the rows of queries and keys, which llama.cpp changes because its RoPE rotates
+        neighboring pairs instead of halves.
+        """
         heads = next((n for part, n in self._heads.items() if f".{part}." in name), None)
         if heads is None:
             return rows

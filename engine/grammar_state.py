@@ -1,7 +1,7 @@
-"""One sample's state in its grammar: a pure function of the grammar and the sample's tokens. No torch.
+"""A sample's state in its grammar, which depends only on the grammar and the sample's tokens.
 
-The state is never sent or saved. A sequence that was swapped out keeps its state. A sequence that is prefilled again,
-on this worker or a different one, gets a new state, which first follows the tokens that the sequence already has.
+The state is not sent to other workers. A sequence that is prefilled again gets a new state, which first follows the
+tokens that the sequence already has.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from common.grammar import GrammarError
 from common.types import StoppingParams
 
 MAX_MASK_CPU_S = 0.25
-"""Maximum CPU time for one mask, in seconds. A grammar that needs more would delay the steps of all requests."""
+"""Maximum CPU time in seconds to compute a mask, which delays the steps of all requests."""
 Mask = npt.NDArray[np.uint8]
-"""A bit mask over the vocabulary: bit i % 8 of byte i // 8 is set if token i may follow."""
+"""A bit mask over the vocabulary. Bit i % 8 of byte i // 8 is set if token i may follow."""
 
 
 class GrammarState:
@@ -37,7 +37,7 @@ class GrammarState:
         self._stopping = stopping
         self._ends: list[int] = [t for t in stopping.stop_token_ids if t < 8 * mask_bytes]
         self._unwanted: list[int] = []
-        """End tokens of the tokenizer that would not end the sequence."""
+        """End tokens of the tokenizer that do not end the sequence."""
         self._followed = 0
         self._error = ""
         self._mask: Mask = np.zeros(mask_bytes, np.uint8)
@@ -45,16 +45,15 @@ class GrammarState:
         self._mask_at = -1
 
     def fork(self) -> GrammarState:
-        """Returns a state for another sample that has the same tokens so far."""
+        """Returns a copy of the state for another sample with the same tokens so far."""
         other = object.__new__(GrammarState)
         other._init(self._matcher.deep_copy(), self._stopping, len(self._mask))
         other._unwanted, other._followed, other._error = self._unwanted, self._followed, self._error
         return other
 
     def follow(self, output_ids: Seq[int]) -> None:
-        """Advances by the new tokens of `output_ids`, the sample's whole output, which never gets shorter.
-
-        Raises ValueError if there are fewer than before.
+        """Advances by the new tokens of `output_ids`, which is the sample's whole output. Raises ValueError if
+        `output_ids` is shorter than in the last call.
         """
         if len(output_ids) < self._followed:
             raise ValueError(f"a sample of {self._followed} tokens cannot have {len(output_ids)}")
@@ -72,8 +71,8 @@ class GrammarState:
         """Returns the mask of the tokens that may follow `output_ids`. It allows at least one token, and stays valid
         until the next call.
 
-        Before min_tokens, stop tokens may follow only if no other token can. Raises GrammarError if the grammar is too
-        complex here.
+        Before `min_tokens`, stop tokens may follow only if no other token can. Raises GrammarError if the tokens do not
+        match the grammar, or the grammar is too complex.
         """
         if self._mask_at == len(output_ids) == self._followed:
             return self._mask
@@ -101,6 +100,11 @@ class GrammarState:
                 self._mask[:] = others
         if not self._mask.any():
             self._error = "lets no token of this model follow"
+
+
+def allows(mask: Mask, token: int) -> bool:
+    """Returns whether a token may follow, according to a mask."""
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def _clear(mask: Mask, tokens: Seq[int]) -> None:

@@ -1,9 +1,10 @@
-"""Decode steps in fixed shapes, which a GPU can replay: one CUDA graph per batch bucket, with padding rows.
+"""Decode steps of fixed shapes, which a GPU can replay. There is one CUDA graph for each of several batch sizes, the
+*buckets*. Other batches are padded with rows to the next bucket.
 
-A kernel launch from Python costs 5 to 20 us, and a layer needs 8 to 10 launches. Together they take longer than the
-step itself. A replay of a graph costs a single launch. A padding row has context 0 (attention gives zeros and reads no
-block) and slot -1 (nothing is written). The graphs have not run on a GPU yet. On a CPU the same padded shapes are
-computed eagerly, and tests compare their bits with those of steps without padding.
+A kernel launch from Python takes 5 to 20 us, and a layer needs 8 to 10 launches, which together take longer than the
+kernels. A replay is a single launch. A padding row has context 0 (attention gives zeros and reads no block) and slot -1
+(nothing is written). The graphs have not run on a GPU yet. On a CPU, tests compute the same padded shapes eagerly, and
+compare their bits with those of steps without padding.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class Bucket:
 
 
 class DecodeGraphs:
-    """All buckets of a runner, captured over one binding of its arena. They read their inputs from the first rows of
-    the same six arrays, so the unused rest of a block table row always names existing blocks.
+    """The buckets of a runner, captured over one binding of its arena. All buckets read their inputs from the first
+    rows of the same six arrays.
     """
 
     def __init__(self, device: Device, attention: AttentionProvider, max_blocks: int, logits: torch.Tensor) -> None:
-        """Allocates the inputs of the buckets. max_blocks: width of the block table, for the longest sequence. logits:
-        fp32 [most sequences, vocab], into which every bucket writes.
+        """Allocates the inputs of the buckets. `max_blocks` is the width of the block table. Every bucket writes to
+        `logits`, fp32 [max_num_seqs, vocab].
         """
         self._device = device
         self._attention = attention
@@ -69,7 +70,7 @@ class DecodeGraphs:
         return [bucket.size for bucket in self._buckets]
 
     def capture(self, size: int, forward: Forward) -> None:
-        """Adds a bucket. Add the largest one first, so that smaller ones reuse its memory. For errors, see
+        """Adds a bucket. Add the largest bucket first, so that smaller buckets reuse its memory. Raises the errors of
         `Device.record`.
         """
         tokens, positions, slots, lens, starts, table = (place.device for place in self._inputs)
@@ -82,12 +83,14 @@ class DecodeGraphs:
             return out.copy_(forward(tokens[:size], metadata))
 
         self._pad(0, size)
-        self._lens.host[:size] = 1  # reads block 0, because FlashAttention-3 divides by the total number of keys
+        self._lens.host[:size] = 1  # not 0, because FlashAttention-3 divides by the total number of keys
         self._send(batch)
         self._buckets.insert(bisect_left(self.sizes, size), Bucket(size, batch, self._device.record(work)))
 
     def takes(self, batch: StepInput) -> bool:
-        """Returns whether a step fits a bucket: one token per sequence, logits for every row, few enough rows."""
+        """Returns whether a bucket can run a step: it has one token per sequence, logits for every row, and not too
+        many rows.
+        """
         rows = len(batch.token_ids)
         return (
             rows == len(batch.context_lens) == len(batch.logits_rows)
@@ -97,7 +100,7 @@ class DecodeGraphs:
         )
 
     def run(self, batch: StepInput) -> torch.Tensor:
-        """Starts a step that `takes` allows. Returns fp32 logits [B, vocab], valid until the next step."""
+        """Starts a step for which `takes` returns True. Returns fp32 logits [B, vocab], valid until the next step."""
         rows = len(batch.token_ids)
         bucket = self._buckets[bisect_left(self.sizes, rows)]
         self._buffer.wait()
@@ -117,7 +120,7 @@ class DecodeGraphs:
             place.host[start:end] = nothing
 
     def _send(self, batch: AttentionBatch) -> None:
-        """Sends the inputs to the device and runs the provider's preparations outside of the graph."""
+        """Sends the inputs to the device, and prepares the attention provider outside the graph."""
         self._buffer.send(self._column_bytes + len(batch.host.context_lens) * self._row_bytes)
         batch.max_context_len = int(batch.host.context_lens.max())
         self._attention.prepare(batch)

@@ -1,6 +1,5 @@
-"""The arrays of a step for a device: packed end to end in pinned memory, and sent in one transfer.
-
-On a CPU, both sides are the same memory, and sending does nothing. Does not depend on steps.
+"""A buffer for the arrays of a step, which are packed end to end in pinned memory and sent to the device in one
+transfer. On a CPU, the host side and the device side are the same memory, and sending does nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import numpy.typing as npt
 import torch
 
 ALIGNMENT = 16
-"""Alignment in bytes. Kernels load indices in words of up to 16."""
+"""Alignment in bytes. Kernels load indices in words of up to 16 bytes."""
 TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 Shape = tuple[np.dtype[Any], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The two sides of one array: fill `host`, send the buffer, use `device`."""
+    """An array on the host and its copy on the device. Fill `host`, send the buffer, and use `device`."""
 
     host: npt.NDArray[Any]
     device: torch.Tensor
@@ -46,8 +45,8 @@ class StepBuffer:
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in shapes)
 
     def place(self, shapes: Sequence[Shape]) -> list[Place]:
-        """Places arrays of these dtypes and shapes one after the other from the start. Raises ValueError if they do not
-        fit.
+        """Returns arrays of these dtypes and shapes, one after the other from the start of the buffer. Raises
+        ValueError if they do not fit.
         """
         if (need := self.bytes_of(shapes)) > self.num_bytes:
             raise ValueError(f"{need} bytes do not fit into a buffer of {self.num_bytes}")
@@ -61,7 +60,7 @@ class StepBuffer:
         return places
 
     def wait(self) -> None:
-        """Waits until the last transfer has read the host's side, so that it may be filled again."""
+        """Waits until the last transfer has read the host's side, which may then be filled again."""
         if self._sent is not None:
             self._sent.synchronize()
 

@@ -1,7 +1,8 @@
-"""The KV groups of a model. The layers of a group share block tables, because they keep the same positions.
+"""Divides the layers of a model into KV groups.
 
-All groups use blocks of one arena, which have equal sizes, so layers are divided into groups of equal size. Gemma 3 has
-five windowed layers for each full one. Its 26 layers make one group of 4 full layers and six groups of 4 windowed ones;
+The layers of a group share block tables, because they keep the same positions. All groups use blocks of one arena,
+which have equal sizes, so layers are divided into groups of equal size. Gemma 3 has five windowed layers for each layer
+with full attention. Its 26 layers form one group of 4 layers with full attention and six groups of 4 windowed layers;
 the last group has two unused places. vLLM's hybrid KV cache manager does the same (vllm/v1/core/kv_cache_utils.py).
 
 The state of a recurrent layer has the same size for any sequence length. A group holds as many states as fit into a
@@ -36,13 +37,12 @@ class LayerGroup:
     layers: tuple[int, ...]
     """Indices of the layers, in the order of their places in a block."""
     has_states: bool = False
-    """Whether the blocks hold recurrent states of the layers instead of keys and values."""
+    """Whether the blocks contain recurrent states of the layers instead of keys and values."""
 
 
 def cut(windows: dict[int, int | None]) -> tuple[int, tuple[LayerGroup, ...]]:
-    """Returns the number of layers for which a block has places, and the groups, those with full attention first.
-
-    `windows` maps each attention layer to its sliding window (None: full attention).
+    """Returns the number of layers for which a block has places, and the groups. Groups with full attention come first.
+    `windows` maps each attention layer to its sliding window, or to None for full attention.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in windows.items():
@@ -75,9 +75,9 @@ def layout_of(
 
 
 def default_block_size(layers: Sequence[LayerMemory], bytes_per_token: int) -> int:
-    """Returns the smallest block size of 16, 32, 64, 128 and 256 tokens with which the states of all layers take no
-    more memory than the keys and values. There is one state for each block. `bytes_per_token` is the size of one
-    layer's keys and values.
+    """Returns the smallest block size of 16, 32, 64 and 128 tokens with which a block's recurrent states take no more
+    memory than its keys and values, or 256 if there is none. `bytes_per_token` is the size of one layer's keys and
+    values.
     """
     states = sum(layer.state_bytes for layer in layers)
     per_token = bytes_per_token * sum(layer.attends for layer in layers)
@@ -89,8 +89,8 @@ def _parts(layers: Sequence[int], places: int) -> list[tuple[int, ...]]:
 
 
 def _places(counts: Sequence[int]) -> int:
-    """Returns the number of layers in a group: the number of layers of the rarest kind. If the numbers differ by less
-    than a quarter, it is that of the most frequent kind, because a few unused places cost less than a further table.
+    """Returns the number of layers in a group: the number of layers of the rarest kind or, if the numbers differ by
+    less than a quarter, of the most frequent kind. A few unused places cost less than another table.
     """
     least, most = min(counts), max(counts)
     return most if most < 1.25 * least else least

@@ -1,7 +1,5 @@
-"""The weights of a model by name and shape: from safetensors files (memory-mapped), or random.
-
-A model takes every tensor that it needs. `finish` then raises an error if the checkpoint has other tensors. This
-module does not depend on model definitions.
+"""Loads the weights of a model by name and shape, from safetensors or GGUF files, or generates random weights. A
+model takes every tensor that it needs. `finish` then raises an error if the checkpoint has other tensors.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from engine.gguf_file import GgufSource
 from engine.lora import Site
 from engine.quantized import Matrix, WeightFormat
 from engine.ranks.shard import WHOLE, Shard
+from engine.ranks.stage import ALL_LAYERS, Stage
 from kernels.cpu.ranks import Ranks
 from kernels.cpu.selection import count_fallback
 from kernels.linear import PackedLinear
@@ -45,24 +44,26 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The destination of weights: dtype, device, and the form in which kernels use them."""
+    """The form into which weights are loaded: dtype, device, rounding, and share of the model."""
 
     dtype: torch.dtype
     """Data type of the computation."""
     device: torch.device
     deterministic: bool
-    """Whether a row of a linear layer must not depend on its batch. On a CPU it never does."""
+    """Whether a row of a linear layer must not depend on its batch. On a CPU, it never does."""
     bits: Bits | None = None
-    """Bits to which matrices of floats are rounded. None: they are not rounded."""
+    """Number of bits to which matrices of floats are rounded; None if they are not rounded."""
     shard: Shard = WHOLE
-    """The share of the model that is loaded."""
+    """The share of each layer that is loaded."""
+    stage: Stage = ALL_LAYERS
+    """The layers that are loaded."""
     ranks: Ranks | None = None
-    """The process's place among the ranks that share the model."""
+    """The connections to the ranks that share the model; None without tensor parallelism."""
 
 
 class TensorSource(Protocol):
-    """A protocol of sources of tensors. `take` returns a tensor on the device, perhaps a view that lives only as long
-    as the source; `raw` returns it as it is stored.
+    """The interface of a source of tensors. `take` returns a tensor of the requested dtype on the device, possibly a
+    view that is valid only as long as the source exists. `raw` returns a tensor as it is stored.
     """
 
     def has(self, name: str) -> bool: ...
@@ -75,7 +76,7 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """A source that reads the tensors of safetensors files, memory-mapped, or straight to a GPU."""
+    """A source of tensors from safetensors files, which are memory-mapped or read directly into GPU memory."""
 
     def __init__(self, files: Sequence[WeightFile], device: torch.device) -> None:
         self._place = {name: file for file in files for name in file.tensors}
@@ -115,7 +116,7 @@ class SafetensorsSource:
 
 
 class Weights:
-    """A loader of a model's parameters: in the compute dtype, on the device, fused and packed."""
+    """A loader of a model's parameters. It returns them in the compute dtype, on the device, fused and packed."""
 
     def __init__(
         self,
@@ -125,13 +126,13 @@ class Weights:
         progress: Progress | None = None,
         task: TaskID = TaskID(0),  # noqa: B008
     ) -> None:
-        self.device = target.device
-        self.shard = target.shard
+        self.device, self.dtype = target.device, target.dtype
+        self.shard, self.stage = target.shard, target.stage
         self._target = target
         self._format = weight_format
         self.num_bytes = 0
         self.sites: list[Site] = []
-        """The linear layers that have been loaded so far and that adapters can correct."""
+        """The linear layers loaded so far that adapters can correct."""
         self._source = source
         self._progress = progress
         self._task = task
@@ -140,22 +141,18 @@ class Weights:
         return self._source.has(name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns a parameter in private memory, because a mapped file may change or vanish."""
-        dtype = self._target.dtype
-        found = self._source.take(name, shape, dtype)
-        return self._count(torch.empty(shape, dtype=dtype, device=self.device).copy_(found))
+        """Returns a copy of a parameter, because its file may later change or be removed."""
+        found = self._source.take(name, shape, self.dtype)
+        return self._count(torch.empty(shape, dtype=self.dtype, device=self.device).copy_(found))
 
     def linear(
         self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False, is_router: bool = False
     ) -> PackedLinear:
-        """Returns the projections `names` (each [out, size_in]) as one layer, outputs in order, optionally with their
-        biases.
-
-        A router of experts is not rounded: it is small, and a small error in it chooses other experts.
+        """Returns the projections `names`, each [out, size_in], as one layer with their outputs in order. A router of
+        experts is not rounded: it is small, and a small error in it would select different experts.
         """
         parts = [Matrix(name, out, size_in) for name, out in zip(names, outs, strict=True)]
-        dtype = self._target.dtype
-        biases = [self._source.take(f"{part.name}.bias", (part.n_out,), dtype) for part in parts] if bias else []
+        biases = [self._source.take(f"{part.name}.bias", (part.n_out,), self.dtype) for part in parts] if bias else []
         weight = self._weight(parts, rounded=not is_router)
         packed = self._packed(weight, self._count(torch.cat(biases)) if bias else None)
         if ".layers." in names[0] and ".experts." not in names[0] and not is_router:
@@ -166,8 +163,8 @@ class Weights:
     def columns(
         self, names: Sequence[str], outs: Sequence[Sequence[int]], size_in: int, *, bias: bool = False
     ) -> PackedLinear:
-        """Returns the projections `names` as one. `outs` has, for each of them, the numbers of outputs of the things
-        that it contains (q, k and v; gate and up). This rank takes its share of each of them.
+        """Returns this rank's share of the outputs of the projections `names`, as one layer. `outs` lists, for each
+        projection, the sizes of its parts (such as q, k and v). The rank takes its share of each part.
         """
         sizes = [sum(each) for each in outs]
         if self.shard.is_whole:
@@ -178,16 +175,16 @@ class Weights:
         return self._of_rank(weight, added)
 
     def rows(self, name: str, size_out: int, size_in: int, *, bias: bool = False) -> PackedLinear | RowParallelLinear:
-        """Returns the projection `name`, of whose inputs this rank takes its share."""
+        """Returns the projection `name` for this rank's share of its inputs."""
         if self.shard.is_whole:
             return self.linear([name], [size_out], size_in, bias=bias)
-        dtype, span = self._target.dtype, self.shard.span(size_in)
+        dtype, span = self.dtype, self.shard.span(size_in)
         weight = self._count(self._source.take(f"{name}.weight", (size_out, size_in), dtype)[:, span])
         added = self._source.take(f"{name}.bias", (size_out,), dtype).clone() if bias else None
         return RowParallelLinear(weight, added, self.shard.own_parts, self._target.ranks)
 
     def _rows_of_rank(self, sizes: Sequence[int]) -> list[slice]:
-        """Returns this rank's rows of things of these sizes that lie one below the other."""
+        """Returns this rank's rows of a matrix that consists of parts of these sizes, stacked vertically."""
         starts = itertools.accumulate(sizes, initial=0)
         spans = [(start, self.shard.span(size)) for start, size in zip(starts, sizes, strict=False)]
         return [slice(start + span.start, start + span.stop) for start, span in spans]
@@ -195,23 +192,23 @@ class Weights:
     def _cut(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], rows: Sequence[Sequence[slice]]
     ) -> torch.Tensor:
-        """Returns these rows of these tensors, one below the other, in private memory."""
-        found = [self._source.take(name, shape, self._target.dtype) for name, shape in zip(names, shapes, strict=True)]
+        """Returns a copy of the given rows of each tensor, stacked vertically."""
+        found = [self._source.take(name, shape, self.dtype) for name, shape in zip(names, shapes, strict=True)]
         return self._count(torch.cat([tensor[at] for tensor, each in zip(found, rows, strict=True) for at in each]))
 
     def _of_rank(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias, provider=our_provider(weight.dtype, weight.shape[1]))
 
-    def pack(self, weight: torch.Tensor) -> PackedLinear:
-        """Returns a linear layer of a parameter that is also used elsewhere. Its bytes are counted again only if
-        packing copies them.
+    def pack(self, weight: torch.Tensor, *, is_kept: bool = True) -> PackedLinear:
+        """Returns a linear layer of a weight whose bytes have been counted. If packing copies the weight and the caller
+        keeps the original, the bytes of the copy are counted as well.
         """
-        if not self.shard.is_whole:
-            return self._of_rank(self._count(weight[self.shard.span(len(weight))]))
-        counted = self.num_bytes
-        packed = self._packed(self._rounded(weight))
-        if not packed.is_packed:
-            self.num_bytes = counted
+        if self.shard.is_whole:
+            packed = self._packed(self._rounded(weight))
+        else:
+            packed = self._of_rank(self._count(weight[self.shard.span(len(weight))]))
+        if not (packed.is_packed and is_kept):
+            self.num_bytes -= weight.numel() * weight.element_size()
         return packed
 
     def _packed(self, weight: torch.Tensor | list[QuantizedWeight], bias: torch.Tensor | None = None) -> PackedLinear:
@@ -219,11 +216,11 @@ class Weights:
             self._count(weight)
         else:
             self.num_bytes += sum(part.num_bytes for part in weight)
-        return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self._target.dtype)
+        return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self.dtype)
 
     def _weight(self, parts: Sequence[Matrix], *, rounded: bool) -> torch.Tensor | list[QuantizedWeight]:
-        """Returns the matrices of one layer in private memory: as a list if all are quantized, else as one matrix with
-        all outputs.
+        """Returns copies of the matrices of one layer: a list if all are quantized, otherwise one matrix with all
+        outputs.
         """
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
@@ -231,12 +228,12 @@ class Weights:
             return quantized
         if quantized:
             count_fallback("quantized linear", f"only some parts of fused {parts[0].name} are quantized", "dequantized")
-        dtype = self._target.dtype
+        dtype = self.dtype
         floats = [weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight for weight in found]
         return self._rounded(torch.cat(floats)) if rounded else torch.cat(floats)
 
     def _matrix(self, matrix: Matrix) -> torch.Tensor | QuantizedWeight:
-        dtype = self._target.dtype
+        dtype = self.dtype
         stored = self._format.read(self._source, matrix) if self._format is not None else None
         if stored is None:
             return self._source.take(f"{matrix.name}.weight", (matrix.n_out, matrix.n_in), dtype)
@@ -245,14 +242,15 @@ class Weights:
         return stored if self.device.type == "cpu" else stored.to(self.device)
 
     def _rounded(self, weight: torch.Tensor) -> torch.Tensor | list[QuantizedWeight]:
-        """Rounds a matrix to the target's bits, if the target has any."""
+        """Returns a matrix rounded to the target's number of bits, or unchanged if the target has none."""
         return weight if self._target.bits is None else [quantize(weight, self._target.bits)]
 
-    def finish(self, allowed: Sequence[str] = ()) -> None:
-        """Raises ModelError if the checkpoint contains tensors that were not used, because the checkpoint and its
-        config then disagree.
+    def finish(self, allowed: Sequence[str] = (), elsewhere: tuple[str, ...] = ()) -> None:
+        """Raises ModelError if the checkpoint has tensors that were not used and are not in `allowed`. Names that start
+        with an entry of `elsewhere` belong to other stages.
         """
-        extra = [name for name in self._source.unused() if name not in allowed]
+        unused = (name for name in self._source.unused() if name not in allowed)
+        extra = [name for name in unused if not name.startswith(elsewhere)]
         if extra:
             raise ModelError(f"the checkpoint has unexpected tensor {extra[0]} ({len(extra)} in all)")
 
@@ -273,9 +271,9 @@ def _kind(load_format: LoadFormat, files: Sequence[WeightFile]) -> str:
 def open_weights(
     directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int
 ) -> Iterator[Weights]:
-    """Opens the weights of a model directory, with a progress bar on a terminal and a log line elsewhere.
+    """A context manager that yields the weights of a model directory. Shows a progress bar if stderr is a terminal.
 
-    Raises ModelError, which names the file or tensor, or StartupError if a file is not the one that SHA256SUMS lists.
+    Raises ModelError, which names the file or tensor, or StartupError if a file does not match SHA256SUMS.
     """
     source: TensorSource
     files: list[WeightFile] = []

@@ -1,7 +1,6 @@
-"""LoRA adapters of a loaded model: tensors in PEFT's format, laid out for the packed products that they correct.
-
-An adapter is bound to one model. The packed products of a model's layers are its *sites*, numbered as the model has
-loaded them; routers and experts are not sites. Does not depend on the requests that use an adapter.
+"""LoRA adapters of a loaded model. Tensors in PEFT's format are arranged for the packed linear layers that they
+correct. An adapter is bound to one model. The packed linear layers inside a model's layers, except routers and experts,
+are its *sites*, numbered in the order of loading.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weigh
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A packed product that adapters can correct, and the projections that it consists of, outputs in order."""
+    """A packed linear layer that adapters can correct, with its projections in the order of their outputs."""
 
     linear: PackedLinear
     parts: tuple[Matrix, ...]
@@ -37,7 +36,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one of the model's projections: a site, and a range of its outputs."""
+    """The location of one of the model's projections: a site and the projection's outputs within the site."""
 
     site: int
     at: int
@@ -46,7 +45,7 @@ class Place:
 
 
 class LoraAdapter:
-    """An adapter, loaded for one model. It is freed when nothing refers to it."""
+    """An adapter that is loaded for one model."""
 
     __slots__ = ("digest", "weights")
 
@@ -56,12 +55,12 @@ class LoraAdapter:
 
 
 class LoraStep:
-    """The adapters of one step: the adapter of each token and of each requested row."""
+    """The adapters of each token and of each requested row in one step."""
 
     __slots__ = ("of_rows", "of_tokens")
 
     def __init__(self, batch: StepInput) -> None:
-        """Prepares the adapters of a step. Must be called only if the batch has `adapters`."""
+        """Prepares the adapters of a step. At least one of its sequences must have an adapter."""
         used = list(dict.fromkeys(adapter for adapter in batch.adapters if adapter is not None))
         index = {adapter: number for number, adapter in enumerate(used)}
         of_sequence = np.array([-1 if a is None else index[a] for a in batch.adapters], np.int32)
@@ -81,7 +80,7 @@ class LoraStep:
 
 
 class Settings(Protocol):
-    """A protocol of the part of a runner's settings that concerns adapters."""
+    """The part of a runner's settings that concerns adapters."""
 
     @property
     def max_lora_rank(self) -> int: ...
@@ -91,7 +90,7 @@ class Settings(Protocol):
 
 
 class LoraModel:
-    """A model's sites, and the limits of its adapters."""
+    """The loader of one model's adapters, with the model's sites and the maximum rank."""
 
     def __init__(self, sites: Sequence[Site], dtype: torch.dtype, device: torch.device, max_rank: int) -> None:
         self._sites = sites
@@ -113,7 +112,7 @@ class LoraModel:
 
     @property
     def max_adapter_bytes(self) -> int:
-        """Size of an adapter of the largest rank that corrects everything."""
+        """Size in bytes of an adapter of the maximum rank that corrects every projection."""
         width = sum(place.matrix.n_in + place.matrix.n_out for place in self._places.values())
         return width * self._max_rank * torch.empty((), dtype=self._dtype).element_size()
 
@@ -137,7 +136,7 @@ class LoraModel:
         except (SafetensorError, OSError) as error:
             raise AdapterError(f"{path} is corrupt or cannot be read: {error}") from None
         if digest_of(ref.path) != ref.digest:
-            raise AdapterError(f"{ref.path} has changed since adapter {ref.name!r} was named")
+            raise AdapterError(f"{ref.path} has changed since adapter {ref.name!r} was added")
         return LoraAdapter(ref.digest, LoraWeights([products.get(site, ()) for site in range(len(self._sites))]))
 
     def _place(self, path: Path, module: str) -> Place:

@@ -1,13 +1,12 @@
-"""The forward pass of a worker: weights, the arena's views, one step. No sequences, schedulers, Redis or RPC.
-
-All methods are called from one thread at a time (a worker's step thread).
+"""The forward pass of a worker: its weights, its views of the arena, and its steps. Only one thread at a time, a
+worker's step thread, may call the methods.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Self
@@ -34,8 +33,8 @@ from engine.numerics import numerics
 from engine.ranks.checks import check_ranks
 from engine.ranks.leader import Leader
 from engine.ranks.messages import Loaded, SharedBlocks
-from engine.ranks.seat import Seat
-from engine.ranks.shard import Shard
+from engine.ranks.place import Place
+from engine.ranks.seat import Compute, Seat, Wanted
 from engine.runner_settings import RunnerSettings
 from engine.step import StepInput
 from engine.step_upload import upload
@@ -49,7 +48,7 @@ logger = logging.getLogger("engine")
 
 
 class ModelRunner:
-    """A model that is ready to step over the blocks of the arena that it is bound to."""
+    """A loaded model that computes steps over the blocks of an arena."""
 
     def __init__(
         self,
@@ -59,29 +58,29 @@ class ModelRunner:
         seat: Seat | None = None,
         urgent: bool = False,
     ) -> None:
-        """Loads the weights, unless a `model` of the same settings exists already (see `sharing`). If the settings ask
-        for several ranks and there is no `seat` among them, starts the others.
-
-        Raises ModelError, whose message is one sentence that names the file, tensor or setting.
+        """Loads the weights, unless `model` is given (see `sharing`). If the settings require several ranks and `seat`
+        is None, starts the other ranks. Raises ModelError, which names the file, tensor or setting.
         """
         self.settings = settings
         self.config = ModelConfig.from_directory(settings.model, settings.model_impl)
         if settings.quantization is not None and self.config.weight_format is not None:
             raise ModelError(f"quantization {settings.quantization} is for checkpoints that are not quantized already")
         self.dtype: DType = "bfloat16" if settings.dtype == "auto" else settings.dtype
-        self.max_model_len = _max_model_len(self.config, settings.max_model_len)
-        self.shard = (seat and seat.shard) or Shard.of(0, settings.tensor_parallel_size, settings.reduction_parts)
-        self.shard.check(self.config)
+        self.max_model_len = self.config.longest(settings.max_model_len)
+        self.place = Place.of(0, settings) if seat is None else seat.place
+        self.place.check(self.config)
         self.device = open_device(settings.device, settings.threads_of_rank, urgent)
-        check_ranks(self.shard, settings, self.device)
+        check_ranks(self.place, settings, self.device)
         self._kv_dtype = kv_dtype(settings.kv_cache_dtype, self.dtype)
         self._block_size = settings.block_size or self.config.default_block_size(self._kv_dtype)
         self.device.enter()
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)
         self.weights_bytes = 0
-        """Bytes of weights that this runner and its followers have loaded; 0 if it shares those of another."""
-        self.seat = Leader(self.shard, asdict(settings)) if seat is None and self.shard.size > 1 else seat
+        """Bytes of weights that this runner and its followers have loaded, and of the memory set aside for adapters; 0
+        if it shares the weights of another runner.
+        """
+        self.seat = Leader(self.place, asdict(settings)) if seat is None and self.place.size > 1 else seat
         self.model = model or self._load()
         kind = (TORCH_DTYPES[self.dtype], self.device.torch_device)
         self.lora = LoraModel.of(self.model.sites, kind, settings) if settings.enable_lora else None
@@ -92,18 +91,18 @@ class ModelRunner:
             self.config = replace(self.config, memories=self.model.memories)
         self.layout, self.layer_groups = self.config.kv_groups(self._block_size, self._kv_dtype)
         self.attention_by_layer = self._attention_by_layer()
-        parts = self.shard.parts
+        parts = self.place.shard.parts
         self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings, parts)
         if isinstance(self.seat, Leader) and self.weights_bytes:
             self.weights_bytes += self.seat.wait_loaded(Loaded(0, self.numerics, self.model_fingerprint))
         self._bound: Binding | None = None
         self.peaks: dict[tuple[int, int, bool], int] = {}
-        """Peak bytes that `start_up.profile` has measured, by its arguments."""
+        """Peak bytes of activations, by the arguments of `start_up.profile`, which measured them."""
 
     @classmethod
     def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
-        """Returns a runner over the same weights for another thread, with its own stream, buffers, graphs and binding.
-        urgent: on a GPU, its steps run before those of the other runner if both wait for free multiprocessors.
+        """Returns a runner for another thread that shares the weights, adapters and ranks of `other`, but nothing else.
+        `urgent` has the same meaning as in `CudaDevice.__init__`.
         """
         runner = cls(other.settings, other.model, seat=other.seat, urgent=urgent)
         runner.lora = other.lora
@@ -121,7 +120,7 @@ class ModelRunner:
         return self.device.num_threads
 
     def use_threads(self, num_threads: int) -> None:
-        """Changes the number of threads, and prepares the calling thread to step. Call it before `bind`."""
+        """Changes the number of threads, and prepares the calling thread for steps. Call it before `bind`."""
         self.settings = replace(self.settings, num_threads=num_threads)
         self.device.use_threads(num_threads)
 
@@ -140,10 +139,10 @@ class ModelRunner:
         """Sets the arena of all following steps: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, with
         contiguous, preferably 64-byte-aligned rows. The memory must outlive its use by the runner. Graphs are dropped.
 
-        shared: where the other ranks find the same memory. Without it, steps over this arena are rehearsals: they take
-        the time and memory of a step, and their results mean nothing if there are several ranks.
+        `shared` is the location of the same memory for the other ranks. If it is None and there are several ranks,
+        steps are rehearsals, which take the time and memory of a step but have meaningless results.
         """
-        heads = self.shard.span(self.config.num_kv_heads)
+        heads = self.place.shard.span(self.config.num_kv_heads)
         self._bound = Binding.of(arena, self.layout, self.layer_groups, self.device.torch_device, heads)
         self._bound.fused = self._fuse(self._bound.caches)
         self._bound.is_shared = shared is not None
@@ -159,43 +158,41 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, batch: StepInput) -> torch.Tensor:
         """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the requested rows,
-        valid until the next step. On a GPU they stay on the device; the call returns after the step's completion event.
+        valid until the next step. On a GPU, the logits stay on the device, and the call returns after the step's
+        completion event.
         """
-        return self._on_all_ranks(batch, lambda: self._logits(batch, self.binding), self.config.vocab_size)
+        return self._on_all_ranks(batch, lambda part, states: self._logits(part, states, self.binding), has_head=True)
 
-    def _logits(self, batch: StepInput, bound: Binding) -> torch.Tensor:
+    def _logits(self, batch: StepInput, states: torch.Tensor | None, bound: Binding) -> torch.Tensor:
         if bound.graphs is not None and not batch.adapters and bound.graphs.takes(batch):
             return bound.graphs.run(batch)
         if bound.fused is not None and bound.fused.takes(batch):
-            return bound.fused.run(batch, self.lora and self.lora.step_of(batch))
-        return self._eager(batch, bound)
+            return bound.fused.run(batch, self.lora and self.lora.step_of(batch), states)
+        return self._eager(batch, states, bound)
 
     @torch.inference_mode()
     def hidden_states(self, batch: StepInput) -> torch.Tensor:
-        """Computes the batch's tokens, and writes their K and V, like `step`. Returns fp32 hidden states [R, h] of the
-        requested rows after the last norm, from which `step` computes logits.
+        """Computes the batch's tokens and writes their K and V, as `step` does. Returns the fp32 hidden states [R, h]
+        of the requested rows after the last norm, from which `step` computes logits.
         """
-        return self._on_all_ranks(batch, lambda: self._eager(batch, self.binding, head=False), None)
+        compute: Compute = lambda part, states: self._eager(part, states, self.binding, head=False)  # noqa: E731
+        return self._on_all_ranks(batch, compute, has_head=False)
 
-    def _on_all_ranks(
-        self, batch: StepInput, compute: Callable[[], torch.Tensor], vocab_size: int | None
-    ) -> torch.Tensor:
-        """Runs `compute` in the device's stream, together with the other ranks. For `vocab_size`, see `Seat.run`."""
+    def _on_all_ranks(self, batch: StepInput, compute: Compute, *, has_head: bool) -> torch.Tensor:
+        """Runs `compute` in the device's stream, on all ranks."""
         self.device.enter()
         if self.seat is None:
-            result = compute()
+            result = compute(batch, None)
         else:
-            result = self.seat.run(batch, compute, vocab_size, alone=not self.binding.is_shared)
+            wanted = Wanted(has_head, self.config.vocab_size, self.config.hidden_size, TORCH_DTYPES[self.dtype])
+            result = self.seat.run(batch, compute, wanted, alone=not self.binding.is_shared)
         self.device.wait()
         return result
 
     def settle(self, error: Exception) -> None:
         """Waits for all launched work, after a step, a copy or a draw has failed with `error`. The caller may then
-        release the blocks that this work writes to.
-
-        If the device is no longer usable, raises `error` itself if it is a CUDA error (each later call would fail with
-        it too), or the device's error during the wait. The same is true for the loss of a rank. The blocks must then be
-        kept, and the process should end.
+        release the blocks that this work writes to. If the device is no longer usable or a rank is lost, raises `error`
+        or the device's error during the wait. The blocks must then be kept, and the process should end.
         """
         if isinstance(error, torch.AcceleratorError | RankLost):
             raise error
@@ -231,8 +228,8 @@ class ModelRunner:
         if device.compute_capability is None and dtype == torch.float16:
             raise ModelError("dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
         return AttentionSpec(
-            device.torch_device, device.compute_capability, c.num_heads // self.shard.size,
-            c.num_kv_heads // self.shard.size, c.head_dim,
+            device.torch_device, device.compute_capability, c.num_heads // self.place.shard.size,
+            c.num_kv_heads // self.place.shard.size, c.head_dim,
             self._block_size, dtype, stored, c.scale_of_scores, c.window, self.max_model_len,
             settings.deterministic, c.softcap,
         )  # fmt: skip
@@ -246,7 +243,9 @@ class ModelRunner:
             raise ModelError(str(error)) from error
 
     def _attention_by_layer(self) -> dict[int, tuple[AttentionProvider, int]]:
-        """Returns a provider and a KV group for each layer that attends, if not all layers attend in the same way."""
+        """Returns a provider and a KV group for each layer that attends. The result is empty for a native model whose
+        layers all attend in the same way.
+        """
         specs = spec_by_layer(self._attention_spec(), self.model, self.config)
         return choose_by_layer(specs, self.layer_groups, self._choose_attention)
 
@@ -254,7 +253,7 @@ class ModelRunner:
     def _load(self) -> Model:
         settings = self.settings
         bits: Bits | None = None if settings.quantization is None else 8 if settings.quantization == "int8" else 4
-        place = (self.shard, self.seat and self.seat.ranks)
+        place = (self.place.shard, self.place.stage, self.seat and self.seat.ranks)
         target = Target(TORCH_DTYPES[self.dtype], self.device.torch_device, settings.deterministic, bits, *place)
         if self.config.family == "transformers":
             where = (Path(settings.model), self.config, target, settings.load_format, settings.seed)
@@ -266,13 +265,13 @@ class ModelRunner:
             model: Model = build(self.config, weights, self.max_model_len)
             self.weights_bytes = weights.num_bytes
         if self.seat is not None:
-            which, size = (self.shard.rank, self.shard.size), self.weights_bytes / 2**20
+            which, size = (self.place.rank, self.place.size), self.weights_bytes / 2**20
             logger.info("rank %d of %d: %.1f MiB of weights, threads: %d", *which, size, self.num_threads)
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:
-        """Returns a decoder that makes a pass over these caches in one call, or None if a part of the pass is not our
-        own kernel on a CPU.
+        """Returns a decoder that runs a pass over these caches in one C call, or None if a part of the pass is not one
+        of our CPU kernels.
         """
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
@@ -280,10 +279,14 @@ class ModelRunner:
         if (why := objection(model)) is not None:
             logger.debug("passes do not run as one call: %s", why)
             return None
-        return FusedDecoder(model, self.config, list(caches.values()), self.layer_groups)
+        return FusedDecoder(model, self.config, caches, self.layer_groups)
 
-    def _eager(self, batch: StepInput, bound: Binding, *, head: bool = True) -> torch.Tensor:
-        """Starts a step of any shape. Returns fp32 logits [R, vocab], or without the `head` hidden states [R, h]."""
+    def _eager(
+        self, batch: StepInput, states: torch.Tensor | None, bound: Binding, *, head: bool = True
+    ) -> torch.Tensor:
+        """Starts a step of any shape. Returns fp32 logits [R, vocab], or hidden states [R, h] if `head` is False. For
+        `states` and the result of a stage, see `Compute`.
+        """
         wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
         tokens, rows, metadata = upload(
@@ -291,10 +294,5 @@ class ModelRunner:
         )
         metadata.lora = self.lora and self.lora.step_of(batch)
         compute = self.model.forward if head else self.model.hidden
-        return compute(tokens, metadata, bound.caches, None if every_row else rows).float()
-
-
-def _max_model_len(config: ModelConfig, asked: int | None) -> int:
-    if asked is not None and asked > config.max_model_len:
-        raise ModelError(f"max_model_len {asked} is more than the model's {config.max_model_len} positions")
-    return asked or config.max_model_len
+        found = compute(tokens if states is None else states, metadata, bound.caches, None if every_row else rows)
+        return found.float() if self.place.stage.is_last else found

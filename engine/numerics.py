@@ -18,7 +18,7 @@ from kernels.row_parallel import our_provider
 
 
 class Asked(Protocol):
-    """A protocol of the settings that directly affect bits."""
+    """The settings that directly affect bits."""
 
     @property
     def deterministic(self) -> bool: ...
@@ -30,9 +30,8 @@ class Asked(Protocol):
 def numerics(
     device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, settings: Asked, parts: int = 1
 ) -> str:
-    """Returns `name=value` pairs. `parts`: those of the products that ranks add up; the number of ranks does not affect
-    bits (`engine.ranks.shard`). `settings.deterministic` is the requested mode; the attention provider must support
-    it.
+    """Returns the settings as `name=value` pairs with spaces between them. `parts` is the number of parts in which
+    products are summed (`engine.ranks.shard`); the number of ranks does not affect bits.
     """
     said = {
         "dtype": dtype,
@@ -61,8 +60,8 @@ def _on_cpu(dtype: DType, parts: int) -> dict[str, str]:
 
 
 def _on_gpu(compute_capability: tuple[int, int], deterministic: bool) -> dict[str, str]:
-    """Returns the pairs of a GPU. cuBLAS' algorithms come with torch's build of CUDA; other kernels are our own, as
-    triton compiles them.
+    """Returns the pairs of a GPU. cuBLAS' algorithms depend on torch's CUDA version, and our own kernels on Triton's
+    version.
     """
     import triton
 

@@ -1,10 +1,8 @@
 """Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, converted to weights for kernels.
 
 Integer formats become `QuantizedWeight`s, with their values unchanged. FP8 weights become floats of the compute dtype.
-Only weights are quantized here: activations are not, even if the checkpoint specifies it.
-
-Layouts match those of AutoGPTQ, AutoAWQ, llm-compressor and transformers. A word contains values of `bits` bits, lowest
-first.
+Activations are not quantized, even if the checkpoint specifies it. Layouts match those of AutoGPTQ, AutoAWQ,
+llm-compressor and transformers. A word contains values of `bits` bits, the lowest bits first.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from engine.errors import ModelError, UnsupportedModel
 from kernels.quantization import UNIT, Bits, QuantizedWeight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output to which each value in a word of AWQ belongs."""
+"""The output, among eight, to which each value in a word of AWQ belongs."""
 IGNORED_SUFFIXES = (".g_idx", ".weight_g_idx", ".weight_shape", ".input_scale", ".input_zero_point", ".output_scale")
-"""Tensors of quantized layers that are not needed, or that concern activations."""
+"""Suffixes of tensors of quantized layers that are not needed."""
 
 
 class RawTensors(Protocol):
-    """A protocol of sources of a checkpoint's tensors as they are stored."""
+    """The interface of a source of a checkpoint's tensors in their stored form."""
 
     def has(self, name: str) -> bool: ...
 
@@ -36,7 +34,7 @@ class RawTensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A description of the matrix that a layer expects: the prefix of its tensors' names, its outputs and inputs."""
+    """The name and size of a matrix that a layer expects. The name is the prefix of its tensors' names."""
 
     name: str
     n_out: int
@@ -44,16 +42,16 @@ class Matrix:
 
 
 class WeightFormat(Protocol):
-    """A protocol of the storage formats of a checkpoint's matrices."""
+    """The interface of a storage format of matrices."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | Tensor | None:
-        """Returns the weight [out, in], quantized or (if it is stored in FP8) as floats, or None if it is not
-        quantized. Raises ModelError.
+        """Returns the weight [out, in], as floats if it is stored in FP8. Returns None if it is not quantized. Raises
+        ModelError if the stored tensors do not fit the matrix or are not supported.
         """
 
 
 def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
-    """Returns the format that a config.json states, or None if weights are not quantized. Raises UnsupportedModel."""
+    """Returns the format in config.json; None if weights are not quantized. Raises UnsupportedModel for other ones."""
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
@@ -72,9 +70,7 @@ def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
 
 
 def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -> None:
-    """Raises UnsupportedModel if the value of a field is not one of the allowed values, the first of which is the
-    default.
-    """
+    """Raises UnsupportedModel if a field does not have an allowed value. The first allowed value is the default."""
     for field, values in allowed.items():
         if (found := config.get(field, values[0])) not in values:
             supported = ", ".join(map(str, values))
@@ -105,8 +101,8 @@ def _expect(matrix: Matrix, what: str, tensor: Tensor, shape: tuple[int, ...]) -
 
 
 def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, group: int) -> QuantizedWeight:
-    """Builds the weight from unsigned values [out, in] with zeros and scales [out, groups]. If `zeros` is None, the
-    zero point is the middle of the range.
+    """Returns the weight of unsigned values [out, in] with zeros and scales [out, groups]. If `zeros` is None, the zero
+    point is the middle of the range.
     """
     middle, scales = 1 << bits - 1, scales.float()
     offsets = None
@@ -120,14 +116,14 @@ def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The format of GPTQ: qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups,
+    """The GPTQ format: qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups,
     out].
     """
 
     bits: Bits
     group_size: int
     zero_add: int
-    """The value that is added to a stored zero: 1 in the original format."""
+    """The value that is added to a stored zero point: 1 in the original format, 0 in gptq_v2."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | None:
         name, n_out, n_in = matrix.name, matrix.n_out, matrix.n_in
@@ -159,8 +155,8 @@ def _gptq(config: dict[str, Any]) -> Gptq:
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """The format of AWQ: qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; the outputs
-    in a word are in AWQ_ORDER.
+    """The AWQ format: qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; the outputs in
+    a word are in AWQ_ORDER.
     """
 
     group_size: int
@@ -194,8 +190,8 @@ def _awq(config: dict[str, Any]) -> Awq:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """The formats of compressed-tensors: weight_packed int32 [out, in * bits / 32], weight_scale [out, groups] and
-    perhaps weight_zero_point int32 [out * bits / 32, groups]; or a `weight` in int8 or FP8 with weight_scale.
+    """The compressed-tensors formats: weight_packed int32 [out, in * bits / 32], weight_scale [out, groups] and an
+    optional weight_zero_point int32 [out * bits / 32, groups]; or `weight` in int8 or FP8, and weight_scale.
     """
 
     bits: Bits
@@ -250,7 +246,9 @@ def _compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Weight float8_e4m3fn [out, in], with weight_scale_inv [blocks of out, blocks of in] or one weight_scale."""
+    """The FP8 format: weight float8_e4m3fn [out, in], and weight_scale_inv [blocks of out, blocks of in] or one
+    weight_scale.
+    """
 
     block: tuple[int, int] | None
 
@@ -275,7 +273,9 @@ def _fp8(config: dict[str, Any]) -> Fp8:
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Returns scales in a shape that multiplies a weight: one for all elements, one per output, or one per element."""
+    """Returns scales in a shape that broadcasts to `shape`: one scale for all elements, one per output, or one per
+    element.
+    """
     if scales.numel() == 1:
         return scales.view(1, 1)
     return scales.view(shape[0], -1) if scales.numel() != shape.numel() else scales.view(shape)
@@ -286,7 +286,7 @@ def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The format of GGUF: blocks uint8 [out, bytes], and the number of their type."""
+    """The GGUF format: blocks uint8 [out, bytes], and the number of their type."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | None:
         name = f"{matrix.name}.weight"

@@ -1,6 +1,4 @@
-"""The rotary positions that a `config.json` describes. Does not depend on tensors; `engine.models.rope` has the
-formulas.
-"""
+"""The rotary positions that a `config.json` describes. The formulas are in `engine.models.rope`."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from engine.errors import UnsupportedModel, refuse_unless
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 OTHER_NAMES = {"su": "longrope", "mrope": "default"}
-"""Kinds by other names: "su" is LongRoPE's in the first Phi-3 checkpoints. "mrope" (Qwen2-VL) rotates parts of a head
-by three positions, which are equal for text.
+"""Other names of kinds. The first Phi-3 checkpoints call LongRoPE "su". "mrope" (Qwen2-VL) rotates parts of a head by
+three positions, which are equal for text.
 """
 LLAMA_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -38,14 +36,14 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
-    """Divisors of each pair's frequency, for a server whose longest sequence is not longer than `original_max_len`."""
+    """Divisors of each pair's frequency, for a server whose sequences are limited to `original_max_len`."""
     long_factors: tuple[float, ...] = ()
     """Divisors of each pair's frequency, for a server with longer sequences."""
     partial: float = 1.0
-    """The part of a head's dimensions that is rotated."""
+    """Share of a head's dimensions that is rotated."""
 
     def rotated(self, head_dim: int) -> int:
-        """Returns the number of rotated dimensions of a head, which are its first dimensions."""
+        """Returns the number of dimensions of a head that are rotated. They are the first dimensions of the head."""
         return int(head_dim * self.partial)
 
     def is_long(self, max_len: int) -> bool:
@@ -62,9 +60,9 @@ def read_rope(
     kinds: Sequence[RopeKind] = LLAMA_KINDS,
     partial: bool = False,
 ) -> tuple[RopeConfig, int]:
-    """Returns the rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new ones (`rope_parameters`),
-    and the longest sequence (`stretched`). Raises UnsupportedModel for a kind not in `kinds`, and for a partial
-    rotation unless it is allowed.
+    """Returns the rotary settings in the old keys (`rope_theta`, `rope_scaling`) or the new keys (`rope_parameters`),
+    and the maximum sequence length (`stretched`). Raises UnsupportedModel if the kind is not in `kinds`, or if the
+    rotation is partial and `partial` is False.
     """
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")

@@ -1,8 +1,6 @@
-"""The arrays of decode steps. They are kept and updated from step to step. No torch, no I/O.
-
-There is one row per sequence in each KV group. A row of block numbers is copied again only when its table has changed
-(`BlockTable.stamp`), so a step costs a few array operations and three numbers per sequence. `engine.sequence.lay_out`
-does the same for chunks of any size; tests compare the two.
+"""The arrays of decode steps, which are kept and updated from step to step. There is one row of block numbers per
+sequence in each KV group, which is copied again only when its table has changed (`BlockTable.stamp`). A sequence with a
+draft computes several positions. `engine.sequence.lay_out` does the same for chunks of any size; tests compare the two.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.block_table import BlockTable
+from engine.draft import Draft
 from engine.sequence import Sequence, Step, adapters_of
 from engine.step import StepInput
 
@@ -19,32 +18,41 @@ _START_ROWS, _START_COLUMNS = 8, 16
 
 
 class DecodeRows:
-    """The arrays of decode steps, with one token per sequence. They are kept from step to step."""
+    """A builder of decode steps that keeps its arrays from step to step."""
 
     def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
         self._groups = [_GroupRows() for _ in range(num_groups)]
         self._make(_START_ROWS)
 
-    def lay_out(self, sequences: Seq[Sequence]) -> Step:
-        """Returns the step that computes each sequence's next position, with logits of every row.
+    def lay_out(self, sequences: Seq[Sequence], drafts: Seq[Draft] = ()) -> Step:
+        """Returns the step that computes each sequence's next position, and the positions of its draft, with logits of
+        every row. `drafts` has one entry per sequence; it is empty if there is no draft.
 
-        Raises ValueError if a sequence has no block for that position. The arrays are valid until the next call.
+        Raises ValueError if a sequence has no block for one of these positions. The arrays are valid until the next
+        call.
         """
         num, size = len(sequences), self._block_size
-        if num > len(self._rows):
-            self._make(1 << (num - 1).bit_length())
-        rows = self._rows[:num]
-        computed = [sequence.num_computed for sequence in sequences]
         newest = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in sequences]
-        positions = np.array(computed, np.int64)
+        computed = np.array([sequence.num_computed for sequence in sequences], np.int64)
+        counts = [1 + len(draft.token_ids) for draft in drafts]
+        self._make_room(sum(counts) or num)
+        if counts:
+            newest = [token for first, draft in zip(newest, drafts, strict=True) for token in (first, *draft.token_ids)]
+            owners, starts = (
+                np.repeat(self._rows[:num], counts),
+                np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            )
+            positions = computed[owners] + self._rows[: len(newest)] - starts[owners]
+        else:
+            owners, starts, positions = self._rows[:num], self._starts[: num + 1], computed
         columns, offsets = positions // size, positions % size
         slots, tables, generations = [], [], []
         for index, group in enumerate(self._groups):
             group.update([s.table if index == 0 else s.more_tables[index - 1] for s in sequences])
-            if (columns >= np.array(group.widths)).any():
+            if (columns >= np.array(group.widths)[owners]).any():
                 raise ValueError("a sequence has no block for its next position")
-            slots.append(group.blocks[rows, columns].astype(np.int64) * size + offsets)
+            slots.append(group.blocks[owners, columns].astype(np.int64) * size + offsets)
             width = max(group.widths)
             tables.append(group.blocks[:num, :width])
             generations.append(group.generations[:num, :width])
@@ -52,13 +60,17 @@ class DecodeRows:
             np.array(newest, np.int64),
             positions,
             tuple(slots),
-            self._starts[: num + 1],
-            (positions + 1).astype(np.int32),
+            starts,
+            (computed + (counts or 1)).astype(np.int32),
             tuple(tables),
-            rows,
+            self._rows[: len(newest)],
             adapters_of(sequences),
         )
         return Step(batch, tuple(generations))
+
+    def _make_room(self, num_rows: int) -> None:
+        if num_rows > len(self._rows):
+            self._make(1 << (num_rows - 1).bit_length())
 
     def _make(self, num_rows: int) -> None:
         self._rows = np.arange(num_rows, dtype=np.int64)
@@ -66,7 +78,7 @@ class DecodeRows:
 
 
 class _GroupRows:
-    """The rows of one KV group."""
+    """The block tables of one KV group as rows of two arrays."""
 
     def __init__(self) -> None:
         self._stamps: list[int] = []
@@ -74,7 +86,7 @@ class _GroupRows:
         self._make(_START_ROWS, _START_COLUMNS)
 
     def update(self, tables: Seq[BlockTable]) -> None:
-        """Copies the tables that are new or have changed."""
+        """Copies the tables that have changed since the last call."""
         stamps = [table.stamp for table in tables]
         if stamps == self._stamps:
             return

@@ -15,7 +15,7 @@ from engine.loader import LoadFormat
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """The settings of a runner. Names and defaults are those of a worker's settings."""
+    """The settings of a runner. Names and defaults are the same as in a worker's settings."""
 
     model: str | Path
     """Hugging Face model directory."""
@@ -26,27 +26,31 @@ class RunnerSettings:
     allow_variant_numerics: bool = False
     """Whether to run a model of transformers even if its rows depend on their batch."""
     quantization: Literal["int8", "int4"] | None = None
-    """Type to which the matrices of an unquantized checkpoint are rounded; None: they are not rounded."""
+    """Type to which the matrices of an unquantized checkpoint are rounded; None if they are not rounded."""
     block_size: int | None = None
-    """Token positions per block; None: 16, or more if the model has recurrent states."""
+    """Token positions per block; None means 16, or more if the model has recurrent states."""
     max_model_len: int | None = None
-    """Longest sequence in tokens; None: the model's own limit."""
+    """Maximum sequence length in tokens; None means the model's own limit."""
     num_threads: int = 0
-    """Number of compute threads; 0: one per core."""
+    """Number of compute threads; 0 means one per core."""
     seed: int = 0
     """Seed of dummy weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: AttentionBackend = "auto"
     attention_library: str | None = None
     deterministic: bool = False
-    """Whether a row's result must not depend on its batch. On a CPU it never does."""
+    """Whether a row's result must not depend on its batch. On a CPU, it never does."""
     enforce_eager: bool = False
     kv_cache_dtype: KvCacheDType = "auto"
     """Type of keys and values in blocks (`kernels.kv_cache`): int8 and fp8 take half the bytes of bfloat16."""
     tensor_parallel_size: int = 1
-    """Number of processes, the *ranks*, that share the model (docs/parallel.md)."""
+    """Number of processes, the *ranks*, that share each layer (docs/parallel.md)."""
+    pipeline_parallel_size: int = 1
+    """Number of *stages*, each of which has some of the layers."""
     reduction_parts: int | None = None
-    """Parts of the inputs of the products that ranks add up; None: 1 for a single rank, else 4."""
+    """Number of parts in which output projections are summed (docs/parallel.md); None means
+    `default_parts(tensor_parallel_size)`.
+    """
     enable_lora: bool = False
     max_loras: int = 8
     max_lora_rank: int = 16
@@ -58,7 +62,7 @@ class RunnerSettings:
 
     @property
     def threads_of_rank(self) -> int:
-        """An even share of the worker's threads; 0: one per core."""
-        if self.tensor_parallel_size == 1:
+        """An even share of the worker's threads. 0 means one thread per core."""
+        if (size := self.tensor_parallel_size * self.pipeline_parallel_size) == 1:
             return self.num_threads
-        return max(1, (self.num_threads or usable_cores()) // self.tensor_parallel_size)
+        return max(1, (self.num_threads or usable_cores()) // size)

@@ -1,12 +1,12 @@
-"""The sampler: turns logits into tokens, log-probabilities and beam candidates.
+"""The sampler, which turns logits into tokens, log-probabilities and beam candidates.
 
-All functions are pure and vectorised over the batch. Logits stay on their device; ids and log-probabilities are
-returned to the host.
+Functions are pure and vectorized over the batch. Logits stay on their device; ids and log-probabilities are returned to
+the host.
 
-A row's result depends on its logits, parameters, tokens, seed, sample and position, never on the rest of the batch.
-The order and meaning of the parameters are vLLM's: logit bias, bad words and min_tokens first, then repetition,
-frequency and presence penalties, the grammar's mask, then temperature, min-p, top-k and top-p. Log-probabilities are
-those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them.
+A row's result depends on its logits, parameters, tokens, seed, sample and position, not on the rest of the batch. The
+order and meaning of the parameters are vLLM's: logit bias, bad words and min_tokens first, then repetition, frequency
+and presence penalties, the grammar's mask and the allowed tokens, then temperature, min-p, top-k and top-p.
+Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from common.types import SamplingParams, StoppingParams, TokenLogprob
 from engine.beam_search import Candidates
+from engine.draft import Ahead
 from engine.grammar_state import GrammarState
 from engine.sequence import Sequence
 from kernels.sampling import log_softmax_top, sample
@@ -37,21 +38,17 @@ class SampleRow:
     output_ids: Seq[int]
     sample_index: int
     position: int
-    """Index of the token to be drawn: len(output_ids)."""
+    """Index of the token to draw, which is len(output_ids)."""
     grammar: GrammarState | None = None
 
     @classmethod
-    def of(cls, sequence: Sequence) -> SampleRow:
-        """Returns the row of a sequence's next token."""
+    def of(cls, sequence: Sequence, ahead: Ahead | None = None) -> SampleRow:
+        """Returns the row of a sequence's next token, or of the token after the tokens `ahead` of a draft."""
+        outputs = [*sequence.output_ids, *ahead.token_ids] if ahead else sequence.output_ids
         return cls(
-            sequence.sampling,
-            sequence.stopping,
-            sequence.prompt_ids,
-            sequence.output_ids,
-            sequence.sample_index,
-            len(sequence.output_ids),
-            sequence.grammar,
-        )
+            sequence.sampling, sequence.stopping, sequence.prompt_ids, outputs, sequence.sample_index, len(outputs),
+            ahead.grammar if ahead else sequence.grammar,
+        )  # fmt: skip
 
 
 class Sampled(NamedTuple):
@@ -82,7 +79,7 @@ class Columns:
         self.adjusted = [i for i, row in enumerate(rows) if _may_adjust(row)]
         """Rows whose logits may be changed before the draw."""
         self.asked = [i for i, p in enumerate(params) if p.logprobs is not None]
-        """Rows that request log-probabilities, with the requested number of most likely tokens."""
+        """Rows that request log-probabilities. `counts` has their numbers of most likely tokens."""
         self.counts = [params[i].logprobs or 0 for i in self.asked]
 
     def draw(self, adjusted: torch.Tensor, positions: torch.Tensor) -> list[int]:
@@ -92,8 +89,9 @@ class Columns:
         return ids
 
     def logprobs(self, logits: torch.Tensor, ids: Seq[int]) -> list[TokenLogprob | None]:
-        """Returns the log-probabilities of the sampled tokens, from unchanged logits; None for rows without a
-        request."""
+        """Returns the log-probabilities of the sampled tokens, from unchanged logits. The entry of a row that does not
+        request them is None.
+        """
         found: list[TokenLogprob | None] = [None] * len(ids)
         if self.asked:
             values = _logprobs(logits[self.asked], [ids[row] for row in self.asked], self.counts)
@@ -119,23 +117,27 @@ class Sampler:
         self._columns = Columns(())
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
-        """Draws tokens as `sample_rows` does, from `SampleRow.of` each sequence."""
+    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[Ahead | None] = ()) -> list[Sampled]:
+        """Draws the next token of each sequence from fp32 logits [B, vocab]. The logits are not changed. A sequence
+        with a draft has several rows; `ahead` has the tokens of the draft that precede each row.
+        """
         if sequences != self._sequences:  # compares by identity
             self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
-        columns = self._columns
+        columns, ahead = self._columns, ahead or [None] * len(sequences)
         adjusted = logits
         if columns.adjusted:
-            adjusted = _adjust(logits, [(i, SampleRow.of(sequences[i])) for i in columns.adjusted])
-        positions = torch.from_numpy(np.array([len(s.output_ids) for s in sequences], np.int64))
-        ids = columns.draw(adjusted, positions)
+            adjusted = _adjust(logits, [(i, SampleRow.of(sequences[i], ahead[i])) for i in columns.adjusted])
+        lens = [
+            len(s.output_ids) + (len(more.token_ids) if more else 0) for s, more in zip(sequences, ahead, strict=True)
+        ]
+        ids = columns.draw(adjusted, torch.from_numpy(np.array(lens, np.int64)))
         return list(map(Sampled, ids, columns.logprobs(logits, ids)))
 
 
 @torch.inference_mode()
 def prompt_logprobs(logits: torch.Tensor, target_ids: Seq[int], k: int) -> list[TokenLogprob]:
-    """Returns log-probabilities of the prompt's own tokens: logits fp32 [P - 1, vocab] of positions 0..P-2, targets
-    1..P-1.
+    """Returns the log-probabilities of a prompt's tokens 1..P-1 (`target_ids`), from the logits fp32 [P - 1, vocab] of
+    positions 0..P-2, with the `k` most likely tokens at each position.
     """
     return _logprobs(logits, target_ids, [k] * len(target_ids)) if len(target_ids) else []
 
@@ -145,8 +147,8 @@ def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]
     """Returns the `counts[i]` most likely next tokens for each row i of fp32 logits [B, vocab], or the whole vocabulary
     if it is smaller.
 
-    Log-probabilities are those after bias, bans, min_tokens, penalties and grammars, because beams are ranked by them.
-    Temperature and the filters do not apply.
+    Log-probabilities are computed after bias, bans, min_tokens, penalties and grammars, because beams are ranked by
+    them. Temperature and the filters do not apply.
     """
     if not len(rows):
         return []
@@ -185,8 +187,8 @@ def _may_adjust(row: SampleRow) -> bool:
 
 
 def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
-    """Returns logits [B, vocab] after bias, bans, min_tokens, penalties and grammars of these rows. If no row has any
-    of these, the logits are not copied. A grammar's mask takes min_tokens into account.
+    """Returns logits [B, vocab] after bias, bans, min_tokens, penalties and grammars of these rows. If no row needs a
+    change, returns `logits` itself. A grammar's mask takes min_tokens into account.
     """
     biases = [(i, row) for i, row in rows if row.params.logit_bias]
     short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens and row.grammar is None]
@@ -233,17 +235,14 @@ def _narrow(row: torch.Tensor, allowed: Seq[int]) -> None:
 
 
 def _copy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in memory order. On a CPU, numpy makes it, because torch's threads would cost more time."""
+    """Returns a contiguous copy. On a CPU, numpy copies, because starting torch's threads would take longer."""
     if logits.device.type == "cpu":
         return torch.from_numpy(np.array(logits.numpy(), order="C"))
     return logits.clone(memory_format=torch.contiguous_format)
 
 
 def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
-    """Bans the tokens that a row's grammar does not allow next, in place. Other rows keep their bits.
-
-    Raises GrammarError, unless the mask of this position was computed before.
-    """
+    """Bans, in place, the tokens that a row's grammar does not allow. Raises GrammarError like `GrammarState.mask`."""
     masks = np.stack([row.grammar.mask(row.output_ids) for _, row in rows if row.grammar is not None])
     if logits.device.type == "cpu":
         values, bans = logits.numpy(), _BANS.take(masks, axis=0).reshape(len(rows), -1)
@@ -257,9 +256,9 @@ def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
 
 
 def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Returns the places of (row, its tokens) in flattened logits [B, vocab]: int64, row after row.
+    """Returns the indices of (row, its tokens) in flattened logits [B, vocab]: int64, row after row.
 
-    Raises IndexError for a token outside the vocabulary, whose place would be in another row.
+    Raises IndexError for a token outside the vocabulary, whose index would be in another row.
     """
     lens = [len(ids) for _, ids in tokens]
     places = np.fromiter(chain.from_iterable(ids for _, ids in tokens), np.int64, sum(lens))
@@ -270,10 +269,8 @@ def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[n
 
 
 def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
-    """Applies penalties in place, for all tokens of all rows at once.
-
-    repetition (tokens of prompt or output): logit / r if positive, else logit * r; frequency: minus f * count in the
-    output; presence: minus p if in the output.
+    """Applies the penalties of all rows in place. Repetition, for tokens in the prompt or output: logit / r if
+    positive, else logit * r. Frequency: minus f * count in the output. Presence: minus p for tokens in the output.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
     columns = np.ones((3, len(logits)), np.float32)  # repetition, frequency, presence of each row

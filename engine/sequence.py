@@ -1,8 +1,7 @@
-"""Sequences and the arrays of a step: tokens, rows of block tables, slots. No torch, no I/O.
-
-A sequence's tokens are prompt + outputs. KV of position p lies in block table[p // block_size], slot p % block_size.
-`num_computed` positions have their KV; `num_sealed` leading blocks are sealed. A model whose layers attend in several
-ways has several KV groups, each with a table of the same length.
+"""Sequences, and the arrays of a step: tokens, rows of block tables, and slots. A sequence's tokens are its prompt and
+its outputs. The KV of position p is in block table[p // block_size], slot p % block_size. The first `num_computed`
+positions have their KV, and the first `num_sealed` blocks are sealed. A sequence has a table of the same length for
+each KV group.
 
     tokens   | block 0 (sealed) | block 1 (sealed) | block 2: computed . . | next |
                                                      ^ num_computed
@@ -51,33 +50,37 @@ class Sequence:
     more_tables: tuple[BlockTable, ...] = ()
     """Block tables of the other KV groups; most models have one group."""
     hashes: list[bytes] = field(default_factory=list)
-    """Prefix hashes of the leading full blocks that have been hashed so far."""
+    """The start of the hash chain (domain and salt), then the prefix hashes of the leading full blocks that have been
+    hashed so far.
+    """
     rekey: tuple[int, bytes] | None = None
-    """The first block that is not public, and the parent of its hash. None: the parent of every hash is the hash of the
-    block before.
+    """The first block that is not public, and the parent of its hash. None if the parent of every hash is the preceding
+    block's hash.
     """
     quota: CacheQuota | None = None
-    """The tenant's limit of cached blocks; None: no limit."""
+    """The quota of the tenant's cached blocks; None if there is no quota."""
     num_computed: int = 0
     num_sealed: int = 0
     tail_sealed: bool = False
-    """Whether the last block of the table is sealed and partial. Then appending copies it first (copy-on-write)."""
+    """Whether the last block of the table is sealed and partial. If so, it is copied before a token is appended
+    (copy-on-write).
+    """
     copy_from: tuple[BlockRef, ...] = ()
     """The sealed blocks, one per KV group, whose content must still be copied into the last blocks of the tables."""
     num_cached: int = 0
-    """Number of positions found under their prefix hash at admission."""
+    """Number of positions whose blocks were found in the prefix index at admission."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     grammar: GrammarState | None = None
     """The sample's state in its grammar; None for free text."""
     pooling: Pooling | None = None
-    """The method by which the hidden states of the prompt become one vector; None: tokens are drawn."""
+    """The method that pools the prompt's hidden states into one vector; None if tokens are generated."""
     adapter: LoraAdapter | None = None
-    """The adapter with which all of the sequence's positions are computed; None: the base model."""
+    """The adapter with which all positions are computed; None for the base model."""
 
     @property
     def wants_every_row(self) -> bool:
-        """Whether a result is required for every position, so that all of them must be computed: the request asks for
-        log-probabilities of the prompt, or for its mean.
+        """Whether results for all positions are required, because the request needs log-probabilities of the prompt or
+        the mean of its states.
         """
         return self.sampling.prompt_logprobs is not None or self.pooling == "mean"
 
@@ -91,22 +94,22 @@ class Sequence:
         self.more_tables = tuple(others)
 
     def live_refs(self) -> list[BlockRef]:
-        """Returns the blocks of all tables, in token order within each, without those that have been dropped."""
+        """Returns the blocks of all tables, in token order within each table, without the blocks that have been
+        dropped.
+        """
         if not self.more_tables:
             return self.table.live
         return [ref for table in self.tables for ref in table.live]
 
     def drop_unneeded(self, layout: KvLayout) -> list[BlockRef]:
-        """Drops the blocks that no later position reads. Returns them, for release."""
+        """Drops the blocks that no later position reads, and returns them. The caller must release them."""
         dropped: list[BlockRef] = []
         for spec, table in zip(layout.groups, self.tables, strict=True):
             dropped += table.drop(spec.retention.first_needed(self.num_computed, layout.block_size))
         return dropped
 
     def forget_blocks(self) -> None:
-        """Empties the tables, because the sequence no longer holds the blocks, or their references are counted
-        elsewhere.
-        """
+        """Empties the tables without releasing the blocks."""
         self.set_tables(BlockTable() for _ in self.tables)
         self.copy_from = ()
 
@@ -119,7 +122,7 @@ class Sequence:
         return self.prompt_ids + self.output_ids
 
     def tokens_between(self, start: int, end: int) -> list[int]:
-        """Returns the tokens at positions start..end-1 without building the whole list."""
+        """Returns the tokens at positions start..end-1."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
             return self.prompt_ids[start:end]
@@ -128,8 +131,8 @@ class Sequence:
         return self.prompt_ids[start:] + self.output_ids[: end - num_prompt]
 
     def fork(self, sample_index: int) -> Sequence:
-        """Returns another sample or beam with the same tokens, in the same blocks. The caller adds a reference to each
-        block.
+        """Returns another sample or beam with the same tokens, in the same blocks. The caller must add a reference to
+        each block.
         """
         return Sequence(
             self.prompt_ids,
@@ -210,18 +213,20 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass, and the generations of the blocks that it reads (for the reader rule)."""
+    """The arrays of one forward pass, and the generations of the blocks that the pass reads (for the reader rule)."""
 
     batch: StepInput
-    """In its block tables each row is padded with its first block, so that every entry may be checked."""
+    """The arrays of the step. Each row of a block table is padded with its first block, so that every entry may be
+    checked.
+    """
     generations: tuple[npt.NDArray[np.uint64], ...]  # per KV group [B, max_blocks], as batch.block_tables
 
 
 def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
     """Returns the arrays of a step.
 
-    The step computes results for the last row of a chunk that completes its sequence, or for every row if the sequence
-    requires that (`Sequence.wants_every_row`).
+    The step computes results for the last row of each chunk that completes its sequence, and for every row of a
+    sequence that requires it (`Sequence.wants_every_row`).
     """
     q_lens = np.array([c.num_tokens for c in chunks], np.int32)
     starts = np.array([c.sequence.num_computed for c in chunks], np.int64)

@@ -1,7 +1,4 @@
-"""The preparation of a runner before it serves: warm-up, profiling of peak memory, capture of CUDA graphs.
-
-The functions take a `ModelRunner`. Steps do not use them.
-"""
+"""Prepares a runner before it serves: warm-up, profiling of peak memory, and capture of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,17 +22,16 @@ from kernels.sampling import log_softmax_top, sample
 logger = logging.getLogger("engine")
 
 PROFILE_MAX_KEYS = 1 << 21
-"""The most key positions that one profiling pass reads over all its sequences, to limit its time."""
+"""Maximum number of keys that a profiling pass reads over all its sequences, to limit its duration."""
 PROFILE_LAYERS_CPU = 2
-"""Number of layers that a profiling pass runs on a CPU. Only the output of a layer stays in memory, so all layers after
-the first one have the same peak.
+"""Number of layers that a profiling pass runs on a CPU. All layers after the first one have the same peak, because only
+the output of a layer stays in memory.
 """
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Runs the variants of steps that requests may need on scratch memory, so that no request waits for set-up. These
-    are a prefill and a decode step and, if kernels are compiled at their first launch, every other variant of such
-    steps.
+    """Runs a prefill and a decode step on scratch memory, so that no request has to wait for setup. If kernels are
+    compiled at their first launch, also runs the other variants of steps.
     """
     _scratch_step(runner, min(16, runner.max_model_len), 1, min(16, runner.max_model_len))
     logits = _scratch_step(runner, 1, 1, 1)
@@ -44,14 +40,12 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
-    """Returns the peak bytes of activations over the largest steps. These are prompt chunks of `max_num_batched_tokens`
-    in total (one chunk, or several prompts of maximum length), and `max_num_seqs` decodes with every sampling filter.
-    Both have the longest context and logits for every row. With `graphs`, the result includes the memory that
-    `capture(max_num_seqs)` will need.
+    """Returns the peak bytes of activations over the largest steps: prompts of `max_num_batched_tokens` in total, and
+    `max_num_seqs` decodes with every sampling filter, with logits for every row. With `graphs`, the result includes the
+    memory that `capture(max_num_seqs)` will need.
 
-    All block tables name one scratch block, so KV does not count. Contexts are shortened so that a pass reads at most 2
-    Mi keys. On a CPU, a pass ends after two layers, to keep startup short. A second call with the same arguments
-    returns the first result.
+    All block tables name one scratch block, so KV does not count. A pass reads at most PROFILE_MAX_KEYS keys, and on a
+    CPU it ends after PROFILE_LAYERS_CPU layers, to keep startup short. Results are cached by arguments.
     """
     asked = (max_num_batched_tokens, max_num_seqs, graphs)
     if (known := runner.peaks.get(asked)) is not None:
@@ -71,7 +65,7 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
         sample(logits, floats, ints, floats, floats, ints, ints, ints)
 
     with _shallow(runner):
-        peak = runner.device.peak_bytes(largest_steps) * runner.shard.size
+        peak = runner.device.peak_bytes(largest_steps) * runner.place.size
     if graphs:
         peak += graph_bytes(runner, max_num_seqs)
     runner.device.release()
@@ -82,8 +76,8 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
 @torch.inference_mode()
 def capture(runner: ModelRunner, max_num_seqs: int) -> None:
     """Captures decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets. Later steps replay
-    them. Does nothing on a CPU, with `enforce_eager`, or with a provider that cannot be captured. If a bucket fails, no
-    further bucket is tried. The failure is logged and counted, and the steps without a bucket are computed eagerly.
+    them. Does nothing if the model, the device or the settings do not allow graphs. If a bucket fails, the failure is
+    logged and counted, no further bucket is tried, and steps without a bucket are computed eagerly.
     """
     if not _can_capture(runner):
         return
@@ -118,10 +112,8 @@ def new_graphs(runner: ModelRunner, max_num_seqs: int) -> DecodeGraphs:
 
 
 def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches: Mapping[int, LayerCache]) -> bool:
-    """Captures one bucket, and returns True. If that fails, logs and counts the failure and returns False; the caller
-    should then try no other bucket.
-
-    Raises the device's error if it is no longer usable.
+    """Captures one bucket. Returns whether that succeeded; a failure is logged and counted. Raises the device's error
+    if the device is no longer usable.
     """
     try:
         graphs.capture(size, lambda tokens, step: runner.model.forward(tokens, step, caches, None))
@@ -134,8 +126,8 @@ def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches:
 
 @torch.inference_mode()
 def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
-    """Estimates the memory that `capture` will need, from the two largest buckets: the first one, plus the second one
-    for each remaining bucket.
+    """Estimates the memory that `capture` will need, from the two largest buckets: the memory of the first bucket, plus
+    the memory of the second bucket for each remaining bucket.
     """
     if not _can_capture(runner):
         return 0
@@ -152,7 +144,7 @@ def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
 
 
 def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
-    """Runs the variants other than a whole prompt and a short decode. `logits`: fp32 [1, vocab] of any step."""
+    """Runs the variants of steps and kernels that `warm_up` has not run. `logits` is fp32 [1, vocab] of any step."""
     chunk = min(2, runner.max_model_len)
     _scratch_step(runner, chunk, 2, chunk)  # short chunks use different tiles from long ones
     for bits in range(runner.max_blocks.bit_length() + 1):  # wide tables are read in a power of two of splits
@@ -177,14 +169,14 @@ def _shallow(runner: ModelRunner) -> Iterator[None]:
 def _scratch_step(
     runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None
 ) -> torch.Tensor:
-    """Computes a `scratch_batch`."""
+    """Computes the step of `scratch_batch` on a scratch arena of one block."""
     with runner.using(runner.new_arena(1)):
         return runner.step(scratch_batch(runner, chunk, num_seqs, context, width))
 
 
 def scratch_batch(runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None) -> StepInput:
     """Returns the step of the last `chunk` of `context` positions of `num_seqs` sequences. All tables name block 0.
-    width: columns of the block table; None: as many as the context takes.
+    `width` is the number of columns of the block table; None means as many as the context needs.
     """
     num_tokens, block_size, groups = chunk * num_seqs, runner.layout.block_size, len(runner.layout.groups)
     positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)

@@ -1,4 +1,4 @@
-"""The arrays of one forward pass, in a runner's format. No torch, no sequences."""
+"""The arrays of one forward pass, in the format of `ModelRunner.step`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepInput:
-    """One forward pass over T tokens of B sequences, packed one sequence after the other."""
+    """The arrays of one forward pass over T tokens of B sequences, packed one sequence after the other."""
 
     token_ids: npt.NDArray[np.int64]  # [T]
     positions: npt.NDArray[np.int64]  # [T]

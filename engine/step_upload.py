@@ -1,4 +1,4 @@
-"""Sends the arrays of a step to the device and prepares the providers of attention."""
+"""Sends the arrays of a step to the device, and prepares the attention providers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ def upload(
     states: Mapping[int, tuple[torch.Tensor, int]],
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-    """Returns token ids [T], the rows with logits [R] and the metadata of a step.
-
-    `by_layer` has a provider and a KV group for each attention layer, if the layers may differ; otherwise `attention`
-    serves all layers. `states` has a view of the arena and a KV group for each layer with a recurrent state.
+    """Returns token ids [T], the rows with logits [R] and the metadata of a step. `by_layer` maps each attention layer
+    to a provider and a KV group; if it is empty, `attention` serves all layers. `states` maps each layer with a
+    recurrent state to a view of the arena and a KV group.
     """
     num_groups = len(batch.block_tables)
     tokens, positions, starts, lens, rows, *of_groups = device.upload(

@@ -1,7 +1,7 @@
 """Tiny random checkpoints in Hugging Face's format, for tests and for `looseleaf serve` without a model.
 
-A checkpoint is made in about a second, without transformers. Its text is gibberish, but it takes the code paths of a
-real model.
+A checkpoint is made in about a second, without transformers. Its output is gibberish, but it runs the code of a real
+model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PECULIAR: dict[Family, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
-"""Keys of config.json that only some families have, or that have different values in some families."""
+"""Keys of config.json that are specific to a family or have a different value there."""
 
 TEXT = """\
 A prompt's cache of keys and values is not a bound notebook. It is a binder of loose leaves, and a block table is the
@@ -76,9 +76,9 @@ def make_checkpoint(
 ) -> Path:
     """Writes config, weights, tokenizer and chat template of a random model. Returns the directory.
 
-    `overrides` are keys of config.json. Matrices and biases are normally distributed with `std`, and norm weights are
-    near 1 (near 0 if the model adds 1), so that tests detect a missing bias or norm. The same arguments give the same
-    weights.
+    `overrides` are keys of config.json. Matrices and biases are normally distributed with standard deviation `std`.
+    Norm weights are near 1 (near 0 if the model adds 1) but not equal to it, so that tests detect a missing norm. The
+    same arguments give the same weights.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,9 @@ def make_checkpoint(
 
 
 def hf_config(family: Family) -> dict[str, Any]:
-    """Returns the config.json of a family's tiny model: 3 layers, hidden 64, 4 heads over 2 KV heads of 16."""
+    """Returns the config.json of a family's tiny model: hidden size 64, 4 heads of size 16, 2 KV heads (OPT: 4), and 3
+    layers (Gemma: 4).
+    """
     common = {
         "architectures": [name for name, known in ARCHITECTURES.items() if known == family],
         "model_type": family,
@@ -212,8 +214,8 @@ def _linear_shapes(name: str, out: int, size_in: int, bias: bool) -> Iterator[tu
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Writes a byte-level BPE tokenizer of 512 tokens, trained on `TEXT`, with a chat template. It puts <s> before
-    text.
+    """Writes a byte-level BPE tokenizer of 512 tokens, trained on `TEXT`, and a chat template. The tokenizer adds <s>
+    before a text.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

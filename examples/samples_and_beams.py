@@ -1,7 +1,7 @@
 """Generates samples and beams for one prompt: `python examples/samples_and_beams.py [GRPC_ADDRESS]`.
 
-The four samples, and the beam search, each take one prefill and one hand-over. Sample `i` of a seed does not depend on
-`n`.
+The four samples together need one prefill and one hand-over, and so does the beam search. For a given seed, sample `i`
+does not depend on `n`.
 """
 
 from __future__ import annotations

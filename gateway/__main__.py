@@ -20,6 +20,7 @@ from common.guard import Check
 from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
 from common.service_main import run_service
 from common.telemetry import Fallbacks
+from common.tracing import tracer_of
 from common.trust import trust_of
 from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate
@@ -30,6 +31,7 @@ from gateway.api.exposure import front_certificates, warn_of_public_bind
 from gateway.api.front import Front
 from gateway.api.grpc_service import InferenceServicer, key_check
 from gateway.api.http_app import HttpApi
+from gateway.api.http_fleet import FleetView
 from gateway.api.http_frame import read_origins
 from gateway.api.http_options import HttpOptions
 from gateway.api.key_ring import KeyRing
@@ -47,6 +49,7 @@ from gateway.api.server import (
 )
 from gateway.api.wrong_keys import WrongKeys
 from gateway.fleet.adapters import Adapters
+from gateway.fleet.block_maps import BlockMaps
 from gateway.fleet.discoveries import Discoveries
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
@@ -57,6 +60,7 @@ from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
+from gateway.request.explanations import Explanations
 from gateway.request.request_runner import RequestRunner
 from gateway.settings import GatewaySettings, split_urls
 from protos.v1 import inference_pb2_grpc
@@ -69,7 +73,7 @@ logger = logging.getLogger("gateway")
 
 async def main(settings: GatewaySettings) -> None:
     max_files = raise_file_limit()
-    trust = trust_of(settings)
+    trust, tracer = trust_of(settings), tracer_of("gateway")
     origins = read_origins(settings.allowed_origins)
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
     keys = read_keys(settings.api_key, settings.api_key_file)
@@ -106,7 +110,7 @@ async def main(settings: GatewaySettings) -> None:
         discovery = Discoveries(urls, settings.poll_s, workers.on_records, workers.stores.on_stores)
         await discovery.check()
     except (BlockStoreError, ValueError):
-        raise StartupError("--redis-url: Redis cannot be reached there") from None
+        raise StartupError("--redis-url: Redis cannot be reached") from None
     workers.use_ledgers(discovery.cached_tokens, discovery.end_ticket)
 
     def max_model_len() -> int:
@@ -147,6 +151,8 @@ async def main(settings: GatewaySettings) -> None:
         recover_s=settings.recover_s,
         used=admission.used,
         using=adapters.using,
+        explanations=Explanations(settings.explain_requests),
+        tracer=tracer,
     )
     planner = ChatPlanner(assets, settings.tool_call_parser, settings.reasoning_parser)
     front = Front(assets, authenticator, admission, validator, runner, metrics, planner, adapters)
@@ -165,13 +171,15 @@ async def main(settings: GatewaySettings) -> None:
         return workers.ready and has_begun.is_set()
 
     is_operator = tenants.is_operator if settings.allow_runtime_lora_updating and adapters.is_enabled else None
-    app = HttpApi(front).app(
+    maps = BlockMaps(workers.stores, settings.block_store, trust)
+    fleet = FleetView(workers, maps, tenants.is_operator, is_leaving.is_set)
+    app = HttpApi(front, fleet).app(
         lambda: ready() and not is_leaving.is_set(),
         is_operator=is_operator,
         show_metrics=settings.metrics,
         timeout_s=settings.request_timeout_s,
         body_budget_bytes=settings.body_budget_bytes,
-        options=HttpOptions(settings.strict_fields, origins, describe=settings.reflection),
+        options=HttpOptions(settings.strict_fields, origins, describe=settings.reflection, page=settings.ui),
     )
     http_server = HttpServer(app, http_socket, http_bounds(settings, max_files), certificates)
     addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
@@ -208,10 +216,12 @@ async def main(settings: GatewaySettings) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await maps.close()
     await workers.close()
     await trials.close()
     discovery.close()
     pool.close()
+    tracer.close()
 
 
 def open_vllm_ports(
@@ -234,9 +244,9 @@ def open_vllm_ports(
 
 
 def adapters_of(settings: GatewaySettings, workers: Workers, base_name: str) -> Adapters:
-    """Returns the adapters that the gateway can serve: none unless `enable_lora` is set.
+    """Returns the gateway's set of adapters, which is disabled if `enable_lora` is False.
 
-    Raises StartupError if settings need `enable_lora` and it is off, or if it is on and there are several Redis
+    Raises StartupError if a setting needs `enable_lora` and it is False, or if it is True and there are several Redis
     servers.
     """
     if not settings.enable_lora:

@@ -1,9 +1,10 @@
-"""Prometheus metrics. Each has a looseleaf_ name and, if vLLM has the same metric, also vLLM's name.
+"""The gateway's Prometheus metrics. The name of each metric begins with looseleaf_. A metric that vLLM also has appears
+under vLLM's name as well. Every value is counted once; the second name is added when /metrics is read. Tokens are
+counted on the hot path, so they have a faster collector (`token_tally`).
 
-Every value is counted once; the second name is added when /metrics is read. Counting tokens is the hot path
-(`token_tally`). Definitions: time to first token is the time from the request's arrival here until the first token's
-text is sent; inter-token latency is the time between two messages to the client divided by the number of tokens in the
-second message.
+Definitions: time to first token is the time from the request's arrival at the gateway until its first token is sent to
+the client. Inter-token latency is the time between two consecutive messages of a sample, divided by the number of
+tokens in the second message.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from common.errors import BY_GRPC_CODE
+from common.types import DraftCounts
+from gateway.admission.admission import Reason
+from gateway.draft_counts import DraftCollector
 from gateway.fleet.block_counts import BlockCounts
 from gateway.request.delta import Summary
 from gateway.token_tally import TokenTally
@@ -24,6 +29,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
+OUTCOMES = ("stop", "length", "abort", "error")
+"""How an admitted request ends: with a finish reason ("stop", "length"), cancelled ("abort"), or failed ("error")."""
 VLLM_NAMES = {
     "looseleaf_requests_running": "vllm:num_requests_running",
     "looseleaf_requests_waiting": "vllm:num_requests_waiting",
@@ -42,6 +49,10 @@ VLLM_NAMES = {
     "looseleaf_request_decode_time_seconds": "vllm:request_decode_time_seconds",
     "looseleaf_request_prompt_tokens": "vllm:request_prompt_tokens",
     "looseleaf_request_generation_tokens": "vllm:request_generation_tokens",
+    "looseleaf_spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
+    "looseleaf_spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "looseleaf_spec_decode_num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "looseleaf_spec_decode_num_accepted_tokens_per_pos": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
 
 
@@ -60,7 +71,7 @@ class _Aliased(Collector):
 
 
 def _renamed(metric: Metric, name: str) -> Metric:
-    """Returns a copy under `name`, without the creation times that prometheus_client adds to every series."""
+    """Returns a copy of a metric under `name`, without the creation times that prometheus_client adds to its series."""
     copy = Metric(name, metric.documentation, metric.type)
     cut = len(metric.name)
     for sample in metric.samples:
@@ -77,7 +88,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._outer = CollectorRegistry()
         self._outer.register(_Aliased(self._registry, VLLM_NAMES))
-        self._model = model_name
+        self.model_name = model_name
         self._running = self._gauge("requests_running", "Requests that workers are processing")
         self._waiting = self._gauge("requests_waiting", "Requests that are waiting in the gateway")
         self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of blocks that are referenced, 0 to 1")
@@ -87,6 +98,8 @@ class Metrics:
         self._tally = TokenTally(model_name, _TOKEN_SECONDS)
         self._registry.register(self._tally)
         self.next_tokens = self._tally.add
+        self._drafts = DraftCollector(model_name)
+        self._registry.register(self._drafts)
         self._given_back = self._counter("requests_given_back", "Requests preempted by decode and prefilled again")
         self._hand_overs = self._counter("hand_overs", "Tickets submitted to decode workers")
         self._handed_tokens = self._counter("handed_over_tokens", "Token positions handed from prefill to decode")
@@ -125,6 +138,7 @@ class Metrics:
             [*labels, "reason"],
             registry=self._registry,
         )
+        self._begin_at_zero()
         self._wait = self._gauge("predicted_wait_seconds", "Predicted wait of a request that arrives now; 0 if unknown")
         self._retries = Counter(
             "looseleaf_requests_retried",
@@ -161,14 +175,23 @@ class Metrics:
             registry=self._registry,
         )
 
+    def _begin_at_zero(self) -> None:
+        """Creates the series whose labels are known. Without an earlier 0, Prometheus would not see the first event."""
+        for outcome in OUTCOMES:
+            self._ended.labels(self.model_name, outcome)
+        for code in BY_GRPC_CODE:
+            self._refused.labels(self.model_name, code)
+        for reason in Reason:
+            self._not_let_in.labels(self.model_name, reason)
+
     def first_token(self, latency_s: float, summary: Summary) -> None:
-        """Notes that a request's first token is sent. `summary` contains the prompt's sources."""
+        """Records the time to first token of a request, and counts the first token and the prompt's tokens."""
         self._ttft.observe(latency_s)
         self.prompt_done(summary)
         self._tally.num_tokens += 1
 
     def prompt_done(self, summary: Summary) -> None:
-        """Counts the tokens of a prompt that has been prefilled, and how many of them were cached."""
+        """Counts the tokens of a prompt that has been prefilled, and those of them that were cached."""
         self._prompt.inc(summary.prompt_tokens)
         self._queries.inc(summary.prompt_tokens)
         self._hits.inc(summary.sources.cached)
@@ -179,7 +202,7 @@ class Metrics:
 
     def dispatched(self, role: str, worker: str) -> None:
         """Notes that a request has been sent to this worker."""
-        self._dispatched.labels(self._model, role, worker).inc()
+        self._dispatched.labels(self.model_name, role, worker).inc()
 
     def handed_over(self, num_tokens: int) -> None:
         self._hand_overs.inc()
@@ -191,24 +214,24 @@ class Metrics:
         self._pulled_bytes.inc(pulled.num_bytes)
 
     def retried(self, reason: str) -> None:
-        """Counts a retry. `reason` is one of a few constants, so there are few labels."""
-        self._retries.labels(self._model, reason).inc()
+        """Counts a lost attempt. `reason` is one of a few constants, so there are few series."""
+        self._retries.labels(self.model_name, reason).inc()
         if reason == "given_back":
             self._given_back.inc()
 
     def failed(self, code: str) -> None:
         """Counts a request that was refused or failed with this gRPC code."""
-        self._refused.labels(self._model, code).inc()
+        self._refused.labels(self.model_name, code).inc()
 
     def refused(self, reason: str) -> None:
         """Counts a request that was not admitted. `reason` is one of `admission.Reason`. Tenants are not labels,
         because the metrics can be read without a key.
         """
-        self._not_let_in.labels(self._model, reason).inc()
+        self._not_let_in.labels(self.model_name, reason).inc()
 
     def ended(self, outcome: str, latency_s: float, summary: Summary) -> None:
-        """Notes how an admitted request ended. `outcome` is stop, length, abort or error."""
-        self._ended.labels(self._model, outcome).inc()
+        """Records an ended request. `outcome` is one of `OUTCOMES`. Phase times count only for "stop" and "length"."""
+        self._ended.labels(self.model_name, outcome).inc()
         self._e2e.observe(latency_s)
         self._attempts.observe(summary.attempts)
         self._prompt_len.observe(summary.prompt_tokens)
@@ -229,43 +252,49 @@ class Metrics:
         self._waiting.set_function(waiting)
 
     def set_blocks(self, counts: BlockCounts) -> None:
-        """Sets the gauges of blocks; without an answer of a block store, there are none."""
+        """Sets the gauges of blocks. Has no effect if no block store has answered yet."""
         blocks = counts.by_state
         if not blocks:
             return
         for state, count in blocks.items():
-            self._blocks.labels(self._model, state).set(count)
+            self._blocks.labels(self.model_name, state).set(count)
         used = blocks["reserved"] + blocks["sealed"] + blocks["quarantine"]
         self._kv_usage.set(used / max(1, sum(blocks.values())))
         if counts.block_bytes:
-            labels = self._model, counts.kv_dtype, str(counts.block_size)
+            labels = self.model_name, counts.kv_dtype, str(counts.block_size)
             self._block_bytes.labels(*labels).set(counts.block_bytes)
 
     def set_workers(self, loads: Iterable[tuple[str, str, int, int]]) -> None:
-        """Sets (worker, role, running, waiting) of all workers. Removes the series of other workers."""
+        """Sets the gauges of all workers. `loads` has one (worker, role, running, waiting) for each worker. Removes the
+        series of other workers.
+        """
         self._batch.clear()
         self._queued.clear()
         for worker, role, running, waiting in loads:
-            self._batch.labels(self._model, worker, role).set(running)
-            self._queued.labels(self._model, worker, role).set(waiting)
+            self._batch.labels(self.model_name, worker, role).set(running)
+            self._queued.labels(self.model_name, worker, role).set(waiting)
+
+    def set_drafts(self, by_worker: Mapping[str, DraftCounts]) -> None:
+        """Sets the draft counts of all workers that speculate. Removes the series of other workers."""
+        self._drafts.by_worker = by_worker
 
     def set_fallbacks(self, by_service: Mapping[str, Mapping[str, int]]) -> None:
         """Sets the fallback counts of all services, by service and fallback. Removes all other series."""
         self._fallbacks.clear()
         for service, counts in by_service.items():
             for name, count in counts.items():
-                self._fallbacks.labels(self._model, service, name).set(count)
+                self._fallbacks.labels(self.model_name, service, name).set(count)
 
     def render(self) -> bytes:
         """Returns the text of /metrics."""
         return bytes(generate_latest(self._outer))
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"looseleaf_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+        return Gauge(f"looseleaf_{name}", text, ["model_name"], registry=self._registry).labels(self.model_name)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"looseleaf_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+        return Counter(f"looseleaf_{name}", text, ["model_name"], registry=self._registry).labels(self.model_name)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         metric = Histogram(f"looseleaf_{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
-        return metric.labels(self._model)
+        return metric.labels(self.model_name)

@@ -1,4 +1,4 @@
-"""The gateway's flags and variables."""
+"""The gateway's settings, as command-line flags and environment variables."""
 
 from __future__ import annotations
 
@@ -115,6 +115,13 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         False, description="let the operator load and unload adapters over HTTP while requests run"
     )
     metrics: bool = Field(True, description="serve /metrics and /load")
+    explain_requests: int = Field(
+        1000,
+        ge=0,
+        le=100_000,
+        description="number of requests, of all tenants, that are kept for /v1/explain and Explain; 0: none",
+    )
+    ui: bool = Field(True, description="serve the page at /")
     strict_fields: bool = Field(
         False, description="refuse unknown fields of request bodies instead of ignoring them with a warning"
     )
@@ -152,5 +159,5 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
 
 
 def split_urls(urls: str) -> list[str]:
-    """Returns the URLs in a list that is separated by commas. A comma within a URL is not followed by a scheme."""
+    """Returns the URLs of a comma-separated list. A comma separates two URLs only if a scheme follows it."""
     return re.split(r",(?=[a-z]+://)", urls)

@@ -9,7 +9,9 @@ from kernels.kv_cache import dequantize_rows
 
 
 def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-    """Gathers one sequence: [num_blocks, kv_heads, block_size, row_width] -> fp32 [kv_heads, context_len, head_dim]."""
+    """Gathers a sequence's rows of a cache [num_blocks, kv_heads, block_size, row_width] as fp32 [kv_heads,
+    context_len, head_dim].
+    """
     rows = cache[block_ids.long()].transpose(0, 1).flatten(1, 2)
     return dequantize_rows(rows[:, :context_len])
 
@@ -50,7 +52,7 @@ def paged_prefill_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Reference for `paged_prefill`. Works on one sequence at a time: gather, mask, softmax in fp32."""
+    """Reference for `paged_prefill`, in fp32. Processes one sequence at a time."""
     out = torch.zeros_like(q)
     block_size = key_cache.shape[2]
     starts = cu_seqlens_q.tolist()
@@ -86,7 +88,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Reference for `paged_attention`. Works on one sequence at a time and accumulates in fp32."""
+    """Reference for `paged_attention`, in fp32. Processes one sequence at a time."""
     cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return paged_prefill_reference(
         q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q,

@@ -17,9 +17,9 @@ def copy_blocks_reference(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Te
 def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     """Copies dst[dst_ids[i]] = src[src_ids[i]] for all i, in one call.
 
-    src, dst: uint8 [num_blocks, block_bytes], rows contiguous; may be the same arena if no block is both source and
-        target. One may be on a GPU and the other in host memory.
-    src_ids, dst_ids: int64 [n], preferably in host memory; no target occurs twice.
+    src, dst: uint8 [num_blocks, block_bytes], rows contiguous. They may be the same arena if no block is both source
+    and target. One may be on a GPU and the other in host memory. src_ids, dst_ids: int64 [n], preferably in host
+    memory; no target occurs twice.
     Raises ValueError, without copying anything, if shapes or dtypes do not fit or an id is out of range. Ids on a GPU
     are not checked, and the Triton kernel skips pairs out of range.
     """

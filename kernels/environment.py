@@ -1,4 +1,4 @@
-"""The environment variables that kernels read. No other file in this package reads environment variables.
+"""The environment variables of the kernels.
 
 KERNELS_LINEAR       the provider of linear layers (amx, onednn, simd, torch); unset: the one measured to be fastest
 KERNELS_CHOICES      a directory in which the processes of a deployment agree on the measured choice

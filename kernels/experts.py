@@ -22,9 +22,10 @@ def route(scores: Tensor, per_token: int, *, renormalize: bool, round_weights: b
     """Returns the `per_token` most likely experts of every token and their weights: fp32 and int64 [T, per_token], in
     ascending order of the experts' numbers.
 
-    scores: [T, experts], bf16 or fp32. A weight is the softmax, over all experts, in fp32; with `renormalize` a token's
-    weights are scaled to a sum of 1; with `round_weights` they are rounded to the dtype of the scores. Of equally
-    likely experts the CPU kernel takes the first. A row's result does not depend on the other rows.
+    scores: [T, experts], bf16 or fp32. Weights are the softmax over all experts in fp32. With `renormalize`, a token's
+    weights are scaled to a sum of 1. With `round_weights`, they are rounded to the dtype of the scores. Of equally
+    likely experts, the CPU kernel chooses those with the lowest numbers. A row's result does not depend on the other
+    rows.
     """
     if current().handle is None or scores.device.type != "cpu" or scores.dtype not in (torch.bfloat16, torch.float32):
         return route_reference(scores, per_token, renormalize=renormalize, round_weights=round_weights)

@@ -1,4 +1,4 @@
-"""The code that `gelu_mul` and `silu_mul` share: the choice between the paths of a kernel."""
+"""The common code of `gelu_mul` and `silu_mul`, which chooses the implementation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kernels.cpu.selection import count_fallback
 
 
 def gated_mul(name: str, x: Tensor, reference: Callable[[Tensor], Tensor]) -> Tensor:
-    """Runs the kernel `name` on x [..., 2 * intermediate], or the reference if there is no fast path for it. Raises
-    ValueError for an odd width.
+    """Runs the kernel `name` on x [..., 2 * intermediate], or `reference` if no kernel supports x. Raises ValueError if
+    the width is odd.
     """
     if x.shape[-1] % 2:
-        raise ValueError("the last dimension must hold gate and up, of equal size")
+        raise ValueError("the last dimension must be even: gate, then up")
     if on_triton(x):
         from kernels.gpu import silu_mul as gpu
 

@@ -1,9 +1,10 @@
-"""The rows of a KV cache: the keys or values of one token and head, in the queries' dtype or in 8 bits.
+"""Formats of the rows of a KV cache. A row contains the key or the value of one token and head, in the queries' dtype
+or in 8 bits.
 
 Row formats, by the cache's dtype:
 
 * bfloat16, float16, float32: head_dim numbers.
-* float8_e4m3fn: head_dim numbers, rounded to nearest even, saturating at +-448. There is no scale, as in vLLM by
+* float8_e4m3fn: head_dim numbers, rounded to nearest even, and saturated at +-448. There is no scale, as in vLLM by
   default.
 * int8: head_dim integers in [-127, 127], then their scale, an fp32 number: the row's largest magnitude / 127.
 
@@ -30,7 +31,7 @@ def row_width(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def head_dim_of(cache: Tensor) -> int:
-    """Returns the number of keys' or values' dimensions in a row of the cache."""
+    """Returns the head dimension of the keys or values in a cache."""
     return cache.shape[-1] - SCALE_BYTES.get(cache.dtype, 0)
 
 

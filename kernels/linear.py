@@ -1,14 +1,15 @@
-"""Linear layers whose weights are packed once. A GPU uses cuBLAS, or Triton if rows must not depend on each other.
+"""Linear layers whose weights are packed once. On a GPU, they use cuBLAS, or Triton if rows must not depend on each
+other.
 
 On a CPU, no row depends on the others; tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits, our own
-SIMD product ("int4", "int8") is the only provider. The providers for other weights are:
+SIMD product ("int4", "int8") is used. The providers for other weights are:
 * "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
 * "simd": ours, in SIMD vectors.
 * "onednn": oneDNN. In measurements, it gives a row the same bits in every batch of two or more. A single row (fp32,
   some bf16 shapes) has different bits, so it is padded to two.
 Our product is used unless oneDNN's is faster by a margin (`SLOWER`). Both are timed once per process. An argument or
 the environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
-a provider. Does not depend on the model.
+a provider.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Product = Callable[[Tensor], Tensor]
 """A function from x [rows, in], with at least one row, to [rows, out]."""
 Packed = tuple[Tensor, Product]
 ONEDNN_AMX_ROWS = 32
-"""Largest number of rows for which oneDNN's AMX product sums a row's products in a single order."""
+"""Largest number of rows up to which oneDNN's AMX product sums a row in the same order for any number of rows."""
 PROBED = 256
 """Approximate number of outputs compared with torch's before a packed product is trusted."""
 TIMED_SHAPE, TIMED_ROWS = (3072, 768), (1, 32)
@@ -72,7 +73,7 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """Packs for our product on AMX tiles, or returns why it is not available."""
+    """Packs a weight for our product on AMX tiles, or returns the reason why the product is not available."""
     if weight.dtype != torch.bfloat16 or not amx.available():
         return f"no AMX tiles for {weight.dtype} on this CPU"
     n_out, n_in = weight.shape
@@ -85,7 +86,7 @@ def _on_amx(weight: Tensor, bias: Tensor | None) -> Packed | str:
 
 
 def _on_simd(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """Packs for our product in vectors, or returns why it is not available."""
+    """Packs a weight for our product in vectors, or returns the reason why the product is not available."""
     entry, n_out = simd.entry(), weight.shape[0]
     if entry is None or weight.dtype not in (torch.bfloat16, torch.float32):
         return f"no C++ kernels for {weight.dtype} are in use"
@@ -94,7 +95,7 @@ def _on_simd(weight: Tensor, bias: Tensor | None) -> Packed | str:
 
 
 def _on_onednn(weight: Tensor, bias: Tensor | None) -> Packed | str:
-    """Packs for oneDNN's product, in oneDNN's own weight layout, or returns why it is not available."""
+    """Packs a weight in oneDNN's own layout for its product, or returns the reason why the product is not available."""
     if weight.dtype not in (torch.bfloat16, torch.float32):
         return f"no packed form of {weight.dtype}"
     if not torch.backends.mkldnn.is_available():
@@ -129,9 +130,7 @@ _PACKED: dict[Provider, Callable[[Tensor, Tensor | None], Packed | str]] = {
 
 @functools.cache
 def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
-    """Returns the providers in the order in which to try them: ours first, unless a different choice has been measured
-    or agreed.
-    """
+    """Returns the providers in the order in which to try them. The measured or agreed choice comes first."""
     weight = torch.randn(TIMED_SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
     tried = {name: pack(weight, None) for name, pack in _PACKED.items()}
     found = {name: packed[1] for name, packed in tried.items() if not isinstance(packed, str)}
@@ -150,10 +149,8 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
 
 
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
-    """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES.
-
-    Without this agreement, a worker that starts later, on a busier machine, might measure a different provider as the
-    fastest, and could then not share blocks with the other workers.
+    """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES. Returns `choice`
+    if there is no directory. Workers with different providers could not share blocks.
     """
     if (directory := choices_directory()) is None:
         return choice
@@ -172,10 +169,9 @@ def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
 
 
 def times_of(products: list[Product], dtype: torch.dtype) -> list[float]:
-    """Measures each product's seconds, summed over TIMED_ROWS.
-
-    Takes the best of several interleaved measurements, because other load on the machine only adds time. Uses one
-    thread, because another worker may be measuring on another core.
+    """Returns the duration of each product in seconds, summed over TIMED_ROWS. A duration is the shortest of several
+    interleaved measurements, because other load on the machine only adds time. Uses one thread, because another worker
+    may be measuring on another core.
     """
     inputs = [torch.ones(rows, TIMED_SHAPE[1], dtype=dtype) for rows in TIMED_ROWS]
     best = [[float("inf")] * len(inputs) for _ in products]
@@ -222,7 +218,7 @@ class PackedLinear:
     ) -> None:
         self.bias = None if bias is None else bias.detach().contiguous()
         self.site: int | None = None
-        """Number by which LoRA adapters correct this product (`kernels.lora`); None: they do not correct it."""
+        """Number of this layer's site for LoRA adapters (`kernels.lora`); None if adapters do not correct it."""
         self.how: Provider | Literal["triton", "int4", "int8"]
         self.packed: Tensor | None
         if not isinstance(weight, Tensor):
@@ -255,7 +251,7 @@ class PackedLinear:
 
 
 def provider_of(dtype: torch.dtype) -> str:
-    """Returns the provider that CPU linears of ordinary shapes run on; their bits depend on it."""
+    """Returns the provider of CPU linear layers with inputs and outputs in multiples of 32. Their bits depend on it."""
     return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how
 
 
@@ -288,7 +284,9 @@ def _on_cpu(weight: Tensor, bias: Tensor | None, provider: Provider | None) -> t
 
 
 def _agrees(product: Product, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether some outputs for four rows agree with F.linear in fp32 (bf16 can be slow), within rounding."""
+    """Returns whether a product agrees with F.linear in fp32, within rounding. Compares about PROBED outputs for four
+    rows.
+    """
     probe = torch.linspace(-1, 1, 4 * weight.shape[1]).view(4, -1).sin().to(weight.dtype)
     some = torch.arange(weight.shape[0] - 1, -1, -max(1, weight.shape[0] // PROBED))
     want = linear_reference(probe.float(), weight[some].float(), None if bias is None else bias[some].float())

@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): out += scale * (x A^T) B^T for the rows of a step that have one.
+"""Low-rank adapters (LoRA, Hu et al. 2021): out += scale * (x A^T) B^T for the rows of a step that have an adapter.
 
-A *site* is a packed product of the model, such as the one of q, k and v. An adapter corrects up to three projections of
-a site. On a CPU a row's bits depend neither on the other rows nor on their adapters, and a row without an adapter is
-not touched. On a GPU the products run in torch, adapter by adapter; their bits may depend on the number of rows.
+A *site* is a packed linear layer of the model, such as the layer of q, k and v. An adapter corrects up to three
+projections of a site. On a CPU, a row's bits depend neither on the other rows nor on their adapters, and a row without
+an adapter is not changed. On a GPU, torch computes the products adapter by adapter, and bits may depend on the number
+of rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MOST_RANK = cpu.MOST_RANK
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraPart:
-    """The correction of one projection: a [rank, in] and b [rank, out] (B transposed), contiguous, in the dtype of the
-    product. `at` is the projection's first output within the site.
+    """The correction of one projection: a [rank, in] and b [rank, out] (B transposed), contiguous, in the layer's
+    dtype. `at` is the projection's first output within the site.
     """
 
     a: Tensor
@@ -50,7 +51,7 @@ class LoraWeights:
     __slots__ = ("num_bytes", "products", "table")
 
     def __init__(self, products: Sequence[Sequence[LoraPart]]) -> None:
-        """Raises ValueError if a site has more than three parts."""
+        """Creates the weights from the parts of each site. Raises ValueError if a site has more than three parts."""
         if any(len(parts) > cpu.MOST_PARTS for parts in products):
             raise ValueError(f"a site has at most {cpu.MOST_PARTS} parts")
         self.products = tuple(map(tuple, products))
@@ -65,7 +66,9 @@ class LoraRows:
     __slots__ = ("_by_adapter", "_pointers", "_tiles", "adapters", "step")
 
     def __init__(self, adapters: Sequence[LoraWeights], adapter_of_row: npt.NDArray[np.int32]) -> None:
-        """adapter_of_row: int32 [rows], indices into `adapters`; -1 for a row without one."""
+        """Groups rows by adapter. adapter_of_row: int32 [rows], indices into `adapters`; -1 for a row without an
+        adapter.
+        """
         self.adapters = adapters
         self._by_adapter: list[tuple[LoraWeights, Tensor]] | None = None
         self._tiles = cpu.tiles_of(adapter_of_row)
@@ -74,7 +77,7 @@ class LoraRows:
         """The C structure, which is valid as long as this object exists."""
 
     def by_adapter(self, device: torch.device) -> list[tuple[LoraWeights, Tensor]]:
-        """Returns each adapter with its rows, int64 on `device`, which must be the same in every call."""
+        """Returns each adapter with its rows, int64 on `device`. All calls must pass the same device."""
         if self._by_adapter is None:
             rows: dict[int, list[int]] = {}
             for adapter, count, *of_tile in self._tiles.tolist():
@@ -110,8 +113,8 @@ def lora(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
 
 
 def lora_by_adapter(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
-    """Computes the same as `lora`, with two products of torch for every adapter. The bits may depend on how many rows
-    an adapter has.
+    """Makes the same corrections as `lora`, with two torch products for each part of an adapter. Bits may depend on the
+    number of rows of an adapter.
     """
     for weights, index in rows.by_adapter(x.device):
         for part in weights.products[site]:

@@ -1,4 +1,4 @@
-"""Decode attention: one query per sequence over its block table. Does not depend on layers or on block ownership.
+"""Decode attention: one query per sequence over its block table.
 
 Reproducibility of the C++ path: the key axis is divided into pieces of 256 keys at absolute positions. A row's
 reductions inside a piece have a fixed order, and pieces are merged in ascending order, so a row's bits depend only on
@@ -39,7 +39,8 @@ def paged_attention(
     softcap: if given, scores become softcap * tanh(score / softcap) before the softmax (Gemma 2).
     sinks: fp32 [num_heads], if given: one more logit for each head in the softmax, without a value (gpt-oss).
     Returns [num_seqs, num_heads, head_dim] (`out` if given).
-    Raises ValueError if shapes or dtypes do not fit, and on the C++ path also if a block id is out of range.
+    Raises ValueError if shapes or dtypes do not fit, and on the C++ path also if a block id is out of range or a block
+        table is too short.
     """
     if on_triton(q):
         from kernels.gpu import attention as gpu

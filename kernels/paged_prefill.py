@@ -1,7 +1,6 @@
 """Causal prefill attention of packed chunks of queries over cached blocks and over the chunks themselves.
 
-It shares its core with `paged_attention` and, on the C++ path, gives the same bits. Does not depend on layers or on
-block ownership.
+On the C++ path, it gives the same bits as `paged_attention`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Weights of 4 or 8 bits: the values and their scales, and the rounding of a matrix of floats to such weights.
+"""Weights of 4 or 8 bits with scales, and the rounding of matrices of floats to such weights.
 
 A weight is value * scale + offset. An output and `group` consecutive inputs share one scale, and one offset if there
-are offsets. All supported formats (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K and Q8_0) have this form.
-Does not depend on files or devices.
+are offsets. All supported integer formats (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K, Q6_K and Q8_0) have
+this form.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUPS: dict[Bits, int] = {4: 64, 8: 128}
 UNIT = 8
 """The size of every group is a multiple of UNIT."""
 _SHRINKS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.78, 0.76)
-"""Further scales that rounding to 4 bits tries, as fractions of the scale that makes the largest weight -8."""
+"""Additional scales that rounding to 4 bits tries, relative to the scale that makes the largest weight -8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class QuantizedWeight:
     scales: Tensor
     """fp32 or bf16 [out, ceil(in / group)]."""
     offsets: Tensor | None
-    """Same dtype and shape as the scales; None: all zero."""
+    """Same dtype and shape as the scales; None if all are zero."""
     bits: Bits
     group: int
 
@@ -52,12 +52,12 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of values, scales and offsets in the kernels' format."""
+        """Number of bytes of values, scales and offsets in the packed form, without padding."""
         factors = self.scales.numel() * self.scales.element_size() * (1 + (self.offsets is not None))
         return self.values.numel() * self.bits // 8 + factors
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Returns the matrix [out, in]."""
+        """Returns the matrix [out, in] as floats of `dtype`."""
         n_in = self.values.shape[1]
 
         def spread(factors: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ class QuantizedWeight:
 
     @property
     def form(self) -> tuple[Bits, int, bool, torch.dtype]:
-        """The properties in which matrices must agree if they are to be stored as one."""
+        """The properties that must be equal for matrices to be stored as one."""
         return self.bits, self.group, self.offsets is None, self.scales.dtype
 
     def above(self, other: Self) -> Self:
-        """Returns this matrix on top of another matrix of the same form."""
+        """Returns a matrix that consists of this matrix and, below it, another matrix of the same form."""
         assert self.form == other.form
         offsets = None
         if self.offsets is not None and other.offsets is not None:
@@ -87,7 +87,7 @@ class QuantizedWeight:
 
 
 def merged(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Returns matrices that are stacked one below the other. Neighbours of the same form become one matrix."""
+    """Returns `parts` with adjacent matrices of the same form stacked into one."""
     found = [parts[0]]
     for part in parts[1:]:
         found[-1:] = [found[-1].above(part)] if found[-1].form == part.form else [found[-1], part]
@@ -95,10 +95,11 @@ def merged(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
 
 
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
-    """Rounds a matrix [out, in] to `bits`, with a bf16 scale for every GROUPS[bits] inputs of an output and no offsets.
+    """Rounds a matrix [out, in] to `bits` bits, with a bf16 scale for every GROUPS[bits] inputs of an output and no
+    offsets.
 
-    With 8 bits, the scale makes the largest weight of a group 127. With 4 bits, the weight with the largest magnitude
-    becomes -8 or a little more: each group uses the one of several scales that has the smallest squared error.
+    With 8 bits, the scale makes the largest weight of a group 127. With 4 bits, each group uses the scale with the
+    smallest squared error among several, with which the weight of largest magnitude becomes about -8.
     """
     n_out, n_in = weight.shape
     group = GROUPS[bits]
@@ -125,8 +126,8 @@ def _best_of_several(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(weight: Tensor, scales: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
-    """Returns the rounded int8 values [out, groups, group], and the bf16 scales [out, groups] with which they were
-    rounded.
+    """Rounds a matrix that is divided into groups. Returns int8 values [out, groups, group], and the scales [out,
+    groups] in bf16.
     """
     scales = scales.bfloat16()
     by = torch.where(scales == 0, 1.0, scales.float())[..., None]

@@ -3,8 +3,7 @@
 A block of a sequence's table holds the state after the block's last computed position. A chunk reads its initial state
 from the block of the preceding position, and writes the state into each block that it fills or enters. One recurrence
 serves Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464). It is computed
-token by token even in a prompt, so a row has the same bits however a sequence is divided into steps. Does not depend on
-layers or on block ownership.
+token by token even in a prompt, so a row's bits do not depend on how a sequence is divided into steps.
 """
 
 from __future__ import annotations
@@ -32,9 +31,23 @@ class StateBatch:
     cu_seqlens: Tensor  # int32 [B + 1]
     block_size: int
 
+    def tokens_within(self, num_blocks: int) -> list[tuple[int, int | None, int | None]]:
+        """Returns `tokens` as a list. Raises ValueError if a sequence is longer than its block table allows, a chunk is
+        longer than its context, or a block is not below `num_blocks`.
+        """
+        ends, starts = self.context_lens, self.cu_seqlens
+        if (ends > self.block_table.shape[1] * self.block_size).any():
+            raise ValueError("a block table is too short for its sequence")
+        if (starts.diff() > ends).any():
+            raise ValueError("a chunk is longer than its context")
+        found = list(self.tokens())
+        if any(block is not None and block >= num_blocks for _, *blocks in found for block in blocks):
+            raise ValueError(f"a block number is out of range: there are {num_blocks} blocks of states")
+        return found
+
     def tokens(self) -> Iterator[tuple[int, int | None, int | None]]:
-        """Yields for each token its row, the block to read the state from if it is the first of a chunk (-1: the start
-        of the sequence), and the block to write the state to, if any.
+        """Yields each token's row, the block to read the state from, and the block to write the state to. The former is
+        None unless the token is the first of a chunk, and -1 at the start of a sequence. The latter may be None.
         """
         size, starts = self.block_size, self.cu_seqlens.tolist()
         for index, (end, table) in enumerate(zip(self.context_lens.tolist(), self.block_table.tolist(), strict=True)):
@@ -52,7 +65,7 @@ def convolution(
     """Convolves each channel with its last `taps` inputs, optionally followed by SiLU. Returns [T, C].
 
     x: [T, C], rows may be strided. weight: [C, taps], of x's dtype; bias: [C] or None.
-    states: fp32 [num_blocks, (taps - 1) * C], strided; the last inputs, oldest first. They are updated.
+    states: fp32 [num_blocks, (taps - 1) * C], strided: the last inputs, oldest first. They are updated.
     Raises ValueError if shapes do not fit, or for a block out of range, before anything is written.
     """
     channels, taps = weight.shape
@@ -76,11 +89,11 @@ class Recurrence:
     keys: Tensor  # fp32 [T, G, N], each for H / G heads
     queries: Tensor  # as keys
     decay: Tensor
-    """fp32 [T, H], factors; with `rates` [T, 1, P]."""
+    """fp32 [T, H], the factors by which states decay; with `rates`, [T, 1, P]."""
     beta: Tensor | None = None
-    """fp32 [T, H]; the value becomes beta * (value - key S), where S has decayed already (delta rule)."""
+    """fp32 [T, H]; the value becomes beta * (value - key S), where S is the state after its decay (delta rule)."""
     rates: Tensor | None = None
-    """fp32 [1, N, P] for H = 1; each element of S decays by its own factor exp(decay * rates) (Mamba)."""
+    """fp32 [1, N, P] for H = 1; each element of S decays by a separate factor exp(decay * rates) (Mamba)."""
 
     def __post_init__(self) -> None:
         num_tokens, heads, width = self.values.shape
@@ -99,6 +112,7 @@ class Recurrence:
 
 def recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
     """Updates S [H, N, P] token by token and answers queries: S = decay * S + key (x) value; out = query S [T, H, P].
+    `Recurrence` describes how `beta` and `rates` change this.
 
     states: fp32 [num_blocks, H * N * P], strided. They are updated.
     Raises ValueError if shapes do not fit, or for a block out of range, before anything is written.
@@ -117,9 +131,7 @@ def recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
 
 
 def _is_fast(x: Tensor, name: str) -> bool:
-    """Returns whether the C++ kernels take `x`. If they do not, counts a fallback, unless the reference was
-    requested.
-    """
+    """Returns whether the C++ kernels support `x`. If not, counts a fallback unless the reference is in use."""
     library = current()
     if library.handle is not None and not on_triton(x) and x.dtype in (torch.bfloat16, torch.float32):
         return True
@@ -135,7 +147,7 @@ def _convolution(
     channels, taps = weight.shape
     out = torch.empty_like(x)
     past = x.new_zeros((taps - 1, channels), dtype=torch.float32)
-    for row, source, target in batch.tokens():
+    for row, source, target in batch.tokens_within(len(states)):
         if source is not None:
             past = states[source].view(taps - 1, channels) if source >= 0 else torch.zeros_like(past)
         window = torch.cat((past, x[row][None].float()))
@@ -153,7 +165,7 @@ def _recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor
     heads, n_state, width = values.shape[1], inputs.keys.shape[2], values.shape[2]
     out, times = torch.empty_like(values), heads // inputs.keys.shape[1]
     state = values.new_zeros((heads, n_state, width))
-    for row, source, target in batch.tokens():
+    for row, source, target in batch.tokens_within(len(states)):
         if source is not None:
             state = states[source].view(heads, n_state, width) if source >= 0 else torch.zeros_like(state)
         key, query = (each[row].repeat_interleave(times, 0)[:, :, None] for each in (inputs.keys, inputs.queries))

@@ -1,5 +1,5 @@
-"""RMS norm, optionally after adding a residual. Values are rounded as in Hugging Face's Llama (normalise in fp32,
-round, multiply) or, with an fp32 weight, as in its Gemma (normalise and multiply in fp32, round).
+"""RMS norm, optionally after adding a residual. Values are rounded as in Hugging Face's Llama (normalize in fp32,
+round, multiply) or, with an fp32 weight, as in its Gemma (normalize and multiply in fp32, round).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Computes the root mean square layer norm (Zhang and Sennrich 2019) over the last dimension.
 
     x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype, or in fp32.
-    Returns the norm of x, or with a residual (norm of x + residual, x + residual), the sum rounded to the dtype.
-    A row is summed in an order that depends only on its length. Raises ValueError if shapes or dtypes do not fit.
+    Returns the norm of x or, with a residual, (norm of x + residual, x + residual). The sum is rounded to the dtype. A
+    row is summed in an order that depends only on its length. Raises ValueError if shapes or dtypes do not fit.
     """
     if weight.shape != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError("weight must be [hidden] in the dtype of x or in fp32")

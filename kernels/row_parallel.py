@@ -1,7 +1,6 @@
-"""A linear layer whose inputs are divided into parts, on a CPU: y = x @ W^T + bias as a tree of fp32 sums, one a part.
-
-Some parts may be in other processes, the *ranks* of a worker, which exchange their sums. The order of the additions
-depends on the number of parts alone, so the bits do not depend on the number of ranks (kernels/cpu/row_parallel.cpp).
+"""A linear layer on a CPU whose inputs are divided into parts: y = x @ W^T + bias as a tree of the parts' fp32 sums.
+Other processes, the *ranks* of a worker, may compute some of the parts, and exchange their sums. The order of additions
+depends only on the number of parts, so bits do not depend on the number of ranks (kernels/cpu/row_parallel.cpp).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kernels.linear import Provider
 
 
 def entry() -> Callable[..., int] | None:
-    """Returns the C function of the build in use, or None if there is none."""
+    """Returns the C function of the current build, or None if the build has none."""
     function = getattr(current().handle, "ll_row_parallel", None)
     if function is not None:
         function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 7
@@ -28,7 +27,7 @@ def entry() -> Callable[..., int] | None:
 
 
 def our_provider(dtype: torch.dtype, n_in: int = amx.DEPTH) -> Provider:
-    """Returns our own product for a number of inputs. An output has the same bits whatever the other outputs are, so a
+    """Returns the fastest of our own providers for `n_in` inputs. Their outputs do not depend on each other, so a
     matrix may be divided by its outputs.
     """
     fits_tiles = dtype == torch.bfloat16 and amx.available() and n_in % amx.DEPTH == 0
@@ -36,11 +35,11 @@ def our_provider(dtype: torch.dtype, n_in: int = amx.DEPTH) -> Provider:
 
 
 class RowParallelLinear:
-    """A prepacked linear layer in parts.
+    """A prepacked linear layer whose inputs are divided into parts.
 
-    weight: [out, in], bf16 or fp32, the inputs of this rank; bias: [out] or None, the same on every rank.
-    num_parts: the number of equal parts of these inputs; it and the number of ranks are powers of two up to 8.
-    ranks: None if there is one.
+    weight: [out, in], bf16 or fp32, the inputs of this rank; bias: [out] or None, the same on every rank. num_parts:
+    the number of equal parts of these inputs. The number of parts and the number of ranks are powers of two up to 8.
+    ranks: None if there is a single rank.
     """
 
     __slots__ = ("addresses", "bias", "how", "in_features", "num_parts", "out_features", "packed", "ranks", "site")
@@ -57,13 +56,12 @@ class RowParallelLinear:
 
     @property
     def num_sums(self) -> int:
-        """The number of fp32 sums [rows, out] that a call needs memory for."""
+        """The number of fp32 sums [rows, out] for which a call needs memory."""
         return self.num_parts + (0 if self.ranks is None else self.ranks.size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Maps x [rows, in], in the weight's dtype, to [rows, out], the sum over all ranks. Every rank must call it.
-
-        Raises ValueError if a rank is lost.
+        """Maps x [rows, in], in the weight's dtype, to [rows, out], the sum over all ranks. Every rank must make the
+        call. Raises ValueError if a rank is lost.
         """
         run = entry()
         assert run is not None

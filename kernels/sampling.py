@@ -1,9 +1,8 @@
 """Sampling of tokens from logits: a pure function of (logits row, seed, sample, position).
 
-Does not depend on sequences or on history. Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel
-random numbers: as easy as 1, 2, 3, SC 2011), so there is no generator state to carry. Filters are applied in vLLM's
-order: temperature, min_p, top_k, top_p. A single uniform number then selects a token by inverse CDF over the kept set,
-in token-id order. Ties are broken by token id.
+Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011),
+so there is no generator state. Filters are applied in vLLM's order: temperature, min_p, top_k, top_p. A single uniform
+number then selects a token by inverse CDF over the kept set, in token-id order. Ties are broken by token id.
 """
 
 from __future__ import annotations
@@ -37,7 +36,9 @@ def uniform(seed: int, sample: int, position: int) -> float:
 
 
 def _kept(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Returns which tokens the three filters keep, bool [V]. x: float64 [V], logits divided by temperature."""
+    """Returns a bool [V] mask of the tokens that the three filters keep. x: float64 [V], logits divided by
+    temperature.
+    """
     order = torch.sort(x, descending=True, stable=True).indices  # stable: ties keep token-id order
     weights = torch.exp(x - x.max())
     kept = weights[order] >= min_p
@@ -60,7 +61,7 @@ def sample_reference(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Reference for `sample`. Works row by row in float64."""
+    """Reference for `sample`, row by row in float64."""
     columns = [_tolist(c) for c in (temperature, top_k, top_p, min_p, seeds, sample_indices, positions)]
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     for i, (heat, k, p, floor, seed, index, position) in enumerate(zip(*columns, strict=True)):
@@ -135,7 +136,7 @@ def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopL
 
 
 def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """Returns each row's log-probability and rank of its token in `token_ids`, and its k most likely tokens.
+    """Returns the log-probability and rank of each row's token in `token_ids`, and each row's k most likely tokens.
 
     logits: fp32 [B, V]; token_ids: int64 [B]; 0 <= k <= V. Sums run in a fixed order, so rows do not depend on the
     batch. Raises ValueError if shapes or dtypes do not fit or k is out of range, and on the C++ path also for an id out

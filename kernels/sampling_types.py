@@ -1,4 +1,4 @@
-"""Types that the CPU and GPU samplers share: the columns of numbers that they take and the result they return."""
+"""Types of the CPU and GPU samplers: columns of numbers, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def column_of(values: Numbers, dtype: torch.dtype, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Log-probabilities for a batch of rows. `rank` starts at 1; equal logits share a rank."""
+    """The log-probabilities of a batch of rows. `rank` starts at 1; equal logits have the same rank."""
 
     chosen: Tensor  # fp32 [B]
     rank: Tensor  # int64 [B]

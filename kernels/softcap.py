@@ -14,7 +14,7 @@ def softcap_reference(x: Tensor, cap: float) -> Tensor:
 
 
 def softcap_(x: Tensor, cap: float) -> Tensor:
-    """Bounds every element of x, contiguous fp32 of any shape, in place, and returns x. Raises ValueError for another
+    """Applies the softcap to x, contiguous fp32 of any shape, in place, and returns x. Raises ValueError for any other
     tensor.
     """
     if x.dtype != torch.float32 or not x.is_contiguous():

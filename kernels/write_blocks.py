@@ -1,7 +1,6 @@
 """RoPE on q and k and the write of k and v into their slots, in one pass.
 
-The rotation is the half (neox) form of Hugging Face's Llama, computed in fp32 and rounded once. Does not depend on
-layers or on block ownership.
+The rotation is the rotate-half (NeoX) form that Hugging Face's Llama uses. It is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kernels.kv_cache import EIGHT_BITS, head_dim_of, quantize_rows
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, head_dim] and keeps its dtype. Dimensions past cos_sin's width pass through."""
+    """Returns x [T, heads, head_dim] rotated, in its dtype. Dimensions past the width of `cos_sin` are not changed."""
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[positions.long()][:, None, :].split(half, dim=-1)  # [T, 1, half]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
@@ -54,7 +53,7 @@ def write_blocks(
     value_cache: Tensor,
     cos_sin: Tensor | None,
 ) -> None:
-    """Rotates q in place and writes rotated k, and v, into the caches. k itself is not changed.
+    """Rotates q in place, and writes the rotated k, and v, to the caches. k itself is not changed.
 
     q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; may be strided views of a fused qkv output.
     positions: int64 [T].

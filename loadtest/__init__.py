@@ -1,1 +1,3 @@
-"""The load test: seeded workloads, and locust users for gRPC and HTTP, which report TTFT, ITL and E2E separately."""
+"""Load tests: locust users for gRPC and HTTP with seeded workloads, and programs that each measure one property of a
+served model.
+"""

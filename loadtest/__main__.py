@@ -1,4 +1,4 @@
-"""`python -m loadtest`: runs locust without its web page for some time. The exit status is 1 if a request failed.
+"""`python -m loadtest`: runs locust without its web page for `--run-time`. The exit status is 1 if a request failed.
 
 If no ready service answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
 """
@@ -44,7 +44,7 @@ def is_ready(address: str) -> bool:
 
 @contextlib.contextmanager
 def server(settings: LoadSettings) -> Iterator[None]:
-    """Returns a context manager for a server: the one that already answers, or one that it starts and ends."""
+    """A context manager that provides a server. Uses the server that already answers, or starts one and ends it."""
     if is_ready(settings.grpc):
         print(f"loadtest: using the server at {settings.grpc}", flush=True)
         yield
@@ -61,7 +61,7 @@ def server(settings: LoadSettings) -> Iterator[None]:
 
 
 def wait_ready(process: subprocess.Popen[bytes], settings: LoadSettings) -> None:
-    """Returns when the server is ready. Raises StartupError if it ends or takes too long."""
+    """Waits until the server is ready. Raises StartupError if the server ends or takes too long."""
     deadline = time.monotonic() + settings.start_timeout_s
     while not is_ready(settings.grpc):
         if process.poll() is not None:

@@ -45,7 +45,7 @@ class LatencySettings(Settings):
 
 
 async def probe_health(address: str, interval_s: float, busy: asyncio.Event) -> list[float]:
-    """Returns the seconds per health check of one service until `busy` is set."""
+    """Repeats health checks of one service until `busy` is set. Returns the duration of each in seconds."""
     waits: list[float] = []
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -58,7 +58,9 @@ async def probe_health(address: str, interval_s: float, busy: asyncio.Event) -> 
 
 
 async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str, list[float]]:
-    """Returns the seconds per health check, by service, while long prompts are prefilled."""
+    """Repeats health checks of every service while long prompts are prefilled. Returns the duration of each in seconds,
+    by service.
+    """
     done = asyncio.Event()
     services = llm.addresses.services
     probes = [asyncio.create_task(probe_health(address, settings.interval_s, done)) for address in services.values()]
@@ -71,8 +73,8 @@ async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str,
 
 
 async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) -> dict[str, list[float]]:
-    """Returns the seconds until each of many requests beyond the limit is refused: first one after the other, then all
-    at the same instant.
+    """Returns the seconds until requests beyond the limit are refused: by the gateway, one after the other ("refusal")
+    and all at the same instant ("burst"), and by the server that only refuses ("burst, bare").
     """
     waits: list[float] = []
     async with AsyncClient(llm.addresses.grpc) as client:
@@ -119,7 +121,7 @@ async def refusals_at_once(address: str, num: int) -> list[float]:
 
 @contextmanager
 def refuser() -> Iterator[str]:
-    """Yields the address of a process that only refuses."""
+    """A context manager that yields the address of a process that refuses every call."""
     with subprocess.Popen([sys.executable, "-m", "loadtest.refuser"], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -129,7 +131,7 @@ def refuser() -> Iterator[str]:
 
 
 def percentile_ms(waits: Sequence[float], share: float) -> float:
-    """Returns the value below which `share` of the waits lie, in milliseconds."""
+    """Returns the value below which `share` of the waits lie, in milliseconds. `waits` are in seconds."""
     return round(1e3 * sorted(waits)[min(len(waits) - 1, int(len(waits) * share))], 2)
 
 

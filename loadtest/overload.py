@@ -1,10 +1,10 @@
 """Sends more requests than a service can handle: `python -m loadtest.overload`.
 
 Serves the built-in model and sends streamed completions over HTTP. First it keeps enough requests in flight to fill the
-service, which shows its capacity. Then it sends 0.8 and 4 times that many requests per second, at times that do not
-depend on answers. At the end it sends 1,000 requests at the same instant, and as many to a server that only refuses.
-Prints goodput (answers finished per second), times to first token of admitted requests, and times of refusals; the last
-line is JSON.
+service, which shows its capacity. Then it sends 0.8 and 4 times as many requests per second, at times that do not
+depend on answers. At the end it sends 1,000 requests at the same instant to the gateway, and to a server that only
+refuses. Prints goodput (answers finished per second), times to first token of admitted requests, and times of refusals;
+the last line is JSON.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Seen:
 
     @property
     def goodput(self) -> float:
-        """The number of answers per second that ended within the phase, excluding its first tenth. It is 0 for an
-        instantaneous phase.
+        """The number of answers per second that ended within the phase, excluding its first tenth. The value is 0 for
+        an instantaneous phase.
         """
         began = self.seconds / 10
         if not began:
@@ -147,7 +147,7 @@ class Load:
 
 
 async def at_one_instant(address: str, num: int, body: bytes) -> Seen:
-    """Sends `num` requests at once, on connections that are already open, and returns the observations."""
+    """Sends `num` requests at the same time, on connections that are already open, and returns the observations."""
     connections = [await Connection.open(address) for _ in range(num)]
     seen = Seen(0.0)
     for reply in await asyncio.gather(*(c.post(PATH, body) for c in connections), return_exceptions=True):
@@ -167,7 +167,7 @@ async def measure(address: str, settings: OverloadSettings) -> dict[str, Seen]:
     seen["0.8 x"] = await load.open(0.8 * peak, settings.below_s)
     seen[f"{settings.over:g} x"] = await load.open(settings.over * peak, settings.over_s)
     if settings.burst:
-        with refuser() as bare:  # both while the machine has the same work to do
+        with refuser() as bare:  # both servers are measured under the same load of the machine
             fill = asyncio.create_task(load.open(settings.over * peak, FILL_S))
             await asyncio.sleep(FILL_S / 2)
             seen["burst"] = await at_one_instant(address, settings.burst, load.body())
@@ -180,7 +180,7 @@ async def measure(address: str, settings: OverloadSettings) -> dict[str, Seen]:
 
 @contextmanager
 def refuser() -> Iterator[str]:
-    """Yields the HTTP address of a process that refuses every request."""
+    """A context manager that yields the HTTP address of a process that refuses every request."""
     command = [sys.executable, "-m", "loadtest.refuser", "http"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,6 +1,7 @@
-"""A minimal HTTP/1.1 client for loads on the serving machine: POST, status, first event, end.
+"""A minimal HTTP/1.1 client for load tests, which uses little of the serving machine's CPU time. It sends a POST, and
+returns the status and the times at which the head, the first piece of the body and the end arrive.
 
-A connection carries one request at a time and is kept for the next one. Does not depend on models.
+A connection carries one request at a time and is kept for the next one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares running prefill and decode in two processes with running both in one (`--roles both`).
+"""Compares prefill and decode in two processes with both roles in one process (`--roles both`).
 
 `python -m loadtest.roles` serves the benchmarks' model with 125M random parameters on this machine. Each round serves
 the arrangements one after another, while each client sends its requests one at a time. Prints the results of each round
@@ -42,7 +42,7 @@ class RolesSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """An arrangement of the two roles on the machine."""
+    """An assignment of the two roles to processes and threads."""
 
     name: str
     roles: str
@@ -75,7 +75,7 @@ def arrangements(num_cores: int) -> tuple[Arrangement, ...]:
 
 @dataclass(slots=True)
 class Seen:
-    """The observations of the clients of one load."""
+    """A record of the observations of all clients of one load."""
 
     num_tokens: int = 0
     num_prompt_tokens: int = 0

@@ -27,7 +27,9 @@ class StreamTimer:
         self.num_tokens = 0
 
     def tokens(self, count: int) -> None:
-        """Notes that `count` new tokens have arrived. The first tokens give the TTFT, and later ones give a gap."""
+        """Notes that `count` new tokens have arrived. The first tokens determine the TTFT, and each later call adds a
+        gap.
+        """
         now = self._clock()
         if count == 0:
             return

@@ -1,10 +1,10 @@
 """Measures the effect of one tenant on another: `python -m loadtest.tenants`.
 
 Serves the built-in model with two tenants. In the flood, one tenant keeps many streams open, at the best priority that
-its key allows, while the other sends one request after the other. The output shows the other tenant's times to first
-token and refusals. The timing part measures how well the time to first token distinguishes a known prompt from a new
-one, for prompts of the same tenant and of the other one (area under the ROC curve: 0.5 is a guess, 1 is certain). The
-last line is JSON.
+its key allows, while the other tenant sends one request after the other. The output shows the other tenant's times to
+first token and refusals. The timing part measures how well the time to first token distinguishes a known prompt from a
+new one, for prompts of the same tenant and of the other tenant (area under the ROC curve: 0.5 is a guess, 1 is
+certain). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from testing.system import prompts
 KEYS = "greedy greedy-key best_priority=-10\nother other-key\n"
 BEST_PRIORITY = -10
 SETTLE_S = 5.0
-"""After this time, the streams have started and their rate is known."""
+"""Time after which the streams have started and the gateway knows their rate."""
 
 
 class TenantsSettings(Settings):
-    """Flags of `python -m loadtest.tenants`, which measures how a tenant that floods the service affects another one,
-    and how much a tenant can learn about another one's prompts.
+    """Flags of `python -m loadtest.tenants`, which measures how a tenant that floods the service affects another
+    tenant, and how much a tenant can learn about another tenant's prompts.
     """
 
     model_config = settings_config("LOOSELEAF_TENANTS_", "loadtest.tenants")
@@ -77,7 +77,7 @@ async def _flood(address: str, streams: int, tokens: int) -> None:
 
 
 async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
-    """Sends one request after the other for `flood_s`, and returns the observations."""
+    """Sends one request after the other for `flood_s` seconds, and returns the observations."""
     seen, until = Seen(), time.perf_counter() + settings.flood_s
     async with AsyncClient(llm.addresses.grpc, api_key="other-key") as client:
         for prompt in prompts(100_000, seed=2, lengths=(16, 48)):
@@ -96,7 +96,7 @@ async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
 
 
 async def _time(client: AsyncClient, prompt: list[int], tokens: int) -> float:
-    """Waits until the last token has arrived. Returns the seconds to the first token."""
+    """Sends a request, and waits until its last token has arrived. Returns the seconds to the first token."""
     started, first_s = time.perf_counter(), 0.0
     async for piece in client.stream(prompt, max_tokens=tokens, ignore_eos=True, temperature=0.0):
         if piece.token_ids and not first_s:
@@ -105,8 +105,8 @@ async def _time(client: AsyncClient, prompt: list[int], tokens: int) -> float:
 
 
 async def timings(llm: LLM, settings: TenantsSettings) -> dict[str, list[float]]:
-    """Returns the times to first token of new prompts and of prompts that "greedy" has sent before, for "greedy" and
-    for "other".
+    """Returns the times to first token, in seconds, of new prompts and of prompts that "greedy" has sent before, for
+    "greedy" and for "other".
     """
     length = (settings.probe_tokens, settings.probe_tokens)
     kinds = prompts(3 * settings.probes, seed=3, lengths=length)

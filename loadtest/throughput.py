@@ -1,7 +1,7 @@
 """Measures tokens per second through the whole stack, on a CPU or a GPU: `python -m loadtest.throughput`.
 
-Serves a model with random weights on this machine and keeps a number of requests of one shape in flight until all are
-done. Prints tokens per second, the time to the first token and the time between tokens; the last line is JSON.
+Serves a model with random weights on this machine and keeps a constant number of requests in flight, all of the same
+size. Prints tokens per second, the time to first token and the time between tokens; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ThroughputSettings(Settings):
 
 @dataclass(slots=True)
 class Seen:
-    """The observations of clients."""
+    """A record of the observations of all clients."""
 
     first_s: list[float] = field(default_factory=list)
     gap_s: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ async def client_loop(client: AsyncClient, work: Iterator[list[int]], length: in
 
 
 async def run(address: str, settings: ThroughputSettings) -> Seen:
-    """Sends all requests once, after a few that warm up the server."""
+    """Sends a few requests that warm up the server, then all requests. Returns the observations."""
     lengths = (settings.prompt_tokens, settings.prompt_tokens)
     async with AsyncClient(address) as client:
         await asyncio.gather(*(client.generate(p, max_tokens=4) for p in prompts(4, seed=1, lengths=lengths)))

@@ -1,8 +1,9 @@
-"""The requests of the load test. Request number i of a seed is always the same. Does no I/O except to read a trace.
+"""The requests of the load test. A request depends only on the workload and its number. Does no I/O except to read a
+trace.
 
 Lengths are drawn from lognormal distributions, or taken from a trace in Azure's format (columns ContextTokens and
-GeneratedTokens; lines that begin with # are comments). A share of the prompts begins with one of a few common prefixes,
-like system prompts and few-shot examples.
+GeneratedTokens; lines that begin with # are comments). Some of the prompts begin with one of a few common prefixes, as
+prompts with system prompts and few-shot examples do.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Lengths:
 
     @classmethod
     def of_mean(cls, mean: float, sigma: float, most: int) -> Lengths:
-        """Returns the distribution whose limited lengths have this mean (before rounding). Raises ValueError if `most`
-        is too small.
+        """Returns the distribution whose lengths, limited to `most`, have this mean before rounding. Raises ValueError
+        if `most` is too small for this mean.
         """
         low, high = 0.0, math.log(most) + 8 * sigma
         for _ in range(60):
@@ -44,7 +45,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its prompt and its parameters."""
+    """A request of the load test: its prompt and its parameters."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int

@@ -1,4 +1,6 @@
-"""The public names: `Client`, `AsyncClient`, `LLM`, their results and errors. Each is imported on first use."""
+"""The public names: `Client`, `AsyncClient`, `LLM`, their results and errors. A name is imported when it is first
+used.
+"""
 
 from __future__ import annotations
 

@@ -2,16 +2,20 @@
 
     looseleaf serve [MODEL]             start everything on this machine
     looseleaf complete "Once upon"      stream a continuation
-    looseleaf chat ["message"]          talk; without a message, turn by turn
+    looseleaf chat ["message"]          answer a message, or hold a conversation turn by turn
     looseleaf health [ADDRESS]          exit status 0 if the service there is ready
     looseleaf doctor [MODEL]            check this machine
     looseleaf plan MODEL                what a model and a context length need, with the arithmetic
+    looseleaf simulate TRACE            predict latencies, or the workers that a load needs, from measured times
+    looseleaf explain [ID]              where the time of a request went, and which workers served it
+    looseleaf top [ADDRESS]             requests, workers and blocks, refreshed in the terminal
     looseleaf blocks [ADDRESS]          who holds which KV block
     looseleaf fsck DIRECTORY            compare ledger, arena and workers
     looseleaf secrets DIRECTORY         create secrets for services that run without a launcher
     looseleaf certs DIRECTORY           create a CA and certificates for trying TLS
 
-Exit status: 0 fine, 1 refused or failed (one sentence on stderr), 2 a mistake in flags or variables, 130 interrupted.
+Exit status: 0 success, 1 refusal or failure (the reason is on stderr), 2 a mistake in flags or variables, 130 an
+interrupt.
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ _COMMANDS = {
     "health": "looseleaf.commands.health",
     "doctor": "looseleaf.commands.doctor",
     "plan": "looseleaf.commands.plan",
+    "simulate": "looseleaf.commands.simulate",
+    "explain": "looseleaf.commands.explain",
+    "top": "looseleaf.commands.top",
     "blocks": "looseleaf.commands.blocks",
     "fsck": "looseleaf.commands.fsck",
     "secrets": "looseleaf.commands.secrets",

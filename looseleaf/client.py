@@ -7,8 +7,7 @@
         for sample in client.generate("Once upon a time", n=4).samples:
             print(sample.text)
 
-With `n` or `beam_width`, a stream contains deltas of several samples, and `delta.index` is the number of a delta's
-sample.
+With `n` or `beam_width`, a stream contains deltas of several samples, and `delta.index` is the sample's number.
 
 A refused or failed call raises a subclass of `LooseleafError` with the gateway's one-sentence message. Ending a
 stream early (break, `close`, garbage collection) cancels the request at the gateway.
@@ -28,6 +27,7 @@ from common.certificates import front_credentials
 from common.errors import Unavailable
 from common.rpc import CHANNEL_OPTIONS, open_channel
 from common.status import error_of
+from looseleaf.explanation import Explanation, explanation_from_pb
 from looseleaf.options import (
     EmbedOptions,
     GenerateOptions,
@@ -111,7 +111,7 @@ class Client(_Base):
     def generate(
         self, prompt: Prompt, *, stream: bool = False, **options: Unpack[GenerateOptions]
     ) -> Completion | Iterator[Delta]:
-        """Continues a prompt (text, token ids, or chat turns). Returns a completion or, with `stream`, an iterator of
+        """Returns the continuation of a prompt (text, token ids, or chat turns) or, with `stream`, an iterator of its
         deltas.
         """
         deltas = self._deltas(build_request(prompt, options), options)
@@ -140,7 +140,9 @@ class Client(_Base):
         return embedding_from_pb(self._unary(self._stub.Embed, request, options.get("timeout")))
 
     def tokenize(self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """Returns the token ids of a text, or of chat turns in the chat template."""
+        """Returns the token ids of a text, or of chat turns in the chat template. By default, special tokens are added
+        to a text but not to chat turns.
+        """
         reply = self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
         return tuple(reply.token_ids)
 
@@ -151,6 +153,13 @@ class Client(_Base):
     def models(self) -> tuple[ModelInfo, ...]:
         """Returns the models that the gateway serves."""
         return tuple(map(model_from_pb, self._unary(self._stub.ListModels, pb.ListModelsRequest()).models))
+
+    def explain(self, request_id: str | None = None, *, limit: int = 100) -> tuple[Explanation, ...]:
+        """Returns the explanations of at most `limit` requests, newest first: of those with this id or, without an id,
+        of all recent requests.
+        """
+        reply = self._unary(self._stub.Explain, pb.ExplainRequest(request_id=request_id, limit=limit))
+        return tuple(map(explanation_from_pb, reply.explanations))
 
     def close(self) -> None:
         """Closes the connection. Running calls are cancelled."""
@@ -200,7 +209,7 @@ class AsyncClient(_Base):
         self._stub = cast(Any, pb_grpc.InferenceServiceStub)(self._channel)
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """Continues a prompt (text, token ids, or chat turns)."""
+        """Returns the continuation of a prompt (text, token ids, or chat turns)."""
         return join([delta async for delta in self.stream(prompt, **options)])
 
     async def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
@@ -226,7 +235,9 @@ class AsyncClient(_Base):
     async def tokenize(
         self, text: str | Sequence[Message], *, add_special_tokens: bool | None = None
     ) -> tuple[int, ...]:
-        """Returns the token ids of a text, or of chat turns in the chat template."""
+        """Returns the token ids of a text, or of chat turns in the chat template. By default, special tokens are added
+        to a text but not to chat turns.
+        """
         reply = await self._unary(self._stub.Tokenize, tokenize_request(text, add_special_tokens))
         return tuple(reply.token_ids)
 
@@ -238,6 +249,13 @@ class AsyncClient(_Base):
         """Returns the models that the gateway serves."""
         reply = await self._unary(self._stub.ListModels, pb.ListModelsRequest())
         return tuple(map(model_from_pb, reply.models))
+
+    async def explain(self, request_id: str | None = None, *, limit: int = 100) -> tuple[Explanation, ...]:
+        """Returns the explanations of at most `limit` requests, newest first: of those with this id or, without an id,
+        of all recent requests.
+        """
+        reply = await self._unary(self._stub.Explain, pb.ExplainRequest(request_id=request_id, limit=limit))
+        return tuple(map(explanation_from_pb, reply.explanations))
 
     async def close(self) -> None:
         """Closes the connection. Running calls are cancelled."""
@@ -259,7 +277,7 @@ class AsyncClient(_Base):
 
 
 def turns_of(messages: str | Sequence[Message]) -> Sequence[Message]:
-    """Returns chat turns. A string counts as one user turn."""
+    """Returns `messages` as chat turns. A string counts as one user turn."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 

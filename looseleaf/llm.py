@@ -40,11 +40,12 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, verbose: bool = False, **settings: Any) -> None:
-        """Serves `model`, a Hugging Face directory or name. The default is that of `looseleaf serve`.
+        """Serves `model`: a Hugging Face directory, a GGUF file or a name on the Hugging Face Hub. Without a model,
+        serves the default model of `looseleaf serve`.
 
-        `settings` are the flags of `looseleaf serve` with underscores. By default, the ports are any free ones, and
-        `spare` is 0. `verbose` forwards the services' logs to stderr. Raises StartupError with a message of one
-        sentence, or TypeError for an unknown setting.
+        `settings` are the flags of `looseleaf serve` with underscores. By default, free ports are used, and `spare` is
+        0. `verbose` forwards the services' logs to stderr. Raises TypeError for an unknown setting, and StartupError
+        for a bad value or if the services cannot be started.
         """
         self._launcher = Launcher(serve_settings(model, settings), *([] if verbose else [_drop]))
         self.addresses = self._launcher.start()
@@ -68,7 +69,7 @@ class LLM:
         return self._all([cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts), options)
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
-        """Returns the assistant's next turn after `messages`."""
+        """Returns the assistant's next turn after `messages`. A string counts as one user turn."""
         return self.client.chat(messages, **options)
 
     def _all(self, prompts: Sequence[Prompt], options: GenerateOptions) -> list[Completion]:
@@ -81,8 +82,8 @@ class LLM:
             return list(pool.map(lambda prompt: self._patiently(prompt, options), prompts))
 
     def _patiently(self, prompt: Prompt, options: GenerateOptions) -> Completion:
-        """Runs one prompt of a batch. If the gateway refuses it with a retry time, waits and tries again until the
-        timeout, because a prompt of a batch can wait.
+        """Runs one prompt of a batch. If the gateway refuses the prompt with a retry time, waits and tries again until
+        the timeout.
         """
         until = time.monotonic() + options.get("timeout", _PATIENCE_S)
         while True:
@@ -95,12 +96,12 @@ class LLM:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Returns the process id of each service, by name."""
+        """The process id of each service, by name."""
         return self._launcher.pids
 
     def requests_by_worker(self) -> dict[str, int]:
-        """Returns how many requests the gateway has sent to each worker, by the worker's name ("prefill", "decode-1",
-        ...).
+        """Returns the number of requests that the gateway has sent to each worker, by the worker's name ("prefill",
+        "decode-1", ...).
         """
         samples = metrics_page.read(self.addresses.http)
         return {s.labels["worker"]: int(s.value) for s in samples if s.name == "looseleaf_worker_requests_total"}

@@ -1,4 +1,4 @@
-"""Reads a gateway's /metrics."""
+"""Reads and parses the metrics page of a gateway (/metrics)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ TIMEOUT_S = 30.0
 
 
 def read(http_address: str) -> list[Sample]:
-    """Returns the current samples of the gateway at this host:port. Raises OSError if it does not answer."""
+    """Returns the current samples of the gateway at this host:port. Raises OSError if the gateway does not answer."""
     with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=TIMEOUT_S) as reply:
-        text = reply.read().decode()
+        return parse(reply.read().decode())
+
+
+def parse(text: str) -> list[Sample]:
+    """Returns the samples in the text of a metrics page."""
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
 def total(samples: Sequence[Sample], name: str, **labels: str) -> float:
-    """Returns the sum of the samples with this name and these labels."""
+    """Returns the sum of the samples with this name and these labels. A sample may have further labels."""
     wanted = labels.items()
     return sum(sample.value for sample in samples if sample.name == name and wanted <= sample.labels.items())

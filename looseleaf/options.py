@@ -54,7 +54,9 @@ class GenerateOptions(TypedDict, total=False):
     """The only tokens that may be drawn."""
     seed: int
     logprobs: int
-    """Number of most likely tokens whose log-probabilities are returned for each output token, beside its own."""
+    """Number of most likely tokens whose log-probabilities are returned for each output token, in addition to the
+    token's own.
+    """
     prompt_logprobs: int
     n: int
     """Number of samples; in a beam search, the number of best beams to return. The prompt is computed only once."""
@@ -65,7 +67,9 @@ class GenerateOptions(TypedDict, total=False):
     early_stopping: bool | Literal["never"]
     """The condition that ends a beam search, as in transformers."""
     structured_output: StructuredOutput
-    """What the text must match: a JSON schema, any JSON object, a regular expression, a choice or a Lark grammar."""
+    """The grammar that the text must match: a JSON schema, any JSON object, a regular expression, a choice or a Lark
+    grammar.
+    """
     max_tokens: int
     min_tokens: int
     stop: str | Sequence[str]
@@ -78,11 +82,11 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     request_id: str
     cache_salt: str
-    """A salt: cached prefixes are shared only with requests that have the same one."""
+    """A salt. Cached prefixes are shared only with requests that have the same salt."""
     priority: int
     """Lower numbers go first."""
     timeout: float
-    """Seconds until the request is given up. The default is the client's time limit."""
+    """The time limit of the request in seconds. The default is the client's time limit."""
 
 
 def check_names(options: Mapping[str, object], known: Collection[str] = GenerateOptions.__annotations__) -> None:
@@ -136,7 +140,7 @@ class EmbedOptions(TypedDict, total=False):
     priority: int
     cache_salt: str
     timeout: float
-    """The time limit in seconds."""
+    """The time limit of the request in seconds. The default is the client's time limit."""
 
 
 def build_embed_request(text: str | Sequence[int], options: EmbedOptions) -> pb.EmbedRequest:

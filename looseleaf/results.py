@@ -1,4 +1,4 @@
-"""The results that a client receives: small frozen dataclasses. Only this module creates them from protobuf."""
+"""The results that a client receives, as frozen dataclasses, and their conversion from protobuf."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One message of a stream, about one sample. A sample's last delta has its `finish_reason`; the request's last
-    delta also has `usage` and `timings`.
+    """A message of a stream, about one sample. A sample's last delta has its `finish_reason`; the request's last delta
+    also has `usage` and `timings`.
     """
 
     text: str
@@ -53,30 +53,30 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One continuation of a prompt: one of `n` samples, or a beam (best first)."""
+    """A continuation of a prompt: one of `n` samples, or a beam. The best beam comes first."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One per token; empty unless `logprobs` was requested."""
+    """One log-probability per token; empty unless `logprobs` was requested."""
     beam_score: float | None = None
     """Sum of the beam's log-probabilities / length ** length_penalty; None if this is not a beam search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one prompt. `text`, `token_ids` and similar fields belong to the first sample, which is the only
-    one if `n` is 1.
+    """The result of one prompt. The properties, such as `text` and `token_ids`, are those of the first sample, which is
+    the only one if `n` is 1.
     """
 
     samples: tuple[Sample, ...]
-    """At least one, in the order of their index."""
+    """At least one sample, in the order of the index."""
     usage: Usage
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob, ...]
-    """One per prompt token except the first; empty unless `prompt_logprobs` was requested."""
+    """One log-probability per prompt token except the first; empty unless `prompt_logprobs` was requested."""
     request_id: str
 
     @property
@@ -124,7 +124,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     pooling: str
-    """How a text's hidden states become its embedding: last or mean."""
+    """The method by which a text's hidden states become its embedding: last or mean."""
     parent: str | None = None
     """The base model if this model is a LoRA adapter, or None."""
 
@@ -139,7 +139,7 @@ def delta_from_pb(message: pb.GenerateResponse) -> Delta:
         prompt_logprobs=tuple(map(logprob_from_pb, message.prompt_logprobs)),
         finish_reason=finish_reason_from_pb(message.finish_reason),
         stop_reason=_stop_reason(message),
-        usage=_usage(message.usage) if message.HasField("usage") else None,
+        usage=usage_from_pb(message.usage) if message.HasField("usage") else None,
         timings=timings_from_pb(message.timings) if message.HasField("timings") else None,
         beam_score=message.beam_score if message.HasField("beam_score") else None,
         request_id=message.request_id,
@@ -155,7 +155,7 @@ def _stop_reason(message: pb.GenerateResponse) -> int | str | None:
     return None
 
 
-def _usage(message: pb.Usage) -> Usage:
+def usage_from_pb(message: pb.Usage) -> Usage:
     sources = sources_from_pb(message.sources)
     return Usage(
         prompt_tokens=message.prompt_tokens,
@@ -168,9 +168,7 @@ def _usage(message: pb.Usage) -> Usage:
 
 
 def join(deltas: Iterable[Delta]) -> Completion:
-    """Combines all deltas of a stream into a completion. Raises Internal if the stream ended before every
-    sample did.
-    """
+    """Combines all deltas of a stream into a completion. Raises Internal if the stream ended before a sample did."""
     everything = tuple(deltas)
     parts: dict[int, list[Delta]] = {}
     for delta in everything:
@@ -187,7 +185,7 @@ def join(deltas: Iterable[Delta]) -> Completion:
 
 
 def _sample(parts: list[Delta]) -> Sample:
-    """Joins all deltas of one sample, in order. Raises Internal if the last one has no finish reason."""
+    """Joins all deltas of one sample, in order. Raises Internal if the last delta has no finish reason."""
     last = parts[-1]
     if last.finish_reason is None:
         raise Internal(f"the stream ended without a finish reason of sample {last.index}")
@@ -207,5 +205,5 @@ def model_from_pb(message: pb.Model) -> ModelInfo:
 
 
 def embedding_from_pb(message: pb.EmbedResponse) -> Embedding:
-    usage, timings = _usage(message.usage), timings_from_pb(message.timings)
+    usage, timings = usage_from_pb(message.usage), timings_from_pb(message.timings)
     return Embedding(tuple(message.embedding), usage, timings, message.request_id)

@@ -1,1 +1,1 @@
-"""The prefill service, the compute-bound phase: it fills KV blocks for prompts and hands them over."""
+"""The prefill service, which fills KV blocks for prompts and hands them over. This phase is compute-bound."""

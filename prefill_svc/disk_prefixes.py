@@ -20,7 +20,7 @@ from protos.v1 import block_store_pb2_grpc
 
 logger = logging.getLogger("prefill")
 TIMEOUT_S = 30.0
-"""Maximum time that a prompt waits for its blocks. After this time, prefill computes them."""
+"""Maximum time in seconds that a prompt waits for its blocks, after which prefill computes them."""
 
 
 class DiskPrefixes:
@@ -34,8 +34,8 @@ class DiskPrefixes:
         self._fallbacks = Fallbacks(logger)
 
     async def restore(self, sequence: Sequence) -> None:
-        """Restores the full blocks that the sequence can reuse. The chain of the sequence's hashes must have begun. If
-        the store does not answer in time, prefill computes the blocks instead.
+        """Restores the full blocks that the sequence can reuse. The sequence's hashes must contain the start of the
+        chain. Returns without an error if the store refuses or does not answer in time.
         """
         if not (num_blocks := (sequence.num_tokens - 1) // self._block_size):
             return

@@ -14,14 +14,14 @@ from engine.beam_search import Candidates
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """The event that a step has computed part of the prompt."""
+    """The event that a step has computed a part of the prompt."""
 
     num_computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The event that a token has been drawn for one branch."""
+    """The token that was drawn for one branch."""
 
     sample_index: int
     token_id: int
@@ -31,16 +31,16 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last event of a successful prefill: the prompt has been computed, and the next token of each branch has been
-    drawn, or a beam search's candidates or an embedding have been found.
+    """The last event of a successful prefill. It contains the next token of each branch, the first candidates of a beam
+    search, or an embedding.
     """
 
     ticket: Ticket | None
-    """The ticket of the branches that continue, or None if none continues."""
+    """The ticket of the branches that continue; None if no branch continues."""
     tokens: tuple[FirstToken, ...]
     """One token per branch, in the request's order; empty for a beam search or an embedding."""
     candidates: Candidates | None
-    """The first candidates of a beam search, or None."""
+    """The first candidates of a beam search; None for other requests."""
     sources: PromptSources
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob, ...]

@@ -1,6 +1,5 @@
-"""Turns the logits of complete sequences into the next token of every branch, or into a beam search's first candidates.
-
-One sampling call serves all branches of a step, even if their sampling parameters differ. Does not depend on blocks.
+"""Turns the logits of complete sequences into the next token of every branch, or into the first candidates of a beam
+search. One sampling call serves all branches of a step, even if their sampling parameters differ.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from engine.sequence import Chunk, Sequence
 from prefill_svc.job import Job
 
 Completed = tuple[Job, Sequence, int]
-"""A complete sequence, and the row of logits from which the next tokens of its branches are drawn."""
+"""A job, its sequence that is complete, and the row of logits from which the next tokens are drawn."""
 
 
 def take_prompt_logprobs(plan: Seq[tuple[Job, Chunk]], logits: torch.Tensor) -> list[Completed]:
-    """Moves log-probabilities of prompt rows to their sequences. Returns the sequences that the step completes.
-
+    """Adds the log-probabilities of prompt tokens to their sequences. Returns the sequences that the step completes.
     Must be called before `num_computed` is increased.
     """
     completed: list[Completed] = []

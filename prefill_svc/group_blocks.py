@@ -1,6 +1,5 @@
-"""The blocks of prefill's sequence groups: allocated for a whole group or not at all, sealed when full, handed over.
-
-Does not depend on models, queues or callers.
+"""The blocks of sequence groups in prefill: allocated for a whole group or not at all, sealed when full, and handed
+over.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Plan = list[tuple[Job, Chunk]]
 
 
 def _tell_back(again: list[int]) -> None:
-    """Logs the sequences that came back from decode. `again` contains, for each sequence, the number of tokens that are
-    recomputed.
+    """Logs the sequences that decode has given back. `again` contains the number of tokens of each sequence that are
+    computed again.
     """
     logger.info(
         "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
@@ -37,7 +36,7 @@ def _tell_back(again: list[int]) -> None:
 
 
 class GroupBlocks:
-    """The blocks that a prefill worker holds for its jobs."""
+    """The owner of the blocks that a prefill worker holds for its jobs."""
 
     def __init__(self, attached: Attached, layout: KvLayout) -> None:
         self._attached = attached
@@ -48,16 +47,14 @@ class GroupBlocks:
         self._block_size = layout.block_size
         self._came_back = Burst(_tell_back)
         self.is_short = False
-        """Whether the arena has had no block for a chunk of this step."""
+        """Whether the arena had too few blocks for a chunk of this step."""
 
     # --- admission
 
     def admit(self, job: Job) -> bool:
-        """Acquires the cached prefixes, and allocates the remaining blocks of the KV groups that keep everything, for
-        all sequences or for none. Returns whether the job got them.
-
-        `grow` allocates the blocks of KV groups that slide, because a sequence releases most of them before it needs
-        more.
+        """Acquires the cached prefixes and allocates the remaining blocks, for all sequences or for none. Returns
+        whether the job got its blocks. `grow` later allocates the blocks of KV groups with a window, because a sequence
+        releases most of them before it needs more.
         """
         held, groups = self._attached.held, self._groups
         cached = self._cached_prefixes(job)
@@ -77,9 +74,7 @@ class GroupBlocks:
 
     def grow(self, chunk: Chunk) -> bool:
         """Allocates the blocks that a chunk needs and that `admit` did not allocate, all or none. Returns whether the
-        chunk has all its blocks.
-
-        Also returns False if the sequence waits for the trunk to compute the blocks that both share (`_follow`).
+        chunk has all its blocks and need not wait for the trunk to compute shared blocks (`_follow`).
         """
         if self._awaits_trunk(chunk.sequence):
             return False
@@ -100,12 +95,10 @@ class GroupBlocks:
         return True
 
     def _cached_prefixes(self, job: Job) -> list[CachedPrefix]:
-        """Returns the cached prefix of each sequence. It is empty for a sequence that takes its first blocks from the
-        trunk.
-
-        With a window, only the end of a cached prefix is acquired. If a sequence leaves the trunk before this end and
-        has no cached prefix of its own, all sequences start from a shorter prefix, and the trunk computes what they
-        share.
+        """Returns the cached prefix of each sequence, which is empty if the sequence takes its first blocks from the
+        trunk. With a window, only the end of a cached prefix is acquired. If a sequence diverges from the trunk before
+        this end and has no separate cached prefix, all sequences start from a shorter prefix, and the trunk computes
+        the shared blocks.
         """
         trunk = self._cached_prefix(job, 0, 0)
         cached = [trunk, *(self._cached_prefix(job, i, trunk.num_blocks) for i in range(1, len(job.sequences)))]
@@ -118,8 +111,8 @@ class GroupBlocks:
         return cached
 
     def _share(self, trunk: Sequence, num_blocks: int) -> CachedPrefix:
-        """Returns the first blocks of the trunk that another sequence needs, with a reference to each. The blocks of KV
-        groups that slide are left out until the trunk has them (`_follow`).
+        """Returns the first `num_blocks` blocks of the trunk, with a new reference to each, for another sequence.
+        Blocks that the trunk has not computed yet follow later (`_follow`).
         """
         if not num_blocks:
             return CachedPrefix.nothing(self._layout)
@@ -134,11 +127,9 @@ class GroupBlocks:
         return any(len(table) * self._block_size < sequence.num_computed for table in sequence.tables)
 
     def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> CachedPrefix:
-        """Returns the blocks that are cached under a sequence's prefix hashes. The last position is always computed, so
-        its block is not looked for.
-
-        The result is empty if the sequence shares more blocks with the trunk than would be found (`trunk_blocks` blocks
-        of the trunk were cached), or if every position must be computed.
+        """Returns the cached prefix of a sequence, without the block of the last position, which must be computed. The
+        result is empty if the sequence shares more than `trunk_blocks` blocks with the trunk, of which only
+        `trunk_blocks` were cached, or if every position must be computed.
         """
         nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)
@@ -169,8 +160,8 @@ class GroupBlocks:
     # --- after a step
 
     def seal(self, plan: Plan) -> None:
-        """Seals the blocks that this step filled, and the partial last block of each complete sequence. Releases blocks
-        that have slid out of a window, after other sequences of the job have taken the ones that they continue.
+        """Seals the blocks that this step filled, and the partial last block of each complete sequence. Then releases
+        the blocks that have left a window, after the job's other sequences have taken the blocks that they share.
         """
         items: list[SealItem] = []
         places: list[tuple[Job, int, int]] = []
@@ -198,8 +189,8 @@ class GroupBlocks:
             self._attached.held.release_many(dropped)
 
     def _follow(self, job: Job) -> None:
-        """In the KV groups that slide, gives the trunk's blocks to the sequences that continue them, as soon as the
-        trunk has computed the blocks and before it drops them.
+        """In KV groups with a window, gives the trunk's blocks to the sequences that share them, after the trunk has
+        computed the blocks and before it drops them.
         """
         for sequence in job.sequences:
             if self._awaits_trunk(sequence) and job.trunk.num_computed >= sequence.num_computed:
@@ -229,8 +220,8 @@ class GroupBlocks:
         return branches
 
     def hand_over(self, job: Job) -> Ticket:
-        """Returns a ticket with a table per sequence. Raises the same errors as `HeldBlocks.hand_over`. After an error,
-        the caller must call this method again or call `forget`.
+        """Returns a ticket for the tables of the job's sequences. Raises the errors of `HeldBlocks.hand_over`. After an
+        error, the caller must call `hand_over` again, or `forget`.
         """
         sequences = job.sequences
         tables = tuple(tuple(tuple(table.live) for table in sequence.tables) for sequence in sequences)
@@ -239,12 +230,12 @@ class GroupBlocks:
         return Ticket(self._attached.arena.arena_id, ticket_id, tables, num_tokens)
 
     def forget(self, job: Job) -> None:
-        """Releases a job's blocks, and ends the ticket that was begun for the job, if there is one."""
+        """Releases a job's blocks, and ends its ticket if there is one."""
         self.end_ticket(job)
         self.release(job.sequences)
 
     def end_ticket(self, job: Job) -> None:
-        """Ends the ticket of a job, if there is one, because no worker will claim it."""
+        """Ends a job's ticket, which no worker will claim. Does nothing if there is none."""
         with suppress(Fenced):
             self._attached.held.forget(job.hand_over)
 
@@ -253,12 +244,12 @@ class GroupBlocks:
         tables = [sequence.live_refs() for sequence in sequences]
         for sequence in sequences:
             sequence.forget_blocks()
-        with suppress(Fenced):  # the blocks have already been taken back
+        with suppress(Fenced):  # a fenced holder has no blocks
             self._attached.held.release_many(tables)
 
 
 def _replace(job: Job, group: int, block: int, old: BlockRef, new: BlockRef) -> None:
-    """Replaces a block in all tables that share it, because `HeldBlocks.seal` has moved their references to `new`."""
+    """Replaces `old` with `new` in all tables of the job, because `HeldBlocks.seal` has moved the references."""
     for sequence in job.sequences:
         table = sequence.tables[group]
         if block < len(table) and table[block] == old:

@@ -1,7 +1,4 @@
-"""A sequence group in prefill: its token sequences, and the branches that continue each of them.
-
-Uses no torch, I/O or clock.
-"""
+"""A sequence group in prefill: its token sequences, and the branches that continue them."""
 
 from __future__ import annotations
 
@@ -24,32 +21,34 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in prefill. Each of its different token sequences is computed once, even if several branches continue
-    it.
-
-    The first sequence is the trunk. The others reuse its blocks up to their first different token.
+    """A request in prefill. A token sequence is computed once, even if several branches continue it. The first sequence
+    is the trunk. The others reuse its blocks up to their first different token.
     """
 
     sequences: list[Sequence]
-    """Sequences to compute; after the next tokens are drawn, the branches that continue, in the request's order."""
+    """The sequences to compute. Once the first tokens are drawn, the branches that continue, in the request's order."""
     priority: int = 0
     arrived_ns: int = 0
+    admitting_ns: int = 0
+    """Time at which the ledger was last asked for the job's blocks."""
     started_ns: int = 0
-    """Time at which the job's first step began; 0 while the job waits."""
+    """Time at which the job got its blocks; 0 while the job waits."""
+    delivered_ns: int = 0
+    """Time at which the ledger had accepted the job's ticket; 0 if there is none."""
     cancelled: bool = False
     branches: list[tuple[int, int]] = field(default_factory=list)
     """For each branch, in the request's order: the index of the sequence that it continues, and its sample index."""
     common: list[int] = field(init=False)
     """Number of tokens that each sequence has in common with the trunk; 0 for the trunk itself."""
     width: int = field(init=False)
-    """Number of rows of logits from which tokens are drawn: the number of branches."""
+    """The number of branches, which is the number of tokens to draw."""
     drawn: dict[int, Sampled] = field(default_factory=dict)
-    """Next token of each branch whose sequence is complete, by the branch's place in `branches`."""
+    """The next token of each branch whose sequence is complete, by index in `branches`."""
     candidates: Candidates | None = None
     """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
     pool: Pool | None = None
-    """The hidden states from which the embedding is computed, or None if the job draws tokens."""
+    """The accumulator of the embedding, or None if the job draws tokens."""
 
     def __post_init__(self) -> None:
         self.branches = self.branches or [(i, s.sample_index) for i, s in enumerate(self.sequences)]
@@ -86,7 +85,7 @@ class Job:
         return self.candidates is not None or len(self.drawn) == len(self.branches)
 
     def start_over(self) -> None:
-        """Forgets what has been computed. The job's blocks have been released."""
+        """Resets the job to its state before the first step. Its blocks must have been released."""
         self.started_ns = 0
         self.drawn.clear()
         self.candidates = None
@@ -103,7 +102,7 @@ class Job:
 
     @property
     def num_uncomputed(self) -> int:
-        """The largest number of positions that may still have to be computed. The cached ones become known only at
+        """An upper bound of the number of positions that remain to be computed. Cached positions become known at
         admission.
         """
         trunk = self.sequences[0]
@@ -113,17 +112,17 @@ class Job:
         return sum(s.num_tokens - max(s.num_computed, common) for s, common in pairs)
 
     def shared_blocks(self, index: int, block_size: int) -> int:
-        """Returns the number of leading full blocks that a sequence shares with the trunk. The sequence computes its
-        last token itself.
+        """Returns the number of leading full blocks that sequence `index` shares with the trunk. The block of its last
+        token is never shared.
         """
         return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
 
     def num_blocks(self, rules: KvRules) -> int:
-        """Returns the largest number of different blocks that the sequences hold together, over all KV groups."""
+        """Returns the maximum number of different blocks that the sequences hold together, over all KV groups."""
         return most_held(rules, len(self.trunk.prompt_ids), [sequence.num_tokens for sequence in self.sequences])
 
     def branches_of(self, sequence: Sequence) -> Iterator[tuple[int, int]]:
-        """Yields the place in `branches` and the sample index of each branch that continues `sequence`."""
+        """Yields the index in `branches` and the sample index of each branch that continues `sequence`."""
         index = self.sequences.index(sequence)  # by identity
         return ((place, sample) for place, (origin, sample) in enumerate(self.branches) if origin == index)
 

@@ -1,7 +1,6 @@
-"""Embeddings: the hidden states of a prompt become one vector, chunk by chunk.
-
-The same prompt gives the same bits in any batch and however it is divided into chunks: a hidden state does not depend
-on its batch, and the mean adds the states one after the other, in fp64, in the order of their positions.
+"""Pools the hidden states of a prompt into an embedding, chunk by chunk. The bits do not depend on the batch or the
+division into chunks, because a hidden state does not depend on its batch, and the mean adds the states one after the
+other, in fp64, in the order of their positions.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ class Pool:
         self._sum: npt.NDArray[np.float64] | None = None
 
     def add(self, states: States) -> None:
-        """Adds the states [n, h] of the next positions. With "last", only the prompt's last state counts."""
+        """Adds the states [n, h] of the next positions. With the pooling "last", only the newest state is kept."""
         for state in states.astype(np.float64):
             self._sum = state if self._sum is None or self.pooling == "last" else self._sum + state
 
     def vector(self) -> list[float]:
-        """Returns the embedding, a vector of length 1 with fp32 values. The sum, scaled to length 1, equals the scaled
-        mean.
-        """
+        """Returns the embedding, a vector of length 1 with fp32 values."""
         assert self._sum is not None, "no state has been added"
         length = np.sqrt(np.sum(np.square(self._sum)))
         vector: list[float] = (self._sum / max(length, np.finfo(np.float64).tiny)).astype(np.float32).tolist()
@@ -44,9 +41,8 @@ class Pool:
 
 
 def take_pooled(plan: list[tuple[Any, Chunk]], states: torch.Tensor) -> None:
-    """Gives the hidden states of a step's requested rows, fp32 [R, h], to the pools of their jobs.
-
-    Must be called before `num_computed` is increased.
+    """Adds the hidden states of a step's requested rows, fp32 [R, h], to the pools of their jobs. Must be called before
+    `num_computed` is increased.
     """
     host, row = states.cpu().numpy(), 0
     for job, chunk in plan:

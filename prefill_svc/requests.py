@@ -1,4 +1,4 @@
-"""Turns a request message into a job and checks the message. A worker does not trust that its caller has checked it."""
+"""Checks a request message and converts it to a job. A worker does not rely on its caller's checks."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def _quota(message: types_pb.CacheQuota) -> CacheQuota:
 
 
 def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """Checks that all branches are different, that there are no more of them than samples (some may have ended), and
-    that a beam search has only the prompt.
-    """
+    """Checks the number of branches and their sample indices, and that a beam search has a single empty branch."""
     if not branches:
         raise InvalidArgument.of("branches", "must hold at least one branch")
     if sampling.width > limits.max_num_seqs:

@@ -1,5 +1,5 @@
-"""The prefill role in a process. `python -m prefill_svc` hosts it alone, `looseleaf.both_roles` together
-with decode.
+"""The prefill role of a worker's process. `python -m prefill_svc` runs only this role, and `looseleaf.both_roles` runs
+both.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from block_store.holder.attach import Attached, Needs, attach
 from common.rpc import RpcServer
 from common.service_main import wait_idle, worker_name
 from common.settings import WorkerSettings
+from common.tracing import tracer_of
 from common.trust import trust_of
 from engine import start_up
 from engine.model_runner import ModelRunner
@@ -25,7 +26,7 @@ from worker.role import WorkerRole, domain_of, least_floor, record_of
 
 
 def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> Needs:
-    """Returns the role's requirements for the arena. Measures the activations of the role's largest step."""
+    """Measures the activations of the role's largest step, and returns the role's requirements for the arena."""
     return Needs(
         worker_id,
         "prefill",
@@ -33,13 +34,13 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
         runner.weights_bytes,
         start_up.profile(runner, settings.max_num_batched_tokens, settings.max_num_seqs),
         runner.max_model_len,
-        floor_blocks=least_floor("prefill", runner, settings),  # so that the first prompt eventually gets its blocks
+        floor_blocks=least_floor("prefill", runner, settings),  # so that the oldest prompt eventually gets its blocks
         device=str(runner.device.torch_device),
     )
 
 
 def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
-    """Attaches a loaded model to the block store and returns the role. Waits until all expected workers attach."""
+    """Attaches a loaded model to the block store, which waits for all expected workers. Returns the role."""
     needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
@@ -74,7 +75,8 @@ class PrefillRole(WorkerRole):
         self._disk: DiskPrefixes | None = None
         if attached.has_disk_tier:
             self._disk = DiskPrefixes(settings.block_store, trust_of(settings), runner.layout.block_size)
-        self._servicer = PrefillServicer(worker, self.thread, limits, (grammars, adapters), self._disk)
+        self._tracer = tracer_of("prefill", needs.worker_id)
+        self._servicer = PrefillServicer(worker, self.thread, limits, (grammars, adapters), self._disk, self._tracer)
 
     def add_to(self, server: RpcServer) -> None:
         add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
@@ -85,3 +87,7 @@ class PrefillRole(WorkerRole):
         await wait_idle(lambda: self._servicer.num_calls, timeout_s)
         if self._disk is not None:
             await self._disk.close()
+
+    def close(self, timeout_s: float) -> None:
+        super().close(timeout_s)
+        self._tracer.close()

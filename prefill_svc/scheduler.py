@@ -1,9 +1,8 @@
-"""Decides which prompts, and how much of each, go into the next prefill step. Uses no torch, I/O or clock.
-
-Prompts of one priority are served in order of arrival, in chunks under a token budget, with several prompts per step. A
-prompt is admitted, with all branches of its group, only if blocks for all of it are available, except for those that it
-will release again while it is computed: these are allocated chunk by chunk. While the first prompt of the queue or a
-running prompt waits for blocks, no other prompt is admitted.
+"""Decides which chunks of which prompts are in the next prefill step. Prompts of one priority are served in order of
+arrival, in chunks under a token budget, with several prompts per step. A prompt is admitted only if blocks are
+available for all branches of its group, except for blocks that it will release while it is computed, which are
+allocated chunk by chunk. While the first prompt of the queue or a running prompt waits for blocks, no other prompt is
+admitted.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class _Waiting:
 
 
 class PrefillScheduler:
-    """The queue of waiting prompts, and the list of running prompts in the order of their admission."""
+    """A scheduler with a queue of waiting prompts, and a list of running prompts in the order of their admission."""
 
     def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int, max_queue: int) -> None:
         self._budget = max_num_batched_tokens
@@ -35,10 +34,10 @@ class PrefillScheduler:
         self._max_queue = max_queue
         self._waiting: list[_Waiting] = []
         self._running: list[_Waiting] = []
-        """The prompts that have been admitted, with the places that they had in the queue."""
+        """The prompts that have been admitted, with their former places in the queue."""
         self._arrivals = 0
         self._steps = LineFit()
-        """Seconds of a step by its number of prompt tokens."""
+        """Duration of a step in seconds, by its number of prompt tokens."""
 
     def add(self, job: Job) -> None:
         """Queues a job. Raises ResourceExhausted if `max_queue` prompts are already waiting."""
@@ -50,10 +49,9 @@ class PrefillScheduler:
     def plan(
         self, admit: Callable[[Job], bool], grow: Callable[[Chunk], bool] = lambda _: True
     ) -> list[tuple[Job, Chunk]]:
-        """Returns the chunks of the next step, running prompts first.
-
-        `admit(job)` obtains the job's blocks, all or none, and returns whether it got them. `grow(chunk)` does the same
-        for the blocks that are allocated chunk by chunk. If a prompt does not get its blocks, it waits.
+        """Returns the chunks of the next step, with chunks of running prompts first. `admit(job)` allocates the job's
+        blocks, all or none, and returns whether it succeeded. `grow(chunk)` does so for blocks that are allocated chunk
+        by chunk. A prompt without its blocks waits.
         """
         budget = self._budget
         plan: list[tuple[Job, Chunk]] = []
@@ -75,10 +73,9 @@ class PrefillScheduler:
         return plan
 
     def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]], grow: Callable[[Chunk], bool]) -> int:
-        """Adds chunks of the job's sequences to `plan`, and returns how many tokens of the budget they take.
-
-        The sequences are computed in order: the other sequences begin in the step that completes the trunk, or later. A
-        step writes K and V of each layer before it reads any, so the blocks that they share with the trunk are ready.
+        """Adds chunks of the job's sequences to `plan`, and returns their number of tokens. Sequences other than the
+        trunk begin in the step that completes the trunk, or later. A step writes the K and V of a layer before it reads
+        them, so the blocks that these sequences share with the trunk are ready.
         """
         taken = 0
         for sequence in job.sequences:
@@ -91,8 +88,8 @@ class PrefillScheduler:
         return taken
 
     def give_way(self, *, even_alone: bool = False) -> Job | None:
-        """Moves the prompt that was admitted last back to its place in the queue, so that others get its blocks, and
-        returns its job. If only one prompt is running, does so only if `even_alone` is set; otherwise returns None.
+        """Moves the prompt that was admitted last back to its place in the queue, so that other prompts get its blocks.
+        Returns its job, or None if no prompt is running, or if only one is running and `even_alone` is False.
         """
         if len(self._running) < (1 if even_alone else 2):
             return None
@@ -105,14 +102,14 @@ class PrefillScheduler:
         return self._waiting[0].job if self._waiting else None
 
     def remove(self, job: Job) -> bool:
-        """Forgets a job. Returns True if it was running, which means that it holds blocks."""
+        """Marks a job as cancelled, and removes it. Returns whether the job was running and therefore holds blocks."""
         job.cancelled = True
         num_running = len(self._running)
         self._running = [running for running in self._running if running.job is not job]
         return len(self._running) < num_running
 
     def drop_all(self) -> None:
-        """Forgets every job."""
+        """Removes all jobs."""
         self._running.clear()
         self._waiting.clear()
 
@@ -125,7 +122,7 @@ class PrefillScheduler:
         return not self._running and self._head() is None
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Records how long a step took, for the rate in `load`."""
+        """Records the duration of a step, for the rate in `load`."""
         self._steps.note(num_tokens, seconds)
 
     def load(self) -> WorkerLoad:

@@ -1,5 +1,5 @@
-"""The gRPC PrefillService: turns requests into jobs for the step thread, and the jobs' events into responses. Runs in
-the event loop; the model runs in the step thread.
+"""The gRPC PrefillService, which converts requests to jobs for the step thread, and the jobs' events to responses. It
+runs in the event loop.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
 from common.request_ids import take_request_id
+from common.tracing import NO_TRACER, Tracer
 from prefill_svc.disk_prefixes import DiskPrefixes
 from prefill_svc.events import ChunkDone, Done, Emit, Event, FirstToken
 from prefill_svc.job import Job
 from prefill_svc.requests import RequestLimits, job_of
+from prefill_svc.trace import JobTrace
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc, types_pb2
@@ -28,7 +30,7 @@ logger = logging.getLogger("prefill")
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """The gRPC service of a prefill worker, with one stream per request. It refuses new requests if `draining`."""
+    """The gRPC service of a prefill worker. It refuses new requests while `draining` is True."""
 
     def __init__(
         self,
@@ -37,15 +39,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         limits: RequestLimits,
         shared: tuple[Grammars, AdapterPool],
         disk: DiskPrefixes | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`shared` contains the objects that the roles of the process share. `disk` is None if the store keeps no
-        blocks on disk.
+        """Creates the service. `shared` contains the objects that the roles of the process share. `disk` is None if the
+        store has no disk tier.
         """
         self._worker = worker
         self._grammars, self._adapters = shared
         self._thread = thread
         self._limits = limits
         self._disk = disk
+        self._tracer = tracer
         self.draining = False
         self.num_calls = 0
         """Number of prompts that are being served."""
@@ -60,7 +64,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             sequence.adapter = adapter
         await self._grammars.prepare(job.sequences)
         logger.debug("attempt %d: %d prompt tokens", request.attempt, len(request.prompt_token_ids))
-        events: Outgoing[Event] = Outgoing()
+        trace, events = JobTrace(self._tracer, job), Outgoing[Event]()
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:  # called in the step thread
@@ -73,19 +77,20 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             yield pb.PrefillResponse(queued=pb.PrefillQueued(load=convert.load_to_pb(self._worker.load)))
             with events:
                 while isinstance(event, ChunkDone):
-                    again = [event]
-                    for event in await events.get() or again:  # the last progress, repeated, serves as the heartbeat
+                    if not (news := await events.get()):
+                        yield _response(event)  # a heartbeat repeats the last progress
+                    for event in news or ():
+                        trace.note(event)
                         yield _response(event)
         finally:
             self.num_calls -= 1
+            trace.end(event)
             submitting.cancel()
             if isinstance(event, ChunkDone):
                 self._thread.post(lambda: self._worker.cancel(job))
 
     async def _submit(self, job: Job, request: pb.PrefillRequest, emit: Emit) -> None:
-        """Queues a job, after the store has restored the part of its prefix that is on disk. Other prompts run
-        meanwhile.
-        """
+        """Queues a job, after the store has restored the part of its prefix that is on disk."""
         if self._disk is not None:
             self._worker.begin_chain(job, request.cache_salt, request.public_tokens)
             await self._disk.restore(job.trunk)

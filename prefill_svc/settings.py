@@ -6,6 +6,6 @@ from common.settings import WorkerSettings, settings_config
 
 
 class PrefillSettings(WorkerSettings):
-    """Flags of `python -m prefill_svc`. The environment variables are LOOSELEAF_PREFILL_*."""
+    """The settings of a prefill worker: flags of `python -m prefill_svc`, or LOOSELEAF_PREFILL_* in the environment."""
 
     model_config = settings_config("LOOSELEAF_PREFILL_", "prefill_svc")

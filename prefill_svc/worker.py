@@ -1,7 +1,4 @@
-"""The work of a prefill worker's step thread: admit, compute, seal, sample, hand over.
-
-Does not depend on gRPC: for each job, the service passes an `emit`, which the step thread calls.
-"""
+"""The work of a prefill worker's step thread: it admits, computes, seals, samples and hands over."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners
 
 logger = logging.getLogger("prefill")
 MAX_STUCK = 200
-"""Number of steps without a block after which even a single prompt starts over: about a second (RETRY_ALLOC_S)."""
+"""Number of steps without a block, about a second (RETRY_ALLOC_S), after which even a single prompt starts over."""
 
 
 class PrefillWorker:
@@ -48,16 +45,14 @@ class PrefillWorker:
         self._blocks = GroupBlocks(attached, runner.layout)
         self._emits: dict[Job, Emit] = {}
         self._parked: dict[Job, Callable[[], None]] = {}
-        """Prompts that have been computed and wait for the ledger to accept their hand-over, each with the function
-        that finishes it.
-        """
+        """Computed prompts that the ledger has not accepted yet, each with the function that repeats the hand-over."""
         self._num_stuck = 0
-        """Number of consecutive steps in which no running prompt got the blocks that it needs."""
+        """Number of consecutive steps in which no running prompt got its blocks."""
         self.load = WorkerLoad()
-        """Load as of the last step; other threads may read it."""
+        """The load after the last step. Other threads may read it."""
 
     def submit(self, job: Job, salt: bytes, emit: Emit, public_tokens: int = 0) -> None:
-        """Queues a job. Its events go to `emit`; the last one is Done or an error."""
+        """Queues a job. The step thread calls `emit` with its events, the last of which is Done or an error."""
         if not job.trunk.hashes:
             self.begin_chain(job, salt, public_tokens)
         needed = job.num_blocks(self._runner.layout.rules())
@@ -86,13 +81,13 @@ class PrefillWorker:
             sequence.rekey = rekey
 
     def cancel(self, job: Job) -> None:
-        """Drops a job in any state, and releases its blocks."""
+        """Removes a job in any state, and releases its blocks."""
         self._forget(job)
         self._emits.pop(job, None)
         self.load = self._scheduler.load()
 
     def step(self) -> float | None:
-        """Runs one step. Returns the seconds to wait before the next step, or None to wait for a command."""
+        """Runs one step. Returns the number of seconds to wait before the next step, or None to wait for a command."""
         ran = guarded_step(self, self._attached, logger)
         self.load = self._scheduler.load()
         if self._scheduler.idle and not self._parked:
@@ -100,7 +95,9 @@ class PrefillWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Hands over finished jobs, plans and runs. This is `step` without its guard. Returns whether anything ran."""
+        """Hands over computed prompts, and then plans and runs a step. Returns whether a step ran. Unlike `step`,
+        raises LedgerError or ArenaError.
+        """
         for conclude in list(self._parked.values()):
             conclude()
         self._blocks.is_short = False
@@ -121,12 +118,10 @@ class PrefillWorker:
             guarded_run(lambda: run(plan), lambda: self._fail_all(plan), self._runner, logger)
 
     def _make_way(self) -> None:
-        """Takes the blocks of the prompt that was admitted last, because no running prompt can get the blocks that it
-        needs.
-
-        At first, a single prompt keeps its blocks and waits, because a floor is enough for it. Branches that came back
-        from decode may need more than a floor. Two prefill workers with such branches could wait for each other's
-        blocks, so after a while even a single prompt starts over.
+        """Releases the blocks of the prompt that was admitted last, because no running prompt can get its blocks. At
+        first, a single prompt keeps its blocks and waits, because the floor is usually enough for it. Branches that
+        decode has given back may need more. Two prefill workers with such branches could wait for each other's blocks,
+        so after MAX_STUCK steps even a single prompt starts over.
         """
         self._num_stuck += 1
         if (job := self._scheduler.give_way(even_alone=self._num_stuck > MAX_STUCK)) is not None:
@@ -142,13 +137,16 @@ class PrefillWorker:
     # --- one step
 
     def _admit(self, job: Job) -> bool:
+        job.admitting_ns = time.monotonic_ns()
         if not self._blocks.admit(job):
             return False
         job.started_ns = time.monotonic_ns()
         return True
 
     def _constrained(self, plan: Plan) -> Plan:
-        """Computes the masks for the tokens that this step draws. Jobs whose grammar is too complex fail."""
+        """Computes the masks for the tokens that this step draws. Returns the plan without the jobs whose grammar is
+        too complex, which fail.
+        """
         for job, chunk in plan:
             if chunk.completes and chunk.sequence.grammar is not None and job in self._emits:
                 try:
@@ -173,7 +171,7 @@ class PrefillWorker:
                 self._tell_progress(job)
 
     def _pool(self, plan: Plan) -> None:
-        """Runs a step whose hidden states become embeddings. It draws nothing, so the model's head is left out."""
+        """Runs a step whose hidden states become embeddings. The step does not compute the model's head."""
         if (states := self._computed(plan, self._runner.hidden_states)) is None:
             return
         take_pooled(plan, states)
@@ -187,9 +185,7 @@ class PrefillWorker:
                 self._tell_progress(job)
 
     def _computed(self, plan: Plan, forward: Callable[[StepInput], torch.Tensor]) -> torch.Tensor | None:
-        """Returns the results of a step's requested rows, or None if the reader rule forbids the step or its
-        results.
-        """
+        """Returns the results of a step's requested rows, or None if a block is stale (reader rule)."""
         step = lay_out([chunk for _, chunk in plan], self._block_size)
         if not self._check(plan, step):
             return None
@@ -200,9 +196,8 @@ class PrefillWorker:
         self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step, has_run: bool = False) -> bool:
-        """Applies the reader rule: every block must still have the generation in the block table. Returns False if
-        stale jobs were aborted. If the step has already run, its result is discarded, and all jobs whose states it has
-        advanced are also aborted.
+        """Applies the reader rule. Aborts the jobs with a stale block, and returns False if there are any. If the step
+        has already run and the model has recurrent states, aborts all of its jobs, because their states have advanced.
         """
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:
@@ -215,7 +210,7 @@ class PrefillWorker:
         return False
 
     def _finish(self, job: Job) -> None:
-        """Gives each branch its token. Branches that continue become the job's sequences and are handed over."""
+        """Adds each branch's token, and hands over the branches that continue."""
         self._scheduler.remove(job)
         timings = _timings(job)
         trunk = job.trunk
@@ -237,9 +232,7 @@ class PrefillWorker:
         self._conclude(job, done)
 
     def _finish_pooled(self, job: Job) -> None:
-        """Sends a job's embedding. Decode does not need the job's blocks, so they are released; full blocks stay
-        cached.
-        """
+        """Sends a job's embedding, and releases its blocks; full blocks stay cached."""
         assert job.pool is not None
         self._scheduler.remove(job)
         self._blocks.release(job.sequences)
@@ -252,14 +245,13 @@ class PrefillWorker:
         return FirstToken(sequence.sample_index, sampled.token_id, sampled.logprob, reason)
 
     def _conclude(self, job: Job, done: Done) -> None:
-        """Sends the job's result, with a ticket if a branch continues. If the ledger does not answer, sends the result
-        later.
-        """
+        """Sends the job's result, with a ticket if a branch continues. If the ledger does not answer, parks the job."""
         self._parked.pop(job, None)
         ticket: Ticket | None = None
         if job.sequences:
             try:
                 ticket = self._blocks.hand_over(job)
+                job.delivered_ns = time.monotonic_ns()
             except LedgerUnavailable:
                 self._parked[job] = lambda: self._conclude(job, done)
                 return
@@ -277,7 +269,7 @@ class PrefillWorker:
             self._blocks.release(job.sequences)
         elif self._parked.pop(job, None) is not None:
             self._blocks.forget(job)
-        else:  # the caller left before it got the ticket
+        else:  # the caller ended the call before it received the ticket
             self._blocks.end_ticket(job)
 
     def _fail(self, job: Job, error: LooseleafError) -> None:
@@ -286,7 +278,7 @@ class PrefillWorker:
             emit(error)
 
     def start_over(self, reason: str) -> None:
-        """Fails all jobs with a retryable error and registers again, because a fenced worker holds no blocks."""
+        """Fails all jobs with a retryable error, and registers the worker again."""
         logger.warning("starting over: %s; %d prompts are rejected", reason, len(self._emits))
         self._scheduler.drop_all()
         self._parked.clear()

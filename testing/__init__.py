@@ -1,1 +1,3 @@
-"""Code for tests and fault injection: oracles, models of the ledger, faulty workers. Not installed."""
+"""Code for tests and fault injection: oracles, models of the ledger, and faulty workers. Not installed with the
+product.
+"""

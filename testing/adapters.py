@@ -19,8 +19,8 @@ def make_adapter(
     directory: Path, model: Path, *, rank: int = 4, seed: int = 1, targets: Sequence[str] = ALL, std: float = 0.2,
     **overrides: Any,
 ) -> Path:  # fmt: skip
-    """Writes an adapter of the model's linear layers whose last names are `targets`. `overrides` are keys of
-    adapter_config.json. Returns its directory.
+    """Writes a random adapter for the model's linear layers whose last name component is in `targets`. `std` is the
+    standard deviation of the matrices. `overrides` are keys of adapter_config.json. Returns `directory`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -42,7 +42,9 @@ def make_adapter(
 
 
 def merge(directory: Path, model: Path, adapter: Path) -> Path:
-    """Writes the model with B A * scale added to its weights, in fp32. Returns `directory`."""
+    """Writes a copy of the model, to whose weights the adapter's scale * B A is added, to the new directory
+    `directory`. The sums are computed in float64 and rounded to the weights' dtype. Returns `directory`.
+    """
     directory.mkdir(parents=True)
     for file in model.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())

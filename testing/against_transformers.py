@@ -1,4 +1,8 @@
-"""For tests: the logits that the transformers library computes for a checkpoint, and their distance from ours."""
+"""The logits that the transformers library computes for a checkpoint, and their distance from ours, for tests.
+
+Two references show how close fp32 results can be: float64, and fp32 in which every single operation is rounded
+correctly (`CorrectlyRounded`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine.model_runner import ModelRunner, RunnerSettings
 
@@ -14,7 +20,7 @@ NUM_TOKENS = 150
 
 
 def runner_of(directory: Path, **settings: Any) -> ModelRunner:
-    """Loads the checkpoint in fp32 on the CPU, with the definition of transformers unless the settings differ."""
+    """Returns a runner of the checkpoint: by default in fp32, on the CPU, with transformers' model definition."""
     given: dict[str, Any] = {
         "dtype": "float32",
         "model_impl": "transformers",
@@ -26,15 +32,15 @@ def runner_of(directory: Path, **settings: Any) -> ModelRunner:
 
 
 def prompt(vocab_size: int, length: int = NUM_TOKENS) -> list[int]:
-    """Returns random tokens of a vocabulary. The same arguments give the same tokens."""
+    """Returns random tokens of a vocabulary. Equal arguments give equal tokens."""
     return torch.randint(5, vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def by_transformers(
     directory: Path, tokens: list[int], dtype: torch.dtype = torch.float32, *, one_by_one: bool = False
 ) -> torch.Tensor:
-    """Returns float64 [T, vocab]: the logits of one pass over all tokens, or of one pass for each token with
-    transformers' cache.
+    """Returns the logits of transformers' model in `dtype`, as float64 [T, vocab]. They come from one pass over all
+    tokens or, if `one_by_one` is True, from one pass for each token with transformers' cache.
     """
     from transformers import AutoModelForCausalLM
 
@@ -55,14 +61,38 @@ def by_transformers(
         return torch.stack(rows)
 
 
+class CorrectlyRounded(TorchDispatchMode):
+    """A mode in which torch computes operations on fp32 tensors in float64 and rounds each result to fp32 once. No fp32
+    implementation of the same operations can be more accurate. Views, operations in place, and operations with a
+    `dtype` argument or a float64 tensor run unchanged. An addition in place is rounded correctly anyway.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        exact_already = func.is_view or func._schema.is_mutable or kwargs.get("dtype") is not None
+        if exact_already or torch.float32 not in dtypes or torch.float64 in dtypes:
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        return tree_map_only(torch.Tensor, _rounded, func(*args, **kwargs))
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.dtype == torch.float32 else x
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype == torch.float64 else x
+
+
 def cache_name(model: Any) -> str:
-    """Returns what the model calls its cache, as an argument and in its results: "cache" since transformers 5.24,
-    "past_key_values" or "cache_params" before.
+    """Returns the model's name for its cache, as an argument and in its results: "cache" since transformers 5.24, or
+    "past_key_values" or "cache_params" in earlier versions.
     """
     taken = inspect.signature(model.forward).parameters
     return next(name for name in ("cache", "past_key_values", "cache_params") if name in taken)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the largest difference, relative to the standard deviation of `b`."""
+    """Returns the largest absolute difference between `a` and `b`, relative to the standard deviation of `b`."""
     return float((a.double() - b).abs().max() / b.std())

@@ -1,4 +1,4 @@
-"""For tests: a decode worker over a real arena and ledger, a small prefill, and the receiving end of a gateway."""
+"""A decode worker for tests, over a real arena and ledger, with a small prefill and the receiving end of a gateway."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from common.ticket import Ticket, TicketId
 from common.types import Branch, Epoch, FinishReason, SamplingParams, StoppingParams, TokenLogprob, WorkerLoad
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
+from decode_svc.speculation import Speculation
 from decode_svc.submits import Submission
 from decode_svc.worker import DecodeWorker
 from engine.beam_search import BeamSearch, Candidates
@@ -36,7 +37,7 @@ DOMAIN = b"domain"
 
 @dataclass
 class Answer:
-    """A record of the received output of one sample or beam."""
+    """The received output of one sample or beam."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Answer:
 
 
 class Inbox:
-    """A receiver of a worker's outputs: the gateway's end of a session."""
+    """The gateway's end of a session, which receives a worker's outputs."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[int, dict[int, Answer]] = defaultdict(dict)
@@ -72,15 +73,15 @@ class Inbox:
 
 
 class DecodeBench:
-    """A decode worker that tests step by hand. `attached` is its access to the block store; `prefill` is a second
-    holder.
-    """
+    """A decode worker that a test runs step by step. A second holder, `prefill`, computes and hands over sequences."""
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64,
-        reserve: int = 0,
+        reserve: int = 0, speculation: Speculation | None = None,
     ) -> None:  # fmt: skip
-        """Sets up the worker. `reserve` is the number of blocks that the worker keeps allocated in advance."""
+        """Sets up the worker. `reserve` is the number of blocks that the worker keeps allocated in advance. Without
+        `speculation`, nothing is drafted.
+        """
         self.runner = runner
         self.block_size = runner.layout.block_size
         self.arena = Arena.create(directory, runner.layout, num_blocks)
@@ -89,7 +90,8 @@ class DecodeBench:
         runner.bind(self.arena.data)
         self.attached = SimpleNamespace(arena=self.arena, held=self.held, is_fenced=False, floor_blocks=num_blocks)
         self.scheduler = DecodeScheduler(max_num_seqs=max_num_seqs, max_queue=64)
-        self.worker = DecodeWorker(runner, cast(Any, self.attached), self.scheduler, DOMAIN)
+        attached = cast(Any, self.attached)
+        self.worker = DecodeWorker(runner, attached, self.scheduler, DOMAIN, speculation=speculation)
         self.inbox = Inbox()
 
     def _holder(self, name: str, reserve: int = 0) -> HeldBlocks:
@@ -106,7 +108,7 @@ class DecodeBench:
         *,
         priority: int = 0,
     ) -> Group:
-        """Prefills these branches (by default those of a new request) and hands them over."""
+        """Prefills these branches (by default those of a new request), submits their group and returns it."""
         made = self.prefilled(handle, prompt, sampling, stopping, branches)
         made.group.priority = priority
         self.worker.submit(self.inbox.session, *made)
@@ -120,8 +122,8 @@ class DecodeBench:
         stopping: StoppingParams,
         branches: Sequence[Branch] | None = None,
     ) -> Submission:
-        """Prefills these branches (by default those of a new request), and returns one ticket for all branches that
-        continue. Equal outputs are computed once.
+        """Prefills these branches (by default those of a new request). Returns a submission with one ticket for all
+        branches that continue. Branches with equal outputs are computed once.
         """
         is_search = sampling.beam_width is not None
         branches = branches or [Branch(index) for index in range(1 if is_search else sampling.num_sequences)]
@@ -145,7 +147,9 @@ class DecodeBench:
         return Submission(Group(handle, 0, live), self._ticket(live), b"", candidates)
 
     def _compute(self, sequence: Tokens) -> tuple[Tokens, torch.Tensor]:
-        """Returns a sequence with all its KV, every block sealed, and the logits [1, vocab] of its last token."""
+        """Computes and seals all blocks of a sequence. Returns the sequence, and the logits [1, vocab] of its last
+        token.
+        """
         size, num_tokens = self.block_size, sequence.num_tokens
         refs = self.prefill.alloc(blocks_of(num_tokens, size))
         sequence.table, sequence.hashes = BlockTable(refs), [chain_start(DOMAIN, b"")]
@@ -172,7 +176,9 @@ class DecodeBench:
         return Ticket(self.arena.arena_id, id_, tables, tuple(sequence.num_computed for sequence in live))
 
     def run(self, max_steps: int = 500) -> int:
-        """Steps until nothing is left to do. Returns the number of steps."""
+        """Runs steps until the worker is idle. Returns their number. Raises AssertionError if the worker is still busy
+        after `max_steps` steps.
+        """
         for step in range(max_steps):
             if self.worker.step() is None:
                 return step + 1
@@ -183,7 +189,7 @@ class DecodeBench:
         return {ref.block for sequence in sequences for ref in sequence.table}
 
     def close(self) -> None:
-        """Closes the worker. Raises AssertionError if it still holds blocks."""
+        """Closes both holders. Raises AssertionError if one of them still holds blocks."""
         for held in (self.held, self.prefill):
             held.assert_idle()
             held.close()

@@ -1,7 +1,5 @@
-"""A small scheduler for tests and benchmarks: it prefills prompts in chunks under a token budget, and decodes the
-sequences that are complete.
-
-Blocks are taken in random order from an arena filled with NaN, and are never returned. Does not use the ledger.
+"""A small scheduler for tests and benchmarks. It prefills prompts in chunks under a token budget, and decodes complete
+sequences. Blocks come in random order from an arena filled with NaN, without a ledger, and are not released.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def poisoned_arena(runner: ModelRunner, num_blocks: int) -> torch.Tensor:
-    """Returns uint8 [num_blocks, block_bytes] on the runner's device. The bytes are NaN in every dtype."""
+    """Returns uint8 [num_blocks, block_bytes] on the runner's device, filled with 0xFF (NaN in every KV dtype)."""
     return runner.new_arena(num_blocks, fill=0xFF)
 
 
@@ -42,7 +40,9 @@ class Batch:
     def of(
         cls, runner: ModelRunner, prompts: Seq[Seq[int]], new_tokens: int, *, budget: int = 64, seed: int = 0
     ) -> Batch:
-        """Returns greedy sequences with their blocks, over a fresh arena that is bound to the runner."""
+        """Returns a batch of greedy sequences with all their blocks, over a new arena that is bound to the runner.
+        `budget` is the maximum number of tokens in a step. `seed` determines the order of the blocks.
+        """
         block_size, groups = runner.layout.block_size, len(runner.layout.groups)
         needs = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
         runner.bind(poisoned_arena(runner, sum(needs) * groups))
@@ -69,7 +69,7 @@ class Batch:
         return chunks
 
     def step(self, chunks: list[Chunk]) -> None:
-        """Makes one forward pass. Each sequence whose newest token has been computed gets its next token."""
+        """Runs one forward pass, and draws the next token of each complete sequence."""
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
         logits = self.runner.step(lay_out(chunks, self.runner.layout.block_size).batch)
         for chunk in chunks:

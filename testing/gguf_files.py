@@ -1,6 +1,5 @@
-"""Writes GGUF files of tiny checkpoints, each with an fp32 twin whose weights are the same numbers.
-
-The gguf package writes the files and also defines the values of their blocks.
+"""Writes GGUF files of tiny checkpoints, each with an fp32 twin that has the same weights. The gguf package writes the
+files and defines the values of their blocks.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-"""The sizes of the models, which must suit K types: their blocks cover 256 values of a row."""
+"""Sizes of the models. K types need rows of a multiple of 256 values."""
 
 
 def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Returns random blocks of a type, bytes [n_out, ...]. Only the fp16 scales are chosen: they make weights small and
-    about equally often negative.
-
-    This is for types that gguf can read but not write.
+    """Returns random blocks of a type, bytes [n_out, ...], for types that gguf can read but not write. The fp16 scales
+    make the weights small, and about half of them negative.
     """
     rng = np.random.default_rng(seed)
     per_block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -47,7 +44,7 @@ def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[n
 
 
 def make_gguf(file: Path, twin: Path, family: Family, kinds: dict[str, Type], **overrides: Any) -> None:
-    """Writes a random model of a family to `file`, and an fp32 model with the same numbers to `twin`.
+    """Writes a random model of a family to `file`, and an fp32 model with the same weights to `twin`.
 
     `kinds` maps a part of a tensor's GGUF name to its type; other tensors are Q8_0. Vectors are in fp32.
     """
@@ -118,7 +115,9 @@ def _heads(name: str, config: dict[str, Any]) -> int | None:
 
 
 def _neighbours(rows: Floats, heads: int | None) -> Floats:
-    """Reorders rows as llama.cpp's conversion does, which rotates neighbours. If `heads` is None, keeps the order."""
+    """Reorders rows as llama.cpp's conversion does, for the rotation of neighboring pairs. If `heads` is None, keeps
+    the order.
+    """
     if heads is None:
         return rows
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1)

@@ -1,4 +1,4 @@
-"""For tests of the Triton kernels: the interpreter's rounding and products, and tolerances."""
+"""Rounding, products and tolerances for tests of the Triton kernels under the interpreter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from torch import Tensor
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x (fp32 or float64) in `dtype` with the rounding of a kernel on x's device: to nearest even, but towards
-    zero for bf16 on the CPU, where triton's interpreter (3.7.1) truncates the low bits.
-
-    The interpreter's fp8 is not corrected here. It is right only for numbers that fp8 can represent.
+    """Returns x (fp32 or float64) in `dtype`, rounded as in a kernel on x's device: to nearest even or, for bf16 on
+    the CPU, towards zero, because triton's interpreter (3.7.1) truncates the low bits.
     """
     if dtype == torch.bfloat16 and not x.is_cuda:
         return (x.float().view(torch.int32) & -0x10000).view(torch.float32).to(dtype)
@@ -21,9 +19,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_rows() -> None:
-    """Makes the interpreter's `tl.dot` row-invariant, as tensor cores are: a row has the same bits at any position in
-    the tile. The interpreter calls numpy's `matmul`, whose row invariance depends on the BLAS (with AVX-512, not with
-    AVX2).
+    """Makes the interpreter's `tl.dot` row-invariant, like tensor cores: a row's bits do not depend on its position in
+    the tile. The interpreter calls numpy's `matmul`, whose row invariance depends on the BLAS.
     """
     from triton.runtime import interpreter
 

@@ -1,8 +1,6 @@
-"""The reference for all other paths: a single process that runs one sequence without cache and scheduler, with the same
-kernels.
-
-The oracle lays out its own steps (without `engine.sequence`) over a private arena, so it shares no bookkeeping with the
-code under test.
+"""The reference for all other paths: a single process that runs one sequence without a prefix cache or a scheduler,
+with the same kernels. The oracle builds its steps without `engine.sequence`, over a private arena, so it shares no
+bookkeeping with the code under test.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from engine.step import StepInput
 
 
 class Oracle:
-    """A reference that runs a runner's model over private memory. The runner's own arena is bound again after each
-    call.
+    """The oracle, which runs a runner's model over private memory. After each call, the runner's arena is
+    bound again.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -53,9 +51,8 @@ class Oracle:
         chunk: int | None = None,
         begin: Callable[[], GrammarState] | None = None,
     ) -> list[Sampled]:
-        """Returns the tokens that `generate` returns, with their log-probabilities if `sampling` requests them.
-
-        `begin` returns the start of the grammar. Every token is drawn with a new state, which follows all tokens.
+        """Returns the tokens that `generate` returns, with their log-probabilities if `sampling` requests them. `begin`
+        returns a grammar state at the start. Each token is drawn with a new state.
         """
         outputs, drawn = list[int](), list[Sampled]()
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
@@ -97,7 +94,7 @@ class Oracle:
 
     def _arena(self, num_tokens: int) -> torch.Tensor:
         """Returns blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot
-        is noticed.
+        has an effect.
         """
         layout = self._runner.layout
         return self._runner.new_arena(-(-num_tokens // layout.block_size) * len(layout.groups), fill=0xFF)
@@ -123,8 +120,8 @@ class Oracle:
 
 
 def _one_sequence(token_ids: Sequence[int], start: int, layout: KvLayout, *, last_only: bool) -> StepInput:
-    """Returns the step of one sequence that computes position `start` and all later ones. With G KV groups, block i of
-    group g is block i * G + g of the arena.
+    """Returns the step of one sequence that computes position `start` and all later positions. With G KV groups, block
+    i of group g is block i * G + g of the arena.
     """
     end, size, groups = start + len(token_ids), layout.block_size, len(layout.groups)
     positions = np.arange(start, end, dtype=np.int64)

@@ -1,7 +1,5 @@
-"""Writes tiny checkpoints in quantized formats, each with an fp32 twin whose weights are the same numbers.
-
-The formats are implemented here from their descriptions, value by value and independently of the code that reads them:
-w = s * (q - z).
+"""Writes tiny checkpoints in quantized formats, each with an fp32 twin that has the same weights. The formats, w = s *
+(q - z), are implemented here independently of the code that reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix [out, in] in a format: its tensors by suffix, and the numbers that they encode."""
+    """A matrix [out, in] in a format: its tensors by suffix, and the weights that they encode."""
 
     tensors: dict[str, Tensor]
     numbers: Tensor
@@ -45,7 +43,7 @@ class Format:
 
 
 def make_quantized(directory: Path, twin: Path, form: Format, family: Family = "llama", seed: int = 0) -> None:
-    """Writes a random model in a format to `directory`, and an fp32 model with the same numbers to `twin`."""
+    """Writes a random model in a format to `directory`, and an fp32 model with the same weights to `twin`."""
     make_checkpoint(twin, family, seed=seed, intermediate_size=160)
     shutil.copytree(twin, directory, dirs_exist_ok=True)
     tensors = load_file(twin / "model.safetensors")

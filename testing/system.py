@@ -1,4 +1,4 @@
-"""For tests of a running system: seeded prompts, checks of held blocks, and waiting."""
+"""Helpers for tests of a running system: seeded prompts, checks of held blocks, and waiting."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResp
 
 
 def assert_nothing_held(block_store: str, *, within_s: float = 15.0) -> pb.InspectResponse:
-    """Waits until every block is FREE, CACHED or RESERVED and no holder has a sealed block. Raises AssertionError if
-    this takes longer than `within_s`. 15 s are enough for a ticket's lease and a sweep, which release the blocks that a
-    cancelled request has left in a ticket.
+    """Waits until every block is FREE, CACHED or RESERVED and no holder has a sealed block. Returns the state. Raises
+    AssertionError after `within_s`. 15 s are enough for the end of a ticket's lease and a sweep, which release a
+    cancelled request's blocks.
     """
     state = wait_for(
         lambda: inspect(block_store), lambda s: s.sealed == 0 and s.quarantine == 0, within_s, "blocks stay held"

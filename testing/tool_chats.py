@@ -1,9 +1,8 @@
-"""Runs chats with tools for each family of chat templates: `python -m testing.tool_chats --chats 200`.
-
-Each family is served with a tiny random model and its chat template, from which the server derives the call format.
-Every chat enforces a call, with `required` or by name, and is repeated as a stream. A chat fails if a call does not
-match its schema, if there is content in addition to the calls, if the stream differs from the complete answer, or if
-the server refuses a history with the call and its result (which every fifth chat sends).
+"""Runs chats with tools for each family of chat templates (`python -m testing.tool_chats --chats 200`). Each family is
+served with a tiny random model and its chat template, from which the server derives the call format. Every chat
+requires a call, and is repeated as a stream. A chat fails if a call does not match its schema, if there is content in
+addition to the calls, if the stream differs from the complete answer, or if the server refuses a history with the call
+and its result, which every fifth chat sends.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p
 
 
 def write_model(directory: Path, family: str) -> Path:
-    """Writes a random model with the template of a family, and returns its directory. The markers of the family's calls
-    are special tokens.
+    """Writes a random model with the template of a family, in which the markers of the family's calls are special
+    tokens. Returns its directory.
     """
     form, template = TEMPLATES[family]
     make_checkpoint(directory, "llama", seed=1, vocab_size=540)
@@ -74,7 +73,7 @@ def chat(http: httpx.Client, number: int) -> str:
     calls = choice["message"].get("tool_calls", [])
     is_cut = choice["finish_reason"] == "length"
     wrong = [what for call in (calls[:-1] if is_cut else calls) if (what := _wrong(call["function"]))]
-    if not is_cut and (choice["message"]["content"] is not None or not calls):  # half a call is content
+    if not is_cut and (choice["message"]["content"] is not None or not calls):  # an incomplete call is content
         wrong.append(f"content {choice['message']['content']!r:.200}")
     if not wrong and (streamed := _streamed(http, body)) != [_written(call["function"]) for call in calls]:
         wrong.append(f"the stream has {streamed!r:.200}")
@@ -122,7 +121,7 @@ def _streamed(http: httpx.Client, body: dict[str, Any]) -> list[tuple[str, str]]
 
 def _sent_back(http: httpx.Client, message: dict[str, Any]) -> list[str]:
     """Sends a history with a call and its result to the server. Returns the errors."""
-    one = message | {"tool_calls": message["tool_calls"][:1]}  # Llama 3's template allows one
+    one = message | {"tool_calls": message["tool_calls"][:1]}  # Llama 3's template allows one call
     told = {"role": "tool", "tool_call_id": one["tool_calls"][0]["id"], "content": "sun"}
     body = {"messages": [_ASK, one, told], "tools": TOOLS, "max_tokens": 2}
     reply = http.post("/v1/chat/completions", json=body)

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: prefill on host A, decode on host B, a gateway on A, and one Redis or two.
+"""Two hosts on one machine: prefill and a gateway on host A, decode on host B, and one Redis or two.
 
 With namespaces (only as root), each host has its own network, mounts and shared memory. A veth pair joins the two
 hosts, and the test acts as a third machine that is connected to A. Without namespaces, the hosts are two groups of
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,13 +32,15 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 START_S = 120.0
+NOTES = "LOOSELEAF_CHAOS_NOTES"
+"""The environment variable that contains the directory of notes to faulty services."""
 _SUBNET = f"10.77.{os.getpid() % 256}"  # so that two test processes can run at the same time
 _LINK = (f"{_SUBNET}.1", f"{_SUBNET}.2")  # A, B
 _FRONT = (f"{_SUBNET}.5", f"{_SUBNET}.6")  # the test, A
 
 
 class Namespace:
-    """A network and mount namespace with its own /dev/shm, kept by a process that sleeps."""
+    """A network and mount namespace with a separate /dev/shm, which a sleeping process keeps alive."""
 
     def __init__(self, name: str) -> None:
         self.name = f"ll-{name}-{os.getpid()}"
@@ -77,14 +79,17 @@ def namespaces_work() -> bool:
 class Process:
     """A service process of one host."""
 
-    def __init__(self, name: str, command: Sequence[str], ready: Path, log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], ready: Path, log: Path, environment: Mapping[str, str]
+    ) -> None:
         self.name = name
         self.ready = ready
         self.log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                env=environment,
+            )  # fmt: skip
 
     @property
     def pid(self) -> int:
@@ -116,11 +121,16 @@ class TwoHosts:
 
     def __init__(
         self, model: Path, *, namespaces: bool, redis_per_host: bool = False, num_blocks: int = 1024,
-        max_model_len: int = 1024,
+        max_model_len: int = 1024, packages: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        """Starts the stack. `packages` maps the names of services' packages to replacements."""
         self._scratch = tempfile.TemporaryDirectory(prefix="ll-hosts-")
         self._root = Path(self._scratch.name)
         self._shm = Path(tempfile.mkdtemp(prefix="ll-hosts-", dir="/dev/shm"))
+        self._packages = packages or {}
+        self.notes = self._root / "notes"
+        """The directory of notes to a `testing.chaos.faulty_store`."""
+        self.notes.mkdir()
         self._model, self._max_model_len, self._num_blocks = model, max_model_len, num_blocks
         self._secret = self._root / "secret"
         write_secret(self._secret)
@@ -167,15 +177,16 @@ class TwoHosts:
         self.http, self.grpc = (f"{front}:{port}" for port in ports)
 
     def start(self, name: str) -> Process:
-        """Starts a service (again), without waiting until it is ready."""
+        """Starts or restarts a service, without waiting until it is ready."""
         kind, _, host = name.rpartition("-")
         ready = self._root / f"{name}.ready"
         ready.unlink(missing_ok=True)
         package = {"store": "block_store", "prefill": "prefill_svc", "decode": "decode_svc", "gateway": "gateway"}[kind]
         enter = [] if self.spaces is None else self.spaces["ab".index(host)].enter
+        package = self._packages.get(package, package)
         flags = {"secret_file": self._secret, "ready_file": ready, **self._flags(kind, host)}
         command = [*enter, sys.executable, "-m", "looseleaf.serve.child", str(os.getpid()), package, *flags_of(flags)]
-        self.processes[name] = Process(name, command, ready, self._root / f"{name}.log")
+        self.processes[name] = Process(name, command, ready, self._root / f"{name}.log", self.environment)
         return self.processes[name]
 
     def _flags(self, kind: str, host: str) -> dict[str, object]:
@@ -193,7 +204,7 @@ class TwoHosts:
             urls = dict.fromkeys([self.redis.url, self.redis_of_b.url])
             return {
                 "host": front, "port": 0, "grpc_port": 0, "model": self._model, "redis_url": ",".join(urls),
-                "block_store": store, "poll_s": 0.2,
+                "poll_s": 0.2,
             }  # fmt: skip
         return {
             "host": address, "port": 0, "model": self._model, "block_store": store, "num_threads": 1,
@@ -201,13 +212,29 @@ class TwoHosts:
             "max_num_batched_tokens": 128,
         }  # fmt: skip
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables of the services, with which they can import this checkout's `testing`, which is not
+        installed.
+        """
+        return {**os.environ, NOTES: str(self.notes), "PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def directory(self, host: int) -> Path:
+        """Returns the directory of a host's arena, which only processes on that host can see."""
+        return self._shm / "ab"[host]
+
+    def on_host(self, host: int, *arguments: str) -> list[str]:
+        """Returns the command that runs a Python module on a host."""
+        enter = [] if self.spaces is None else self.spaces[host].enter
+        return [*enter, sys.executable, "-m", *arguments]
+
     def cut(self, is_up: bool = False) -> None:
         """Takes the link between the hosts down, or brings it up again."""
         assert self.spaces is not None
         _run(*self.spaces[0].enter, "ip", "link", "set", f"lla{os.getpid()}", "up" if is_up else "down")
 
     def metric(self, name: str) -> float:
-        """Returns the sum of a metric of the gateway over its labels."""
+        """Returns the sum of a gateway metric over its labels."""
         return sum(sample.value for sample in metrics_page.read(self.http) if sample.name == name)
 
     def inspect(self, host: int) -> pb.InspectResponse:

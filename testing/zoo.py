@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of families that transformers defines, with weights for which special features matter."""
+"""Tiny random checkpoints of families that transformers defines. Their weights are large enough that every feature of
+a family has an effect on the logits.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ MIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Animal:
-    """A description of a checkpoint: a family and its special settings."""
+    """A checkpoint of the zoo: its family and its special settings."""
 
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     """The keys of COMMON that the family does not have."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Factors of the parameters whose names contain the key."""
+    """Factors for the parameters whose names contain the key."""
 
 
 HEADS = ("num_key_value_heads",)

@@ -20,11 +20,10 @@ def explore(
     machine: type[RuleBasedStateMachine], seen: Counter[str], floors: Mapping[str, int], shard: int, examples: int,
     steps: int,
 ) -> None:  # fmt: skip
-    """Runs rounds of `machine`, each with a different seed, until `seen` has reached all of `floors`.
-
-    A machine that rarely reaches deep states finds no bugs, so the test fails if the floors are not reached after
-    `MOST_ROUNDS`. One round is not enough: Hypothesis omits some rules from each example, and takes constants from the
-    modules that are loaded. For example, one round of the ledger's machine loses Redis 5 to 78 times.
+    """Runs rounds of `machine`, each with a different seed, until `seen` has reached all of `floors`. Fails if they are
+    not reached after `MOST_ROUNDS`, because a machine that rarely reaches deep states finds no bugs. One round is not
+    enough, because Hypothesis omits some rules from each example and uses constants of the loaded modules. For example,
+    one round of the ledger's machine loses Redis 5 to 78 times.
     """
     examples = int(os.environ.get("MODEL_CHECK_EXAMPLES", examples))
     steps = int(os.environ.get("MODEL_CHECK_STEPS", steps))

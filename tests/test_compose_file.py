@@ -1,4 +1,4 @@
-"""S21: the default security of docker-compose.yml, checked without a container engine (tests/compose runs it)."""
+"""S21: the default security of docker-compose.yml, tested without a container engine (tests/compose runs it)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from block_store.redis.private_redis import CONFINED
 ROOT = Path(__file__).resolve().parents[1]
 FILE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
+OBSERVERS = {"prometheus", "grafana"}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -21,12 +22,21 @@ def test_every_service_is_confined(name: str) -> None:
     assert service["user"] == "10001:10001" and service["read_only"] is True
     assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
     assert (not service.get("privileged") and "network_mode" not in service) or service["network_mode"] == "none"
-    assert ("ports" in service) == name.startswith("gateway"), "only the gateway is published"
+    assert ("ports" in service) == (name.startswith("gateway") or name in OBSERVERS), "only the gateway is published"
     binds = [volume for volume in service.get("volumes", []) if volume.startswith((".", "/"))]
-    assert binds in ([], ["./models:/models:ro"])
+    assert binds in ([], ["./models:/models:ro"]) or name in OBSERVERS
 
 
-@pytest.mark.parametrize("name", set(SERVICES) - {"secrets", "certs", "redis"})
+@pytest.mark.parametrize("name", sorted(OBSERVERS))
+def test_prometheus_and_grafana_are_reachable_from_this_host_only_and_get_no_secret(name: str) -> None:
+    service = SERVICES[name]
+    assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    sources = [Path(volume.partition(":")[0]) for volume in service["volumes"]]
+    assert all(volume.endswith(":ro") for volume in service["volumes"])
+    assert all((ROOT / source).exists() and source.parts[:2] == ("deploy", "observe") for source in sources)
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"secrets", "certs", "redis"} - OBSERVERS))
 def test_every_service_shows_the_secret_and_writes_none(name: str) -> None:
     command, volumes = SERVICES[name]["command"], SERVICES[name]["volumes"]
     assert command[command.index("--secret-file") + 1] == "/run/looseleaf/secret"

@@ -1,4 +1,4 @@
-"""No file of the product is longer than 300 lines without a reason on its first line, "(long: ...)"."""
+"""No file of the product is longer than 300 lines unless its first line has a reason, "(long: ...)"."""
 
 from __future__ import annotations
 

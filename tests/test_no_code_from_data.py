@@ -1,6 +1,5 @@
-"""S1: data from the network, from Redis or from a model directory is never executed or unpickled.
-
-One test reads our sources. Another one audits the interpreters of a whole deployment while it serves.
+"""S1: data from the network, from Redis or from a model directory is never executed or unpickled. One test reads our
+sources. Another test audits the interpreters of a whole deployment while it serves.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def test_the_reader_finds_what_it_should(source: str) -> None:
 
 
 def test_a_launch_that_serves_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audit hooks report this in all interpreters of the deployment, from before the first import of our code."""
+    """Every interpreter of the deployment has an audit hook, which is installed before the first import of our code."""
     heard, hooks = tmp_path / "heard", tmp_path / "hooks"
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(LISTENER)

@@ -24,19 +24,29 @@ PACKAGES = {
 
 
 def tracked() -> list[str]:
-    """Copies the files of the repository in their current state, without docs."""
+    """Copies the tracked files in their current state, without docs."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     return [name for name in listed if name and not name.startswith("docs/") and (ROOT / name).is_file()]
 
 
+def copy_from_root(name: str, directory: Path) -> None:
+    """Copies a file of the repository under the same name into a directory."""
+    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / name, directory / name)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the tracked files, as `make wheel` builds it."""
+    """A wheel of the tracked files, built as by `make wheel`, but with the libraries that `make dev` has compiled from
+    them: compiling takes minutes.
+    """
     source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     for name in tracked():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
+        copy_from_root(name, source)
+    compiled = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    for library in [*ROOT.glob("kernels/_cpu_*.so"), *ROOT.glob("block_store/arena/*.so")]:
+        copy_from_root(str(library.relative_to(ROOT)), compiled)  # newer than its sources, so setuptools keeps it
     command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "-w", str(wheels), "."]
     subprocess.run(command, cwd=source, check=True, timeout=600)
     [built] = wheels.iterdir()

@@ -1,6 +1,6 @@
-"""Draws docs/picture.svg, a story whose decode worker is killed halfway: `python -m tools.picture`.
+"""Draws docs/picture.svg, which shows a story whose decode worker is killed (`python -m tools.picture`).
 
-The script runs on this machine everything that the picture shows: the launch, the kill, the gap and the comparison.
+The picture shows a real run: the script starts the services, kills the worker and compares the texts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WIDTH = 96
 
 @dataclass(slots=True)
 class Story:
-    """A record of a streamed story as the client received it. `before` is the text until the kill, or the whole text if
-    nothing is killed.
+    """A streamed story as the client received it. `before` is the text until the kill, or the whole text without a
+    kill.
     """
 
     before: str = ""
@@ -47,7 +47,7 @@ class Story:
 
 
 def tell(client: Client, victim: int | None) -> Story:
-    """Streams the story. If `victim` is a process id, kills that process with SIGKILL after KILL_AT tokens."""
+    """Streams the story and returns it. Kills the process `victim`, if any, with SIGKILL after KILL_AT tokens."""
     story, count, last = Story(), 0, time.monotonic()
     for piece in client.generate(PROMPT, max_tokens=TOKENS, temperature=0.7, seed=SEED, stream=True):
         now = time.monotonic()

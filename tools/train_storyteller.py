@@ -1,4 +1,4 @@
-"""Makes the built-in model from a fixed seed: builds the data, trains, evaluates and exports `models/storyteller`.
+"""Creates the built-in model from a seed: generates data, trains, evaluates and exports `models/storyteller`.
 
     python tools/train_storyteller.py data   --tales ../shared/data/stories   # documents and tokenizer into --work
     python tools/train_storyteller.py train                                  # an hour on a CPU core, minutes on a GPU
@@ -34,7 +34,7 @@ HELD_OUT_STORIES = 100
 
 
 def build_data(args: argparse.Namespace) -> None:
-    """Writes tokenizer.json, the training documents as one flat array with offsets, and the held-out rows."""
+    """Writes tokenizer.json, the training documents as one flat array with their lengths, and the held-out rows."""
     work, seed = args.work, args.seed
     work.mkdir(parents=True, exist_ok=True)
     rng, tales = random.Random(seed), data.read_tales(args.tales)
@@ -92,7 +92,7 @@ def train(work: Path, plan: Plan, seed: int, start: Path | None) -> None:
 
 
 def measure_pairs(directory: Path) -> None:
-    """Prints, for each pair of requested characters, how many stories of an exported model name both, and how many
+    """Prints, for each pair of requested characters, how many stories of an exported model are about both, and how many
     answers ended by themselves.
     """
     teller = Teller(directory, Tokenizer.from_file(str(directory / "tokenizer.json")))

@@ -1,1 +1,3 @@
-"""Code that prefill and decode workers share: the step thread, turns between processes, a role's life cycle."""
+"""Code that prefill and decode workers share: the step thread, turns between processes, and the life cycle
+of a role.
+"""

@@ -1,7 +1,6 @@
-"""The LoRA adapters that a worker's process has loaded, and the thread that follows the list of wanted ones.
-
-The roles of a process share them. A sequence keeps its adapter alive, so an adapter that is no longer wanted leaves
-memory with its last sequence. Loading never runs in the step thread.
+"""The LoRA adapters that a worker's process has loaded, and the thread that loads and drops them. The roles of a
+process share the adapters. A sequence keeps its adapter alive, so a dropped adapter stays in memory until its last
+sequence ends. Adapters are not loaded in the step thread.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ ReadList = Callable[[], AdapterList | None]
 
 
 class AdapterPool:
-    """The pool of one model's loaded adapters, by digest."""
+    """A pool of one model's loaded adapters, by digest."""
 
     def __init__(self, model: LoraModel | None, max_loras: int) -> None:
-        """If `model` is None, no adapter is ever loaded."""
+        """Creates an empty pool. If `model` is None, adapters are not enabled."""
         self._model = model
         self._max_loras = max_loras
         self._loaded: dict[str, LoraAdapter] = {}
@@ -39,9 +38,8 @@ class AdapterPool:
         return self._model is not None
 
     def get(self, digest: bytes) -> LoraAdapter | None:
-        """Returns an adapter, or None for the empty digest, which means the base model.
-
-        Raises Aborted if the adapter is not loaded: another worker may have it.
+        """Returns the adapter with this digest, or None if the digest is empty, which means the base model. Raises
+        Aborted if the adapter is not loaded, because another worker may have loaded it.
         """
         if not digest:
             return None
@@ -50,14 +48,12 @@ class AdapterPool:
         return adapter
 
     def status(self) -> Mapping[str, str]:
-        """Returns a text for every adapter that has been tried, by digest: "" if the adapter is loaded, or the reason
-        why it cannot be loaded.
-        """
+        """Returns the status of each adapter, by digest: "" if it is loaded, or the reason why it cannot be loaded."""
         return {**dict.fromkeys(list(self._loaded), ""), **self._problems}
 
     def follow(self, wanted: AdapterList | None) -> None:
-        """Drops the adapters that are no longer wanted, and loads the wanted ones, except those that have failed to
-        load. A lost or damaged list changes nothing until a gateway has written it again.
+        """Drops the adapters that are not in the list, and loads the adapters in the list, except adapters that have
+        failed to load. Does nothing if the list is lost (None) or damaged, because a gateway will write it again.
         """
         if self._model is None or wanted is None or wanted.damaged:
             return
@@ -88,7 +84,7 @@ def _pool_of(model: LoraModel | None, max_loras: int) -> AdapterPool:
 
 
 def pool_of(runner: ModelRunner) -> AdapterPool:
-    """Returns the process's adapters for the model of a runner."""
+    """Returns the process's adapter pool for a runner's model."""
     return _pool_of(runner.lora, runner.settings.max_loras)
 
 
@@ -96,15 +92,13 @@ class AdapterThread:
     """A thread that keeps a pool up to date until `stop`."""
 
     def __init__(self, pool: AdapterPool, read: ReadList) -> None:
-        """`read` returns the list of wanted adapters, and may raise LedgerUnavailable."""
+        """Prepares the thread. `read` returns the list of wanted adapters, and may raise LedgerUnavailable."""
         self._pool = pool
         self._read = read
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Loads the adapters that are wanted now, and then starts the thread. Does nothing if adapters are
-        not enabled.
-        """
+        """Loads the adapters in the list, and then starts the thread. Does nothing if adapters are not enabled."""
         if self._pool.is_enabled:
             self._look()
             threading.Thread(target=self._run, name="adapters", daemon=True).start()

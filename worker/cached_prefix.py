@@ -1,4 +1,5 @@
-"""Finds the longest cached prefix that every KV group of a model can continue from, and takes references to it.
+"""Finds the longest cached prefix from which every KV group of a model can continue, and takes references to its
+blocks.
 
 A group with full attention needs all blocks of the prefix. A group with a window needs only the blocks that the next
 position still reads (`Retention.first_needed`).
@@ -19,12 +20,12 @@ from common.types import BlockRef, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The blocks of a cached prefix, with a reference to each for the sequence that will continue the prefix."""
+    """The blocks of a cached prefix. The sequence that will continue the prefix has a reference to each of them."""
 
     num_blocks: int
     """Length of the prefix in blocks."""
     tables: list[list[BlockRef]]
-    """For each KV group, the last blocks of the prefix, as many as the group needs."""
+    """For each KV group, the last blocks of the prefix that the group needs."""
 
     @classmethod
     def nothing(cls, layout: KvLayout) -> CachedPrefix:
@@ -32,10 +33,9 @@ class CachedPrefix:
 
 
 def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> CachedPrefix:
-    """Returns the longest usable prefix of the full blocks with these hashes (the chain's hashes, which are those of
-    group 0).
-
-    If the ledger does not answer, returns what has been found so far, as `HeldBlocks.acquire` does.
+    """Returns the longest usable cached prefix of a sequence, and takes references to its blocks. `hashes` contains the
+    hashes of the sequence's full blocks for KV group 0. If the ledger stops answering, returns the prefix found so far,
+    as `HeldBlocks.acquire` does.
     """
     rules = layout.rules()
     windowed = {number for number, group in enumerate(rules.groups) if group.slides}
@@ -54,9 +54,9 @@ def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> 
 def _with_windows(
     held: HeldBlocks, tables: list[list[BlockRef]], named: dict[int, list[bytes]], layout: KvLayout
 ) -> CachedPrefix:
-    """Takes references to all blocks of a prefix that the groups with a window need, or to none of them. `named` has
-    the hashes of all blocks of the prefix. If one of the blocks has since been evicted, or is needed for another
-    worker's floor, the prefix is given up.
+    """Takes references to the blocks of a prefix that the groups with a window need. `named` contains the hashes of all
+    blocks of the prefix. If one of the needed blocks is no longer available, releases everything and returns an empty
+    prefix.
     """
     length = len(next(iter(named.values())))
     rules = layout.rules()

@@ -15,14 +15,14 @@ from common.telemetry import Fallbacks
 logger = logging.getLogger("turns")
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
-"""Bytes of the file that are locked. The process that holds the second one waits for the first one, so that the process
-that has just stepped does not get the turn again.
+"""The bytes of the file that are locked. A process waits for the first byte while it holds the second one, so that the
+process that has just stepped does not get the turn again.
 """
 _COUNT_BYTES = 8
 
 
 class FairLock:
-    """A fair lock for threads: `with lock:` waits for all threads that asked for the lock earlier. A `threading.Lock`
+    """A fair lock for threads. `with lock:` waits for all threads that requested the lock earlier. A `threading.Lock`
     is not fair: the thread that has just released it usually gets it again.
     """
 
@@ -54,9 +54,9 @@ class FairLock:
 class FairFileLock:
     """A fair lock between processes on the same cores, for one thread of each process. It locks two bytes of a file.
 
-    Waiting processes precede the one that has just stepped. When a process dies, the kernel releases its lock. If a
-    process is frozen or its step is long, the others wait for `patience_s` and then ignore it until a turn is given
-    back. This is safe, because only speed depends on turns.
+    Waiting processes precede the process that has just stepped. When a process dies, the kernel releases its lock. If a
+    process is frozen or its step is long, the others wait for `patience_s`, and then step out of turn until a turn is
+    given back. This is safe, because only speed depends on turns.
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:
@@ -71,7 +71,7 @@ class FairFileLock:
         its turn since then.
         """
         self.fallbacks = Fallbacks(logger)
-        """The counter of steps taken out of turn, under the name "turn"."""
+        """Counter of the steps out of turn, under the name "turn"."""
 
     def __enter__(self) -> None:
         stuck = self._passed_by_at == self._num_given_back()

@@ -1,6 +1,5 @@
 """The compiled grammars of a worker's process, and the thread that compiles them. The roles of a process share both.
-
-The gateway has tried every grammar that a worker receives, so compiling it here stays within the gateway's time limit.
+The gateway has already compiled each grammar in a trial, so compiling it here stays within the trial's time limit.
 """
 
 from __future__ import annotations
@@ -24,20 +23,22 @@ if TYPE_CHECKING:
     from common.types import StructuredOutput
 
 MAX_COMPILED = 32
-"""Number of grammars kept, which are the most recently used ones. Each takes a few KB, or 20 MB if it reaches the limit
+"""Maximum number of compiled grammars in memory. A grammar takes a few KB, or 20 MB if it reaches the limit
 of states.
 """
 INLINE_TOKENS = 64
-"""Number of tokens that are replayed in the event loop; each takes about 5 us."""
+"""Maximum number of tokens that are replayed in the event loop. A token takes about 5 us."""
 STACK_BYTES = 16 << 20
-"""Stack of the compiling thread. It is larger than in the gateway's trial process, because the compiler recurses."""
+"""Stack size of the compiling thread, because the compiler recurses. It is larger than that of the gateway's trial, so
+that a grammar that compiled there does not overflow the stack here.
+"""
 
 
 class Grammars:
     """A cache of the most recently used grammars, and the thread that compiles them."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
-        """`directory` is the model's directory, and `vocab_size` is the number of columns of its logits."""
+        """Creates an empty cache for the model in `directory`, whose logits have `vocab_size` columns."""
         self._directory = directory
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
@@ -51,17 +52,17 @@ class Grammars:
         return len(self._compiled)
 
     def warm(self) -> None:
-        """Loads the tokenizer in the thread. This takes a second for a large vocabulary."""
+        """Loads the tokenizer in the thread, which takes a second for a large vocabulary."""
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:
-        """Does the work of `attach`, in the thread if it takes long. Raises the errors of `attach`."""
+        """Calls `attach`, in the thread if it may take long. Raises the errors of `attach`."""
         if not self.attach_known(sequences):
             await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
 
     def attach_known(self, sequences: Seq[Sequence]) -> bool:
-        """Does the work of `attach` if it takes only microseconds, because the grammar is compiled and there is little
-        to replay. Returns whether nothing is left to do.
+        """Calls `attach` if the grammar is compiled and at most INLINE_TOKENS must be replayed. Returns False if
+        `attach` must still be called, and True for free text.
         """
         wanted = _wanted(sequences)
         if wanted is None:
@@ -72,9 +73,8 @@ class Grammars:
         return True
 
     def attach(self, sequences: Seq[Sequence]) -> None:
-        """Gives each sequence of a group a state that has followed its tokens. Does nothing for free text.
-
-        Raises InvalidArgument for a grammar that cannot be used.
+        """Gives each sequence of a group a grammar state that has accepted the output so far. Does nothing for free
+        text. Raises InvalidArgument if the grammar cannot be used.
         """
         wanted = _wanted(sequences)
         if wanted is None:
@@ -120,14 +120,14 @@ class Grammars:
 
 
 def _wanted(sequences: Seq[Sequence]) -> StructuredOutput | None:
-    """Returns the grammar that the output of a group must match, or None for free text. A group without sequences is
-    not an error here: the worker rejects it later.
+    """Returns the grammar of a group, or None for free text. Accepts a group without sequences, which the worker
+    rejects later.
     """
     return sequences[0].sampling.structured if sequences else None
 
 
 _stack_size = threading.Lock()
-"""Held while the stack size for new threads is changed."""
+"""A lock that is held while the stack size for new threads is changed."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A worker's stream to a gateway: items as they arrive, and heartbeats between them.
+"""A worker's stream to a gateway, with heartbeats between its items.
 
 The gateway's side is `gateway.fleet.liveness`. A frozen process keeps its connections, but its heartbeats stop.
 """
@@ -14,12 +14,10 @@ T = TypeVar("T")
 
 
 class Outgoing(Generic[T]):
-    """A queue of items for one reader, with heartbeats. It is used in one event loop, inside a `with` block, and needs
-    no timer per item.
-    """
+    """A queue of items for one reader, with heartbeats. It is used in one event loop, inside a `with` block."""
 
     def __init__(self, every_s: float = HEARTBEAT_S) -> None:
-        """A reader that waits in `get` receives something at least every `every_s`."""
+        """Creates an empty queue. `get` returns at least once in `every_s` seconds."""
         self._tick_s = every_s / 2
         self._items: list[T] = []
         self._is_over = False

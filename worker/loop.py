@@ -1,7 +1,4 @@
-"""The errors that can occur in a step, and their consequences: one `except` ladder for both roles, and the reader rule.
-
-Runs in the step thread. Does not depend on the content of a step.
-"""
+"""Error handling around a step, for both roles, and the reader rule. Runs in the step thread."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from engine.model_runner import ModelRunner
 from engine.sequence import Step
 
 RETRY_ALLOC_S = 0.005
-"""Pause before blocks that were not available are requested again."""
+"""Pause in seconds before a worker again requests blocks that were not available."""
 T = TypeVar("T")
 
 
@@ -24,14 +21,14 @@ class Role(Protocol):
     """The interface of a prefill or decode worker that the loop uses."""
 
     def work(self) -> bool:
-        """Runs one step. Returns whether anything ran. Raises LedgerError or ArenaError."""
+        """Runs one step. Returns whether a step ran. Raises LedgerError or ArenaError."""
 
     def start_over(self, reason: str) -> None:
-        """Rejects all work, because the worker no longer owns its blocks, and registers again."""
+        """Rejects all requests, because the worker no longer owns its blocks, and registers again."""
 
 
 def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool:
-    """Runs one step of `role`, and handles errors of the ledger and the arena. Returns whether anything ran."""
+    """Runs one step of `role`, and handles the errors of the ledger and the arena. Returns whether a step ran."""
     try:
         if attached.is_fenced:
             raise Fenced("while idle, or between two steps")
@@ -47,9 +44,9 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
 
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
-    """Runs the computation. After an error in the step itself, only the results of the step are lost (`fail`). An error
-    of the device ends the thread; the worker keeps its blocks until its lease has expired and its process has ended.
-    Raises LedgerError or ArenaError.
+    """Calls `run`, the computation of a step. If it raises an error other than LedgerError and ArenaError, calls
+    `fail`, which fails the requests of the step. Raises LedgerError and ArenaError. Also raises errors of the device,
+    which end the thread; the worker then keeps its blocks until its lease has expired and its process has ended.
     """
     try:
         run()
@@ -62,8 +59,8 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
 
 
 def stale_owners(arena: Arena, owners: Iterable[T], step: Step) -> set[T]:
-    """Applies the reader rule (docs/design.md, Ledger). `owners` has one entry per row of the step. Returns the owners
-    that have a block whose generation in the header differs from the one in the block table.
+    """Applies the reader rule (docs/design.md, Ledger): returns the owners of a block whose generation in the header
+    differs from that in the block table. `owners` has one entry per row of the step.
     """
     tables = zip(step.batch.block_tables, step.generations, strict=True)
     stale = [table for table in tables if not arena.check(*table)]

@@ -1,8 +1,8 @@
-"""The ranks of a worker at its arena: they map the same blocks, and keep the writer slot locked.
+"""Connects the ranks of a worker to its arena: they map the same blocks, and keep the writer slot locked.
 
-The ledger counts a writer slot as free when nobody locks its file. The lock belongs to the open file, which the first
-rank therefore sends to the others: as long as one of them is alive, and may still store the keys and values of a step,
-the blocks that the worker was writing stay in quarantine.
+A writer slot is free when no process locks its file. The lock belongs to the open file, which the first rank sends to
+the others. As long as a rank is alive and may store keys and values, the blocks that the worker was writing therefore
+stay in quarantine.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from worker.step_thread import StepThread
 
 
 def bind_ranks(runner: ModelRunner, attached: Attached) -> None:
-    """Binds the arena to all ranks of a role's runner, and lets them lock its writer slot, also after a renewal."""
+    """Binds the arena to all ranks of a role's runner, and makes them keep the role's writer slot locked."""
     arena = attached.arena
     if not isinstance(runner.seat, Leader):
         runner.bind(arena.data)
         return
     runner.bind(arena.data, SharedBlocks(str(arena.path), arena.data_offset, *arena.data.shape))
-    leader, key = runner.seat, id(attached)  # the roles of a process have a slot each
+    leader, key = runner.seat, id(attached)  # each role of a process has a slot
 
     def guard() -> None:
         leader.guard(key, attached.held.writer_slot.fileno())
 
-    attached.on_renewed = guard  # which has a new slot
+    attached.on_renewed = guard  # a renewal takes a new slot
     guard()
 
 
 def end_with_ranks(runner: ModelRunner, thread: StepThread) -> None:
-    """Ends the role's step thread, and with it the process, when a rank is lost, also while the role is idle."""
+    """Ends the role's step thread, and therefore the process, when a rank is lost, even while the role is idle."""
     if isinstance(leader := runner.seat, Leader):
         leader.on_lost(lambda: thread.post(leader.check))

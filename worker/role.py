@@ -1,7 +1,5 @@
-"""Connects a role of a worker with the block store and the registry: states its needs, attaches, publishes, detaches.
-
-It uses a model only through `Model`. A process that runs two roles attaches both: each role is a holder with a separate
-lease, floor and record.
+"""Connects a role of a worker to the block store and the registry. A process that runs two roles attaches both. Each
+role is a holder with a separate lease, floor and record.
 """
 
 from __future__ import annotations
@@ -40,10 +38,8 @@ class Model(Protocol):
 
 
 def load_model(settings: WorkerSettings) -> ModelRunner:
-    """Loads the model of a worker's process. Fallbacks of its kernels are counted for /metrics.
-
-    A worker without a GPU that uses triton's attention under TRITON_INTERPRET=1 is a rehearsal: it computes with all of
-    the GPU's kernels.
+    """Loads the model of a worker's process, and registers the kernels' fallback counts for /metrics. A worker without
+    a GPU that uses Triton's attention under TRITON_INTERPRET=1 also uses all other Triton kernels.
     """
     count_fallbacks_of(fallbacks)
     if settings.attention_backend == "triton" and settings.device != "cuda" and interprets_triton():
@@ -59,12 +55,12 @@ def least_floor(role: Role, model: Model, settings: WorkerSettings) -> int:
 
 
 def domain_of(model: Model) -> bytes:
-    """Returns the start of every prefix hash: model, KV group 0, layout and numerics."""
+    """Returns the hash domain of KV group 0, which covers the model, the layout and the numerics."""
     return hash_domain(bytes.fromhex(model.model_fingerprint), 0, model.layout.fingerprint, model.numerics)
 
 
 def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSettings) -> WorkerRecord:
-    """Returns the registry's entry for a role, except for its address, load and epoch."""
+    """Returns the registry's record of a role, without its address, load and epoch."""
     domain = domain_of(model).hex()
     return WorkerRecord(
         needs.worker_id,
@@ -84,7 +80,7 @@ def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSe
 
 
 class WorkerRole:
-    """A role's attachment, the thread that steps it, and its entry in the registry."""
+    """A role of a worker's process: its attachment, the thread that steps it, and its entry in the registry."""
 
     def __init__(
         self,
@@ -95,13 +91,13 @@ class WorkerRole:
         turns: AnyFairLock | None,
         adapters: AdapterPool,
     ) -> None:
-        """`turns` is shared by roles that step one at a time, in one process or in several. If it is None, the role
-        steps independently.
+        """Creates the step thread. Roles that share `turns`, in one process or in several, step one at a time. If it is
+        None, the role steps independently.
         """
         self.thread = StepThread(step, turns)
         self.weights_bytes = attached.weights_bytes
         self._attached = attached
-        attached.on_fenced = lambda: self.thread.post(lambda: None)  # wakes the thread: the next step starts afresh
+        attached.on_fenced = lambda: self.thread.post(lambda: None)  # wakes the thread, whose next step starts over
         self._record = record
         self._load = load
         self._on_failure: Callable[[], object] = lambda: None
@@ -122,5 +118,5 @@ class WorkerRole:
 
     def close(self, timeout_s: float) -> None:
         if self.thread.stop(timeout_s):
-            # Otherwise the lease expires, and the blocks wait until the writer slot's lock is free.
+            # If the thread is still running, the lease expires instead, and blocks wait until the writer slot is free.
             self._attached.close()

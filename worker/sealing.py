@@ -1,4 +1,4 @@
-"""The seal items of a block that a sequence has filled: one per KV group, under the hash of that group."""
+"""The seal items of a full block: one for each KV group, with the block's hash for that group."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The thread that owns a worker's model, and its inbox. The model never runs in the event loop, and this thread does no
-I/O except with the ledger.
-"""
+"""The thread that runs a worker's model, and its inbox. The thread does no I/O except with the ledger."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ logger = logging.getLogger("step")
 class StepThread:
     """A thread that runs posted commands and steps alternately.
 
-    `step()` returns how many seconds the thread may sleep before the next step: 0 to continue at once, None to wait for
-    a command.
+    `step()` returns the number of seconds for which the thread waits for a command before the next step. 0 means that
+    it continues at once, and None means that it waits without a limit.
     """
 
     def __init__(self, step: Callable[[], float | None], turns: AnyFairLock | None = None) -> None:
@@ -60,10 +58,12 @@ class StepThread:
         except BaseException:
             self._has_failed = True
             logger.exception("the step thread failed")
-            self._on_failure()  # the service must learn that its model thread is gone
+            self._on_failure()  # so that the service notices that its model thread has ended
 
     def _drain(self, wait: float | None) -> bool:
-        """Runs all waiting commands; waits up to `wait` seconds for the first. Returns False to stop."""
+        """Runs all queued commands, after waiting up to `wait` seconds for the first command. Returns False if the
+        thread must stop.
+        """
         try:
             command = self._inbox.get(timeout=wait) if wait != 0.0 else self._inbox.get_nowait()
             while command is not None:

@@ -1,3 +1,1 @@
-"""Benchmarks of a whole stack that serves real requests. Some of them record a decode worker's blocks after every
-step.
-"""
+"""Benchmarks of a complete deployment that serves real requests."""

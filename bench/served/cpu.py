@@ -1,8 +1,9 @@
-"""`make bench`: measures the speed of this CPU in one run.
+"""Measures the speed of Looseleaf on this CPU (`make bench`).
 
 Runs each benchmark as a separate process: kernels compared with the machine's measured limits, decode steps, and
-`looseleaf serve` (start-up, workloads, memory). The last line of each benchmark is JSON. All results are stored in one
-file below docs/benchmarks/cpu with date, commit and machine, and the page there gets a table of the newest run.
+`looseleaf serve` (start-up, workloads, memory, batching, latency). Stores all results in one file below
+docs/benchmarks/cpu with date, commit and machine. If all benchmarks were run, also updates the table in the README
+there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BEGIN, END = "<!-- newest run: written by make bench -->", "<!-- end of newest r
 
 
 class CpuSettings(Settings):
-    """The settings of the benchmarks of this machine's CPU."""
+    """The settings of `python -m bench.served.cpu`."""
 
     model_config = settings_config("LOOSELEAF_BENCH_", "bench.served.cpu")
 
@@ -56,7 +57,7 @@ def run_part(name: str, *, quick: bool) -> Any:
 
 
 def last_line(command: Sequence[str]) -> Any:
-    """Runs a benchmark, and returns the last line of its output, parsed. Raises StartupError if the benchmark
+    """Runs a benchmark, and returns the JSON value in the last line of its output. Raises StartupError if the benchmark
     failed.
     """
     print(f"== python -m {' '.join(command)}", flush=True)
@@ -71,7 +72,7 @@ def last_line(command: Sequence[str]) -> Any:
 
 
 def shares(kernels: Any) -> Iterator[dict[str, Any]]:
-    """Yields every case that has a share of a limit, at any depth in the output of the kernel benchmark."""
+    """Yields every case with a share of a limit in the output of the kernel benchmark."""
     if isinstance(kernels, dict):
         if "share" in kernels and "name" in kernels:
             yield kernels
@@ -130,7 +131,7 @@ def put_between(page: str, text: str) -> str:
 
 
 def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> Path:
-    """Writes the result to a file, and also the page's table if all parts were run. Returns the file's path."""
+    """Writes the result to a file, and updates the page's table if all parts were run. Returns the file's path."""
     path = machine.keep("bench", result, origin, page.parent)
     if set(PARTS) <= set(result):
         page.write_text(put_between(page.read_text(), table({**origin, **result})))
@@ -138,7 +139,7 @@ def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> P
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """Returns the chosen parts. Raises StartupError if a name is not that of a part."""
+    """Returns the chosen parts. Raises StartupError if a name is not the name of a part."""
     for name in only:
         if name not in PARTS:
             raise StartupError(f"--only {name!r}: there are {', '.join(PARTS)}")

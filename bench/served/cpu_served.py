@@ -1,7 +1,7 @@
-"""`python -m bench.served.cpu_served`: measures `looseleaf serve` on this machine.
+"""Measures `looseleaf serve` on this machine (`python -m bench.served.cpu_served`).
 
 Serves a model with Llama's architecture and random weights, once with both roles in one process and once with split
-roles. For both servers, it measures the seconds until the first token, two workloads over gRPC (lengths as in chats; a
+roles. For each server, measures the time from start to the first token, two workloads over gRPC (lengths as in chats; a
 common prefix of 512 tokens), and memory. The two servers are measured in turn. The last line is JSON.
 """
 
@@ -42,7 +42,7 @@ WORKLOADS = {
 
 
 class ServedSettings(Settings):
-    """The settings of measurements of start-up, served workloads and memory, colocated and split."""
+    """The settings of the benchmark of `looseleaf serve`."""
 
     model_config = settings_config("LOOSELEAF_SERVED_", "bench.served.cpu_served")
 
@@ -53,7 +53,7 @@ class ServedSettings(Settings):
 
 
 def llama_bytes(config: Mapping[str, int]) -> int:
-    """Returns the bytes of a Llama's parameters in bf16, from its config.json."""
+    """Returns the size in bytes of a Llama model with bf16 parameters, from its config.json."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
     attention = 2 * hidden * width * (heads + config["num_key_value_heads"])
@@ -63,7 +63,7 @@ def llama_bytes(config: Mapping[str, int]) -> int:
 
 
 async def client_loop(client: AsyncClient, work: Iterator[Request], seen: Seen) -> None:
-    """Sends requests one after the other until no requests are left."""
+    """Sends requests one after another until `work` has no more requests, and adds the times to `seen`."""
     for request in work:
         at = started = time.perf_counter()
         stream = client.stream(request.prompt_ids, max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
@@ -77,7 +77,7 @@ async def client_loop(client: AsyncClient, work: Iterator[Request], seen: Seen) 
 
 
 async def run(address: str, workload: Workload, settings: ServedSettings) -> Seen:
-    """Runs all requests of a workload."""
+    """Sends one request that warms up the server, then all requests of a workload. Returns the observations."""
     work, seen = iter([workload.request(number) for number in range(settings.requests)]), Seen()
     async with AsyncClient(address) as client:
         await client.generate([random.Random(workload.seed).randrange(16, 999) for _ in range(32)], max_tokens=8)
@@ -99,12 +99,12 @@ def row(seen: Seen) -> dict[str, float]:
 
 
 def used(server: Served, model: Path) -> dict[str, float]:
-    """Returns the memory of all processes of the server, in MiB. "beyond" excludes KV and one copy of the weights."""
+    """Returns the memory of all processes of the server in MiB. "beyond" excludes KV and one copy of the weights."""
     return memory(server.pid, llama_bytes(json.loads((model / "config.json").read_text()))).row()
 
 
 def measure(settings: ServedSettings) -> dict[str, Any]:
-    """Returns, by roles: the start-up time, the memory, and the median of every workload."""
+    """Returns, by roles, the start-up time, the memory, and the medians of every workload."""
     rows: dict[tuple[str, str], list[dict[str, float]]] = {}
     with ExitStack() as stack:
         servers = {}

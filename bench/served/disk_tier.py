@@ -1,9 +1,9 @@
-"""Measures what a KV cache on disk saves and costs: `python -m bench.served.disk_tier`.
+"""Measures the benefit and the cost of a KV cache on disk (`python -m bench.served.disk_tier`).
 
 A launch without a disk tier and a launch with one compute the same prompts. A third launch finds these prompts on disk.
-For some of them, the pages of the files are dropped from memory first. Between them, it computes new prompts of the
-same length. `behind` is the time to the first token of a prompt that is sent while another one is computed: the blocks
-of the first either come from disk meanwhile, or are already in the arena.
+For some of them, the files' pages are dropped from memory first. Between them, it computes new prompts of the same
+length. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. Its blocks
+are either read from disk in that time, or already in the arena.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BEHIND = ("behind, disk", "behind, arena")
 
 
 class DiskTierSettings(Settings):
-    """The settings of a comparison of prompts whose KV is on disk with prompts that are computed."""
+    """The settings of the disk tier benchmark."""
 
     model_config = settings_config("LOOSELEAF_DISK_TIER_", "bench.served.disk_tier")
 
@@ -66,15 +66,15 @@ class Computed:
     """The measurements of a launch that computes all prompts."""
 
     times: list[float]
-    """Times to the first token of the prompts."""
+    """The times to first token of the prompts, in seconds."""
     short: list[float]
-    """Times to the first token of the short prompts that are sent between the prompts."""
+    """The times to first token of the short prompts that are sent between the long prompts, in seconds."""
     store_cpu_s: float
-    """CPU time of the block store for each of the prompts, in seconds."""
+    """The CPU time of the block store per prompt, in seconds."""
 
 
 async def computed(addresses: Addresses, prompts: Sequence[Sequence[int]], store: int) -> Computed:
-    """Computes the prompts. `store` is the process id of the block store."""
+    """Measures a launch that computes the prompts. `store` is the process id of the block store."""
     times: list[float] = []
     short: list[float] = []
     async with AsyncClient(addresses.grpc) as client:
@@ -97,7 +97,7 @@ async def behind(client: AsyncClient, other: Sequence[int], ids: Sequence[int]) 
 
 
 def drop_pages(directory: Path) -> None:
-    """Writes the files to disk and drops their pages from memory."""
+    """Flushes the block files below `directory` to disk, and drops their pages from memory."""
     for path in directory.rglob("blocks"):
         fd = os.open(path, os.O_RDWR)
         os.fsync(fd)
@@ -106,7 +106,7 @@ def drop_pages(directory: Path) -> None:
 
 
 async def restored(addresses: Addresses, directory: Path, prompts: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-    """Returns the times to the first token, by where the prompt's KV is."""
+    """Returns the times to first token in seconds, by the location of the prompt's KV."""
     found: dict[str, list[float]] = {name: [] for name in ("computed", "page cache", "disk", *_BEHIND)}
     length = len(prompts[0])
     async with AsyncClient(addresses.grpc) as client:
@@ -132,7 +132,7 @@ def launch(settings: DiskTierSettings, directory: Path | None) -> Launcher:
 
 
 def all_stored(addresses: Addresses, least: int) -> int:
-    """Waits until the prompts' blocks are on disk. Returns the bytes of a block."""
+    """Waits until `least` blocks are on disk. Returns the size of a block in bytes."""
     state = wait_for(
         lambda: inspect(addresses.block_store), lambda s: s.disk_tier.num_blocks >= least, 60, "blocks are not stored"
     )

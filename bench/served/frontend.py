@@ -1,11 +1,12 @@
-"""`make bench-frontend`: measures the CPU time that the gateway and decode's RPC front end use per streamed token.
+"""Measures the CPU time per streamed token of the gateway and of the decode service's RPC front end
+(`make bench-frontend`).
 
 Uses real processes and sockets: clients, gateway, Redis, a decode service. Only the decode service's step loop is
 replaced by one that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each step adds one token to
 every stream. The CPU time that a process uses without streams is subtracted, and so is the step loop's. For comparison,
 the same run measures servers that only send (`frontend_floor`), which shows the cost of grpc.aio and uvicorn. CPU time
-is as recorded by the kernel (schedstat), so it does not include waiting. On a busy machine, caches are cold, and all
-figures are two to four times higher.
+comes from the kernel (schedstat), so it does not include waiting. On a busy machine, caches are cold and all results
+are two to four times higher.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class FrontendSettings(Settings):
-    """The settings of a measurement of the front ends' CPU time per streamed token."""
+    """The settings of the front end benchmark."""
 
     model_config = settings_config("LOOSELEAF_FRONTEND_", "bench.served.frontend")
 
@@ -63,7 +64,7 @@ class Helper:
         self.pid = self._process.pid
 
     def read(self) -> str:
-        """Returns the next line of the process' output. Raises StartupError if the process has ended."""
+        """Returns the next line of the process's output. Raises StartupError if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -90,7 +91,7 @@ class Helper:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The CPU time that a process has used so far."""
+    """A reading of the CPU time that a process has used. User and kernel time are in clock ticks."""
 
     total_ns: int
     user_ticks: int
@@ -107,7 +108,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A measurement of one process, with idle time subtracted."""
+    """The CPU time that a process uses for streams. `kernel_share` is the kernel's share of all its CPU time."""
 
     us_per_token: float
     kernel_share: float
@@ -121,8 +122,8 @@ def watch(pid: int, seconds: float) -> tuple[Cpu, Cpu, float]:
 
 
 def use_of(spent: tuple[Cpu, Cpu, float], idle_share: float, num_tokens: float, not_ours_ns: float = 0.0) -> Use:
-    """Returns the use between two readings. `idle_share` is the number of cores that the process uses
-    without streams.
+    """Returns the CPU time that streams used between two readings. `idle_share` is the number of cores that the process
+    uses without streams, and `not_ours_ns` is further CPU time to subtract.
     """
     before, after, passed_s = spent
     took_ns = after.total_ns - before.total_ns - not_ours_ns - idle_share * passed_s * 1e9
@@ -138,8 +139,8 @@ def gateway_command(model: str, redis_url: str, ready: Path) -> list[str]:
 
 
 def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:
-    """Returns the words of a ready file. Raises StartupError if the process ends before it has written the file, or
-    takes too long.
+    """Returns the words in a ready file when it exists. Raises StartupError if the process ends first or takes too
+    long.
     """
     deadline = time.monotonic() + START_S
     while not ready.exists():
@@ -192,7 +193,7 @@ class Stack:
         return metrics_page.total(metrics_page.read(self.addresses["http"]), "looseleaf_generation_tokens_total")
 
     def clients(self, kind: str, address: str) -> Helper:
-        """Starts the clients, and returns them shortly after all streams have begun."""
+        """Starts the clients. Returns them shortly after all streams have begun."""
         clients = Helper("frontend_clients", kind, address, str(self._settings.streams))
         deadline = time.monotonic() + START_S
         while clients.ask()["begun"] < self._settings.streams:
@@ -205,7 +206,7 @@ class Stack:
 
 @dataclass(slots=True)
 class Idle:
-    """The number of cores that each process uses without streams."""
+    """The CPU use of each process without streams, in cores."""
 
     gateway: float = 0.0
     worker: float = 0.0
@@ -231,7 +232,7 @@ class Measurement:
             setattr(self._idle, name, (Cpu.of(pid).total_ns - before[name].total_ns) / passed_ns)
 
     def served(self, kind: str, rate: float) -> dict[str, Any]:
-        """Measures the gateway and decode's front end with streams of `kind`."""
+        """Measures the gateway and the decode service's front end with streams of `kind`."""
         stack, settings = self._stack, self._settings
         stack.worker.ask(f"rate {rate}")
         with stack.clients(kind, stack.addresses[kind]) as clients:
@@ -251,7 +252,7 @@ class Measurement:
         }
 
     def floor(self, kind: str) -> dict[str, Any]:
-        """Measures a server that only sends, at the same rate."""
+        """Measures a server that only sends messages, at the same rate."""
         stack = self._stack
         stack.floor.ask(f"rate {self._settings.rate}")
         with stack.clients(kind, stack.floor_addresses[kind]) as clients:
@@ -262,7 +263,7 @@ class Measurement:
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the median of every number, including nested ones."""
+    """Returns the median of every number, including nested numbers."""
     first = rounds[0]
     return {
         name: medians([r[name] for r in rounds])

@@ -1,7 +1,7 @@
-"""Clients that only count: `python -m bench.served.frontend_clients KIND ADDRESS STREAMS`, where KIND is grpc or http.
+"""Clients that only count messages (`python -m bench.served.frontend_clients grpc|http ADDRESS STREAMS`).
 
-Opens the streams. gRPC streams share one connection, as they do for clients in one process; each HTTP stream has a
-separate connection. Answers each line of its input with a line of JSON: the number of streams that have begun and of
+gRPC streams share one connection, as they do for clients in one process. Each HTTP stream has a separate connection.
+The process answers each line of its input with a line of JSON: the number of streams that have begun, and the number of
 messages received.
 """
 
@@ -26,7 +26,7 @@ EVENT = b"data: "
 
 
 class Count:
-    """The counts so far. The event loop writes them; the thread that answers reads them."""
+    """The counts so far. The event loop writes them; the thread that answers requests for them reads them."""
 
     def __init__(self) -> None:
         self.begun = 0

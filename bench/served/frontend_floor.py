@@ -1,8 +1,8 @@
-"""Servers that only send, to measure the cost of a streamed message in grpc.aio and uvicorn.
+"""Servers that only send messages, to measure the cost of a streamed message in grpc.aio and uvicorn.
 
 `python -m bench.served.frontend_floor` prints its HTTP and gRPC addresses, then answers each line of its input
-(`rate N`) with its pid. At every tick each open stream gets one prepared message of the usual size. Looseleaf's other
-code does not run: no tokens, no detokenizer, no session with a worker.
+(`rate N`) with its pid. At every tick, each open stream gets one prepared message of the usual size. No other code of
+Looseleaf runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVENT = (
 
 
 class Ticks:
-    """A clock that wakes all streams together, `rate` times a second."""
+    """A clock that wakes all streams at the same time, `rate` times a second."""
 
     def __init__(self) -> None:
         self.rate = 25.0

@@ -2,8 +2,8 @@
 
     python -m bench.served.frontend_pair --other ../before --rounds 9
 
-Both stacks (`frontend.Stack`) run all the time, each with the code of its checkout. They are measured one after the
-other, so machine load affects both. Prints the medians of each, and the median of the rounds' ratios.
+Both stacks (`frontend.Stack`) run all the time, each with the code of its checkout. They are measured in turn, so other
+load on the machine affects both. Prints the medians of each, and the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ with Stack(settings) as stack:
 
 
 class PairSettings(Settings):
-    """The settings of a comparison of this checkout's front end with that of a different checkout."""
+    """The settings of a comparison of this checkout's front end with that of another checkout."""
 
     model_config = settings_config("LOOSELEAF_PAIR_", "bench.served.frontend_pair")
 

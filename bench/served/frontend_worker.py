@@ -1,7 +1,7 @@
-"""Workers whose tokens cost nothing: a real decode service over a step loop that only counts, and a prefill service.
+"""A real decode service with a step loop that computes nothing, and a prefill service that computes nothing.
 
 `python -m bench.served.frontend_worker REDIS_URL MODEL` publishes both in the registry. It answers each line of its
-input with a line of JSON: the tokens sent so far. `rate N` sets the steps per second; `mark` changes nothing.
+input with the counts so far, as a line of JSON. `rate N` sets the number of steps per second; `mark` changes nothing.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class CountingWorker:
-    """A replacement of `decode_svc.worker.DecodeWorker`. A step gives every group the next token of a text."""
+    """A replacement for `decode_svc.worker.DecodeWorker`. A step gives every group the next token of a text."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.load = WorkerLoad()
         self.rate = 25.0
         self.num_tokens = 0
         self.own_ns = 0
-        """CPU time of the step loop, excluding `Session.send`. It is not part of the front end's time."""
+        """The CPU time of the step loop, excluding `Session.send`. It is not part of the front end's time."""
         self._ids = token_ids
         self._sessions: list[Session] = []
         self._next_at = 0.0
@@ -82,7 +82,7 @@ class CountingWorker:
             self._sessions.remove(session)
 
     def step(self) -> float | None:
-        """Makes one step. Returns the seconds until the next step, as `StepThread` expects."""
+        """Runs a step if it is time for one. Returns the seconds until the next step, as `StepThread` expects."""
         now = time.monotonic()
         if now < self._next_at:
             return self._next_at - now

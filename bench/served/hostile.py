@@ -1,10 +1,10 @@
-"""`make bench-hostile` or `python -m bench.served.hostile`: measures what hostile bodies cost other streams.
+"""Measures the effect of hostile request bodies on other streams (`make bench-hostile`).
 
 Serves the built-in model, keeps some streams running, and sends each body of `hostile_bodies` at the largest accepted
-size. For each body it prints status and time, the longest gap between two events of a stream with and without the body,
-and the gateway's peak memory above its memory at the start. Each gap is the shortest of several measurements, because
-other work on the machine can only make gaps longer. At the end it prints the time of GET /v1/models over one
-connection. The last line is JSON.
+size. For each body, prints status and time, the longest gap between two events of a stream with and without the body,
+and the increase of the gateway's peak memory since the start. Each gap is the shortest of several measurements, because
+other work on the machine can only make gaps longer. At the end, prints the time of GET /v1/models over one connection.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 class HostileSettings(Settings):
-    """The settings of a measurement of what hostile bodies cost other streams."""
+    """The settings of the hostile body benchmark."""
 
     model_config = settings_config("LOOSELEAF_HOSTILE_", "bench.served.hostile")
 
@@ -44,7 +44,7 @@ class HostileSettings(Settings):
 
 @dataclass(slots=True)
 class Row:
-    """A row of results for one body."""
+    """The results of one body."""
 
     name: str
     num_bytes: int
@@ -53,11 +53,11 @@ class Row:
     quiet_gap_ms: float
     gap_ms: float
     rss_mib: float
-    """The amount by which the gateway's peak memory exceeded its memory before the first body."""
+    """The increase of the gateway's peak memory since before the first body."""
 
 
 class Watched:
-    """A set of streams that are repeated, and the longest gap in any of them."""
+    """A set of streams that run repeatedly, with the longest gap in any of them."""
 
     def __init__(self, address: str, count: int) -> None:
         self._address = address
@@ -93,7 +93,7 @@ class Watched:
 
 
 def send(address: str, path: str, body: bytes) -> tuple[int, float, str]:
-    """Returns (status, seconds, text) of a POST over a new connection."""
+    """Sends a POST over a new connection. Returns (status, seconds, text)."""
     connection = http.client.HTTPConnection(address, timeout=120)
     began = time.monotonic()
     try:
@@ -106,7 +106,7 @@ def send(address: str, path: str, body: bytes) -> tuple[int, float, str]:
 
 
 def largest(address: str, path: str) -> int:
-    """Returns the size of the largest accepted body in bytes, which the error for a larger body names."""
+    """Returns the size of the largest accepted body in bytes, from the error message for a larger body."""
     connection = http.client.HTTPConnection(address, timeout=10)
     connection.putrequest("POST", path)
     connection.putheader("content-length", str(1 << 40))
@@ -119,7 +119,7 @@ def largest(address: str, path: str) -> int:
 
 
 class Memory:
-    """A reader of a process' resident memory and its peak."""
+    """The resident memory of a process and its peak."""
 
     def __init__(self, pid: int) -> None:
         self._root = Path(f"/proc/{pid}")
@@ -129,7 +129,7 @@ class Memory:
         (self._root / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Returns by how many MiB the peak exceeded the memory at the start."""
+        """Returns the increase of the peak since the start, in MiB."""
         return (self._kib("VmHWM") - self.before) / 1024
 
     def _kib(self, name: str) -> int:

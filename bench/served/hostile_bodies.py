@@ -1,4 +1,4 @@
-"""HTTP request bodies of a given size that cost more than their size suggests. Sends nothing itself."""
+"""HTTP request bodies that may cost the gateway more than their size suggests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class HostileBody:
     name: str
     path: str
     make: Callable[[int], bytes]
-    """Builds a body of about the given number of bytes, and never more."""
+    """Returns a body of about the given number of bytes, and never more."""
 
 
 def _filled(before: str, unit: str, after: str) -> Callable[[int], bytes]:
-    """Returns a function that repeats `unit` as often as fits into a given size."""
+    """Returns a function that generates a body with as many repetitions of `unit` as fit into a given size."""
 
     def make(size: int) -> bytes:
         head, middle, tail = before.encode(), unit.encode(), after.encode()
@@ -36,7 +36,7 @@ def _nested(before: str, opening: str, closing: str, after: str) -> Callable[[in
 
 
 def _numbered(before: str, unit: Callable[[int], str], after: str) -> Callable[[int], bytes]:
-    """Returns a function that generates units that differ, so that no unit overwrites another."""
+    """Returns a function that generates a body with units that differ, so that no unit overwrites another."""
 
     def make(size: int) -> bytes:
         parts, left, number = [before], size - len(before) - len(after), 0
@@ -49,13 +49,13 @@ def _numbered(before: str, unit: Callable[[int], str], after: str) -> Callable[[
 
 
 def _text_batch(size: int) -> bytes:
-    """Generates as many long texts as are accepted, followed by an empty text, which is rejected."""
+    """Returns a body with as many long texts as are accepted, followed by an empty text, which is rejected."""
     text = "mill " * (size // 64 // 5 - 4)
     return json.dumps({"prompt": [text] * 63 + [""]}).encode()
 
 
 def _id_batch(size: int) -> bytes:
-    """Generates lists of ids, each of which ends with an id that is rejected."""
+    """Returns a body with lists of ids, each of which ends with an id that is rejected."""
     return json.dumps({"prompt": [[*range(10, 1000), 2**31]] * 64}).encode()[:size]
 
 

@@ -1,7 +1,4 @@
-"""The origin of a result (date, commit, machine, load) and the file that stores it.
-
-Uses git and /proc. Does not depend on the benchmark.
-"""
+"""The origin of a result (date, commit, machine, load), and the file that stores the result."""
 
 from __future__ import annotations
 
@@ -21,7 +18,9 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def provenance() -> dict[str, Any]:
-    """Returns date (UTC), commit, and the machine: CPU, usable cores, the relevant instruction sets, memory, load."""
+    """Returns the date (UTC), the commit, and the machine: CPU, usable cores, relevant instruction sets,
+    memory, load.
+    """
     cpu = Path("/proc/cpuinfo").read_text()
     flags = set((_field(cpu, "flags") or "").split())
     memory_kib = int((_field(Path("/proc/meminfo").read_text(), "MemTotal") or "0 kB").split()[0])
@@ -37,8 +36,8 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Returns the short hash of the checked-out commit, with + if tracked files differ from it, or "unknown" if there
-    is no git.
+    """Returns the short hash of the checked-out commit, followed by + if tracked files differ from it, or "unknown" if
+    git fails.
     """
     git = ["git", "-C", str(REPOSITORY)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)

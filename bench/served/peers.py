@@ -1,9 +1,9 @@
-"""Compares Looseleaf with alternative engines: `make bench-peers PEERS=<harness> ROOT=<environments>`.
+"""Compares Looseleaf with alternative engines (`make bench-peers PEERS=<harness> ROOT=<environments>`).
 
-Starts `looseleaf serve`, colocated and split, and the server of every peer that is installed. Runs the harness' load
-client against each in interleaved repetitions, and measures the effect of a long prompt on running decodes. Has
-transformers serve the same requests in three ways, and compares outputs. Prints medians, and for each goal the ratio to
-the best peer. The last line is JSON. The report names peers that are not installed or fail.
+Starts `looseleaf serve`, colocated and split, and the server of every installed peer. Runs the harness's load client
+against each in interleaved repetitions, and measures the effect of a long prompt on running decodes. Runs the same
+requests in transformers in three ways, and compares outputs. Prints medians, the ratio to the best peer for each goal,
+and the peers that are not installed or fail. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class PeersSettings(Settings):
 
 
 def start_all(rounds: Rounds, roles: Sequence[str], peers: Sequence[str], stack: ExitStack, logs: Path) -> list[Target]:
-    """Starts our servers and the installed peers. Peers that do not become ready are recorded as failures."""
+    """Starts our servers and the installed peers. Records peers that are not installed or do not become ready as
+    failures.
+    """
     targets, harness = [], rounds.harness
     for ours in roles:
         log = logs / f"looseleaf-{ours}-{harness.size}.log"
@@ -101,8 +103,8 @@ def wanted_peers(settings: PeersSettings) -> list[str]:
 
 
 def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, Any]:
-    """Runs all tests on model M. Returns the results that concern only our servers, and the check of outputs; the other
-    results are in `rounds`.
+    """Runs all tests on model M. Returns the results that concern only our servers, and the comparison of outputs; the
+    other results are in `rounds`.
     """
     groups = [group for group in GROUPS if group in settings.parts]
     if not groups:
@@ -123,7 +125,7 @@ def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, An
 
 
 def compare_s(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
-    """Runs the served workload on model S against vLLM alone, with separate rounds."""
+    """Runs the served workload on model S in separate rounds. Compares only with vLLM."""
     small = Rounds(replace(rounds.harness, size="S"), rounds.load, rounds.deadline + APART_S)
     small.rows, small.failures = rounds.rows, rounds.failures
     with ExitStack() as stack:
@@ -148,8 +150,8 @@ def compare_quantized(rounds: Rounds, settings: PeersSettings, logs: Path) -> No
 
 
 def same_in_float32(harness: Harness, rounds: Rounds, logs: Path) -> dict[str, int] | None:
-    """Returns how many characters of our output in float32 agree with transformers' output in float32, and how many
-    there are. All of them must agree. Returns None if the comparison fails.
+    """Compares our output in float32 with that of transformers. Returns the number of equal characters and the number
+    of all characters, which must be the same. Returns None if the comparison fails.
     """
     exact = replace(harness, dtype="float32")
     with our_server(exact.model, "both", logs / "looseleaf-float32.log", ("--dtype", "float32")) as target:
@@ -182,7 +184,7 @@ def transformers(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
 
 
 def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> dict[str, Any]:
-    """Prints medians, figures and failures. Returns the result."""
+    """Prints medians, goals and failures. Returns the result."""
     medians = peers_report.medians(rounds.rows)
     beyond = found["memory_mib"].get(BOTH, {}).get("beyond"), found["memory_mib"].get(SPLIT, {}).get("beyond")
     figures = [
@@ -205,8 +207,8 @@ def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> d
 
 
 def main(settings: PeersSettings) -> int:
-    """Runs the chosen parts. Returns exit status 1 if outputs in float32 differ from transformers'. A missed goal is
-    printed, but does not count as an error.
+    """Runs the chosen parts. Returns exit status 1 if outputs in float32 differ from those of transformers. A missed
+    goal does not count as an error.
     """
     if settings.quick:
         smaller = {"rounds": 1, "requests": 8, "transformers_requests": 16, "quiet": 0.0, "keep": False}

@@ -1,7 +1,7 @@
-"""Measures, at any OpenAI endpoint, the worst gap between two tokens of running decodes while a long prompt is
-computed.
+"""Measures the longest gap between two tokens of running decodes while a long prompt is computed, at any OpenAI
+endpoint.
 
-Prompts are random token ids, so every server computes the same number of tokens, independent of its tokenizer.
+Prompts are random token ids, so every server computes the same number of tokens, whatever its tokenizer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ AFTER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The gaps between two events of a stream, in ms."""
+    """The measured gaps between two events of a stream, in ms."""
 
     usual_ms: float
     """The median before the long prompt was sent."""
     worst_ms: float
-    """The longest gap of all streams, from the moment the long prompt was sent until shortly after its first token."""
+    """The longest gap of all streams from when the long prompt was sent until shortly after its first token."""
     ttft_ms: float
     """The long prompt's time to first token."""
 
@@ -54,10 +54,8 @@ async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
 
 
 async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
-    """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens when each stream has WARM_TOKENS tokens.
-
-    Raises RuntimeError if a stream ends before the prompt's first token (`most_tokens` is too small for so fast a
-    server).
+    """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens when each stream has WARM_TOKENS tokens. Raises
+    RuntimeError if the server rejects a request, or if a stream reaches its end, after `most_tokens` tokens, too early.
     """
     rng = random.Random(seed)
 
@@ -85,7 +83,7 @@ async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: 
 async def reached(
     stamps: Sequence[list[float]], tasks: Sequence[asyncio.Task[None]], enough: Callable[[list[float]], bool]
 ) -> None:
-    """Waits until `enough` is true for every stream. Raises RuntimeError if a stream has ended."""
+    """Waits until `enough` is true for every stream. Raises RuntimeError if a stream ends before that."""
     while not all(map(enough, stamps)):
         for task in tasks:
             if task.done():
@@ -95,7 +93,9 @@ async def reached(
 
 
 def summarise(stamps: Sequence[Sequence[float]], sent: float, first: float) -> Gaps:
-    """Summarizes the streams' times. A gap counts if it ends after `sent` and begins before `first` + AFTER_S."""
+    """Returns the gaps, computed from the times of the streams' events. The worst gap is the longest of those that end
+    after `sent` and begin before `first` + AFTER_S.
+    """
     pairs = [pair for seen in stamps for pair in pairwise(seen)]
     usual = [later - earlier for earlier, later in pairs if later <= sent]
     worst = max(later - earlier for earlier, later in pairs if later > sent and earlier < first + AFTER_S)

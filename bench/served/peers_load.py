@@ -1,6 +1,6 @@
-"""Runs the harness' load client against one target and reads its JSON lines. Also runs the harness' check of outputs.
+"""Runs the harness's load client and its comparison of outputs against one target.
 
-The client belongs to the harness and runs in the harness' environment, so it measures every target in the same way.
+The client belongs to the harness and runs in the harness's environment, so it measures every target in the same way.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The workload of the client. Each repetition of a test is one run of the client."""
+    """The workload of the client."""
 
     requests: int = 64
     clients: int = 16
     quiet_s: float = 10.0
     """The longest wait for an idle machine before a repetition, in seconds."""
     redo: int = 0
-    """Number of times that a repetition is repeated if other processes have disturbed it."""
+    """The number of times that a repetition is repeated if other processes have disturbed it."""
     limit_s: float = 300.0
     """The time limit for one run of the client, in seconds."""
 
 
 class Failed(Exception):
-    """Raised if the client or its target failed. The message says where."""
+    """The error of a client or target that failed."""
 
 
 def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int, load: Load) -> list[Row]:
-    """Returns one row per test. Every seed has different prompts, so nothing is cached from an earlier repetition."""
+    """Runs the client once. Returns one row per test. Every seed has different prompts, so nothing is cached from an
+    earlier repetition.
+    """
     python, where = harness.python, ["--url", target.url, "--model", target.model, "--pid", str(target.pid)]
     if not target.url:
         python = harness.root / "ov/bin/python"
@@ -55,7 +57,7 @@ def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int
 
 
 def json_lines(command: Sequence[str], limit_s: float) -> list[Row]:
-    """Returns the JSON lines of a command's output. Raises Failed if the command fails or takes too long."""
+    """Runs a command. Returns the JSON lines of its output. Raises Failed if the command fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -66,8 +68,8 @@ def json_lines(command: Sequence[str], limit_s: float) -> list[Row]:
 
 
 def same_output(harness: Harness, url: str) -> dict[str, int]:
-    """Returns how many characters of greedy output agree with those of transformers in float32, and how many there are
-    in all (`check_same.py`).
+    """Returns the number of characters of greedy output that equal those of transformers in float32, and the number of
+    all characters (`check_same.py`).
     """
     reference = harness.root / "models" / f"{harness.size}-float32"
     rows = json_lines([str(harness.python), str(harness.scripts / "check_same.py"), str(reference), url], 300.0)

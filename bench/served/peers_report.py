@@ -1,7 +1,4 @@
-"""Reduces single measurements to medians, and medians to the ratios that are set as goals. Pure functions.
-
-A goal names our server, the peer, the measure and the required ratio.
-"""
+"""Computes medians from measurements, and from the medians the ratios for which there are goals."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ PEERS = ("vllm", "llamacpp", "openvino")
 SERVERS = ("vllm", "llamacpp")
 """The peers that answer over HTTP. OpenVINO runs inside the client's process."""
 QUANTIZED = {"int8": ("looseleaf-int8", "llamacpp-q8"), "int4": ("looseleaf-int4", "llamacpp-q4")}
-"""Our server and llama.cpp's with the same weights in Q8_0 or Q4_0, by the value of `--quantization`."""
+"""Our server and llama.cpp's, with the same weights in Q8_0 or Q4_0, by the value of `--quantization`."""
 UNQUANTIZED = "looseleaf-bfloat16"
-"""Our server with unquantized weights, in the rounds of the quantized ones."""
+"""Our server with unquantized weights, in the rounds with quantized weights."""
 MEASURES = (
     "tok_s",
     "out_tok_s",
@@ -39,7 +36,7 @@ Medians = Mapping[tuple[str, str, str], Mapping[str, float]]
 @dataclass(frozen=True, slots=True)
 class Goal:
     """A goal for a ratio ours / theirs. `wanted` is the smallest acceptable ratio, or the largest acceptable ratio for
-    measures where less is better.
+    measures where lower is better.
     """
 
     what: str
@@ -81,9 +78,7 @@ GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A goal with its measurement. `ratio` is None if our server or the peer was not measured, or if the goal has no
-    peer.
-    """
+    """The result for a goal. `ratio` is None if our server or the peer was not measured, or if the goal has no peer."""
 
     what: str
     wanted: str
@@ -109,12 +104,12 @@ def _median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def figures(found: Medians, size: str = "M") -> list[Figure]:
-    """Returns the figures of all goals. `size` is the model that replaces M in a rehearsal."""
+    """Returns the results for all goals. `size` is the model that replaces M in a rehearsal."""
     return [figure(replace(goal, size=size) if goal.size == "M" else goal, found) for goal in GOALS]
 
 
 def figure(goal: Goal, found: Medians) -> Figure:
-    """Returns our figure compared with the best of the peers that were measured."""
+    """Returns the result for a goal, with the best of the peers that were measured."""
 
     def value(peer: str) -> float | None:
         return found.get((goal.size, goal.test, peer), {}).get(goal.measure)
@@ -131,19 +126,21 @@ def figure(goal: Goal, found: Medians) -> Figure:
 
 
 def absolute(what: str, value: float | None, most: float, unit: str) -> Figure:
-    """Returns the figure of a limit that concerns only our server."""
+    """Returns the result for a limit that concerns only our server."""
     holds = None if value is None else value <= most
     return Figure(what, f"<= {most:g} {unit}", value, None, None, None, holds)
 
 
 def disturbed(rows: Iterable[Mapping[str, Any]], share: float = 0.2) -> tuple[int, int]:
-    """Returns (repetitions in which other processes used more than `share` of a core, repetitions that report this)."""
+    """Returns (number of repetitions in which other processes used more than `share` of a core, number of repetitions
+    in which this was measured).
+    """
     told = [other for row in rows for other in row.get("other_cores", ()) if other is not None]
     return sum(other > share for other in told), len(told)
 
 
 def table(given: Sequence[Figure]) -> str:
-    """Returns the figures as a table, for a terminal or for markdown."""
+    """Returns the results as a markdown table."""
     lines = ["| | ours | best of the others | ratio | wanted | holds |", "|---|---|---|---|---|---|"]
     for item in given:
         theirs = "not measured" if item.theirs is None else f"{item.theirs:g} ({item.peer})"

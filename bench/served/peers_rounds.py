@@ -1,7 +1,4 @@
-"""The interleaved repetitions: every round runs every test on every target, and the order rotates from round to round.
-
-Loads the targets. Other modules start them and interpret the rows.
-"""
+"""Interleaved repetitions. Every round runs every test on every target, and the order of the targets rotates."""
 
 from __future__ import annotations
 
@@ -23,22 +20,23 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prefix": ("prefix",),
     "gap": ("gap",),
 }
-"""The tests of one run of the client, which takes seconds to start (more for OpenVINO). "gap" is a separate program.
-"""
+"""The tests that share a run of the client, which takes seconds to start. `peers_gap` runs "gap" without the client."""
 SPLIT_GROUPS = ("served", "prefix")
-"""The tests of the split server. Where only one of its roles has work, it behaves like the colocated server."""
+"""The groups of the client's tests that are run on the split server. In the other tests, only one of its roles has
+work, so it behaves like the colocated server.
+"""
 GAP_PEERS = (BOTH, SPLIT, "vllm")
 STREAMS = 16
 
 
 @dataclass(slots=True)
 class Rounds:
-    """A collector of the rounds' measurements and failures."""
+    """A series of rounds, with their measurements and failures."""
 
     harness: Harness
     load: Load
     deadline: float
-    """A `time.monotonic()` value. No round is begun that would probably end later."""
+    """A time on the monotonic clock. No round begins that would probably end later."""
     prompt_len: int = 4095
     """The length of the interrupting prompt, in tokens. The models' limit is 4,096 tokens, one of which is the
     answer.
@@ -111,8 +109,8 @@ class Rounds:
 
 
 def _seed(group: tuple[str, ...], number: int) -> int:
-    """Returns the seed of a run of the client. Two runs with the same seed take prompts from the same places in the
-    corpus, even if their tests differ. If seeds were equal, a target that is measured in more groups than other targets
-    would find prefixes in its cache.
+    """Returns the seed of one run of the client. Each group and round has a different seed. Two runs with the same seed
+    would use the same prompts, even for different tests, and a target that runs more tests than others would find
+    prefixes in its cache.
     """
     return 1000 * (1 + list(GROUPS.values()).index(group)) + number

@@ -1,9 +1,9 @@
-"""The servers in the comparison: which of them are installed, how they are started, and how all but one are stopped
-during a measurement.
+"""The servers in the comparison: which are installed, how to start them, and how to suspend all others during a
+measurement.
 
 A peer's command line comes from the harness (`run_peer.py`, table SERVERS). All servers stay up during the whole
-comparison, so that repetitions can be interleaved. A peer that is not being measured is stopped by SIGSTOP, so it uses
-no core. Our server is never stopped, because its leases would expire; it uses 1 to 2 % of a core at rest.
+comparison, so that repetitions can be interleaved. A peer that is not being measured is suspended with SIGSTOP, so it
+uses no core. Our server is never suspended, because its leases would expire; it uses 1 to 2 % of a core when idle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from common.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """The directories of the peers' harness and of the environments that its README describes."""
+    """The directories of the peers' harness and of the environments that its README describes, with a model."""
 
     scripts: Path
     root: Path
@@ -42,9 +42,7 @@ class Harness:
 
     @property
     def python(self) -> Path:
-        """The path of the Python interpreter in the environment with the packages of the load client and
-        transformers.
-        """
+        """The Python interpreter of the environment with the packages of the load client and transformers."""
         return self.root / "base" / "bin" / "python"
 
     def missing(self, peer: str) -> str | None:
@@ -63,15 +61,15 @@ class Harness:
 
 
 def check(harness: Harness) -> None:
-    """Checks the given folders. Raises StartupError if they are not the harness and its root."""
+    """Raises StartupError if the given folders are not the harness and its root."""
     for path in (harness.scripts / "run_peer.py", harness.scripts / "client.py", harness.python, harness.model):
         if not path.exists():
             raise StartupError(f"there is no {path}: PEERS= names the peers' harness, ROOT= what its README sets up")
 
 
 def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]]:
-    """Returns the table SERVERS of the harness' run_peer.py. Executes only the script's definitions, since importing
-    the script runs it. "llamacpp-q4", which the harness lacks, is its "llamacpp-q8" with a different file.
+    """Returns the table SERVERS of the harness's run_peer.py. Executes only the script's definitions, because importing
+    the script runs it. Adds "llamacpp-q4", which the harness lacks: its "llamacpp-q8" with a different file.
     """
     path = harness.scripts / "run_peer.py"
     module = ast.parse(path.read_text())
@@ -90,7 +88,7 @@ def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]
 
 @dataclass(slots=True)
 class Target:
-    """A server to measure. `url` is empty for a peer inside the client's process."""
+    """A server to measure. `url` is empty for a peer that runs inside the client's process."""
 
     name: str
     url: str = ""
@@ -99,7 +97,7 @@ class Target:
     """The model name in requests."""
     startup_s: float = 0.0
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    """The process of a peer, which may be stopped while others are measured."""
+    """The process of a peer, which is suspended while others are measured."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Returns a context manager that keeps this target running."""
@@ -117,8 +115,8 @@ class Target:
 
 @contextmanager
 def peer_server(harness: Harness, name: str, log: Path, ready_s: float = 240.0) -> Iterator[Target]:
-    """Yields a peer's server when it is ready, in a stopped state. Raises StartupError with the server's last output if
-    it does not become ready.
+    """Starts a peer's server. Yields it when it is ready, suspended. Raises StartupError with the server's last output
+    if it does not become ready.
     """
     [port] = free_ports(1)
     options = Namespace(root=harness.root, size=harness.size, dtype=harness.dtype, port=port, kv_gib=2)
@@ -148,7 +146,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], ready_s: float, log
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the whole process group, even if it is stopped or its leader has ended."""
+    """Ends the whole process group, even if it is suspended or its leader has ended."""
     for number, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -158,8 +156,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_token_s(model: Path, starts: int = 3) -> float:
-    """Returns the median, in seconds, of the time to the first token over several starts of `looseleaf serve`, each
-    alone on the machine. The first start reads its files from disk.
+    """Returns the median time in seconds from the start of `looseleaf serve` to the first token. No other server runs
+    at the same time. The first start reads its files from disk.
     """
     seconds = []
     for _ in range(starts):
@@ -170,6 +168,6 @@ def first_token_s(model: Path, starts: int = 3) -> float:
 
 @contextmanager
 def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = (), name: str = "") -> Iterator[Target]:
-    """Yields a running `looseleaf serve` with these roles, under `name`, or under a name that contains the roles."""
+    """Yields a running `looseleaf serve` with these roles. `name` is its name in the results."""
     with Served(str(model), ["--roles", roles, *flags], log) as served:
         yield Target(name or f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)

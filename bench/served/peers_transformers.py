@@ -1,8 +1,8 @@
 """Runs the served workload in transformers without a server: one request after another, or in static batches of 16.
 
-The harness' environment runs this file as a script; it imports nothing from Looseleaf. Requests come from the harness
+The harness's environment runs this file as a script; it imports nothing from Looseleaf. Requests come from the harness
 (`client.workload`) with a fixed seed. A static batch runs until its longest output is complete, and only requested
-tokens count. The last line is JSON: engine, model and dtype, tokens, seconds, tokens per second.
+tokens count. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Request = tuple[str, list[int], int]
 
 
 def served(scripts: Path, data: Path, count: int) -> list[Request]:
-    """Returns the first `count` requests of the harness' served workload of 64."""
+    """Returns the first `count` of the 64 requests of the harness's served workload."""
     sys.path.insert(0, str(scripts))
     client = importlib.import_module("client")
     requests: list[Request] = client.workload(client.Prompts(data, client.SEED), "served", 64)
@@ -31,8 +31,8 @@ def served(scripts: Path, data: Path, count: int) -> list[Request]:
 
 
 def generate(model: Any, batch: list[Request]) -> int:
-    """Generates the outputs of a `batch` together: prompts are padded on the left, and all outputs have the length of
-    the longest one. Returns the number of requested tokens.
+    """Generates the outputs of `batch` in one call. Prompts are padded on the left, and all outputs have the length of
+    the longest output. Returns the number of requested tokens.
     """
     torch = importlib.import_module("torch")
     longest = max(len(ids) for _, ids, _ in batch)
@@ -55,7 +55,9 @@ def timed(call: Callable[[], int]) -> tuple[int, float]:
 
 
 def load(root: Path, size: str, first: Request) -> tuple[Any, str]:
-    """Loads the model in bf16 or fp32, whichever answers a request sooner on this machine, and warms it up."""
+    """Loads the model in bf16 or fp32, whichever is faster on this machine, and warms it up. Returns the model and its
+    dtype.
+    """
     found = []
     causal = importlib.import_module("transformers").AutoModelForCausalLM
     probe = [(first[0], first[1][:64], 12)]

@@ -1,10 +1,9 @@
-"""Measures the cost of running out of blocks: `python -m bench.served.preemption`, or `make bench-preemption`.
+"""Measures the cost of running out of blocks (`make bench-preemption`).
 
 Serves the built-in model and sends the same requests, all at once, to two arenas. The first has room for all requests.
-The second has a share of the blocks that the requests used in the first; there, groups are swapped to host memory,
-given back to prefill, or treated in either way (auto). This is repeated for several block sizes. Prints counts and
-times for both arenas, and the number of requests whose tokens differed between them, which must be zero. The last line
-is JSON.
+The second has only a share of the blocks that the requests used in the first, so groups are swapped to host memory,
+given back to prefill, or either (auto). This is repeated for several block sizes. Prints counts and times for both
+arenas, and the number of requests whose tokens differ between them, which must be zero. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MODES = ("swap", "give-back", "auto")
 
 
 class PreemptionSettings(Settings):
-    """The settings of a comparison of swapping and giving back with an arena that has room for all requests."""
+    """The settings of the preemption benchmark."""
 
     model_config = settings_config("LOOSELEAF_PREEMPTION_", "bench.served.preemption")
 
@@ -59,12 +58,12 @@ class Run:
 
     @property
     def most_held(self) -> int:
-        """The largest number of blocks that sequences of the decode worker used at one time."""
+        """The largest number of blocks that the decode worker's sequences used at one time."""
         return max(step.held_blocks for step in self.steps)
 
 
 def requests(num: int) -> list[Request]:
-    """Returns greedy and sampled requests in turn. Every fourth request has two samples."""
+    """Returns `num` requests, alternately greedy and sampled. Every fourth request has two samples."""
     found = []
     for number in range(num):
         wanted = WORKLOAD.request(number)
@@ -94,15 +93,17 @@ def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) 
 
 
 def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """Returns twice the number of blocks that all requests need at full length, because floors may reserve half of them
-    for other workers.
+    """Returns twice the number of blocks that all requests need at full length. Floors may reserve half of them for
+    other workers.
     """
     lens = [(len(r.prompt_ids) + r.options["max_tokens"]) * r.options["n"] for r in wanted]
     return 2 * sum(-(-length // block_size) + 2 for length in lens)
 
 
 def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """Returns the smallest arena whose decode worker accepts every one of these requests (`sizing.granted_floor`)."""
+    """Returns the number of blocks of the smallest arena in which the decode worker accepts each of these requests
+    (`sizing.granted_floor`).
+    """
     needs = [GroupNeed(len(r.prompt_ids), r.options["max_tokens"], r.options["n"]) for r in wanted]
     largest = max(need.blocks(KvRules(block_size)) for need in needs)
     asked = blocks_of(MAX_MODEL_LEN, block_size) + 1
@@ -110,7 +111,9 @@ def least_blocks(wanted: Sequence[Request], block_size: int) -> int:
 
 
 def row(mode: str, found: Run, ample: Run) -> dict[str, Any]:
-    """Returns counts and times of one run. Times are means per request or per preempted group."""
+    """Returns the counts and times of one run. Except for `seconds`, times are means per request, or per group that was
+    swapped out or back.
+    """
     counts = found.steps[-1].preemption
     out, back = max(1.0, counts["swapped_groups"]), max(1.0, counts["resumed_groups"])
     return {
@@ -151,8 +154,8 @@ def show(values: dict[str, Any], *, header: bool) -> None:
 
 
 def main(settings: PreemptionSettings) -> int:
-    """Measures and prints the rows. Returns exit status 1 if an answer differs from that of the run with ample
-    space.
+    """Measures and prints the rows. Returns exit status 1 if an answer differs from that of the run in the
+    large arena.
     """
     rows = measure(settings)
     machine = platform.processor() or platform.machine()

@@ -1,8 +1,8 @@
-"""Measures how clients are affected if the only decode worker is killed with SIGKILL: `python -m bench.served.recovery
---model DIR`.
+"""Measures the effect on clients when the only decode worker is killed with SIGKILL
+(`python -m bench.served.recovery`).
 
-Runs several trials with a spare worker, and several without one. Each trial kills the worker during streams, and the
-streams are compared with undisturbed ones.
+Runs several trials with a spare worker and several trials without one. Each trial kills the worker during streams, and
+compares the streams with undisturbed streams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOADED_S = 300.0
 
 
 class RecoverySettings(Settings):
-    """The settings of trials that kill the decoding worker during streams."""
+    """The settings of the recovery benchmark."""
 
     model_config = settings_config("LOOSELEAF_RECOVERY_", "bench.served.recovery")
 
@@ -51,11 +51,11 @@ class RecoverySettings(Settings):
 
 @dataclass(slots=True)
 class Stream:
-    """A record of a stream as its client received it."""
+    """A stream as its client received it."""
 
     token_ids: list[int] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
-    """The times of messages with tokens."""
+    """The times at which messages with tokens arrived."""
 
     @property
     def longest_gap_s(self) -> float:
@@ -88,7 +88,7 @@ async def follow(client: AsyncClient, prompt: Sequence[int], max_tokens: int, se
 
 
 async def streams(address: str, prompts: Sequence[Sequence[int]], max_tokens: int, victim: int | None) -> list[Stream]:
-    """Runs all streams at once. The process `victim` is killed when each stream has WARM_TOKENS tokens."""
+    """Runs all streams at once. Kills the process `victim` when each stream has WARM_TOKENS tokens."""
     seen = [Stream() for _ in prompts]
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         for prompt, stream in zip(prompts, seen, strict=True):

@@ -1,4 +1,4 @@
-"""A whole stack for a benchmark, with a decode worker that records its blocks after every step; and requests for it."""
+"""A complete deployment for benchmarks, and requests for it. Its decode worker records its blocks after every step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from looseleaf.serve.children import Child
 from looseleaf.serve.launcher import Addresses, Launcher
 
 STORY_LEN = 448
-"""Maximum length of a prompt of `stories`, in tokens."""
+"""The maximum length of a prompt of `stories`, in tokens."""
 
 
 class WatchedServer(Launcher):
@@ -30,8 +30,8 @@ class WatchedServer(Launcher):
     """
 
     def __init__(self, model: str | None, settings: Mapping[str, Any], decode: Mapping[str, str] | None = None) -> None:
-        """Prepares the stack. `settings` are the settings of `LLM`; `decode` are environment variables of the decode
-        worker, without their prefix.
+        """Prepares the deployment, which `with` starts. `settings` are the settings of `LLM`; `decode` are environment
+        variables of the decode worker, without their prefix.
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="looseleaf-bench-")
         self._file = Path(self._scratch.name) / "steps.jsonl"
@@ -47,15 +47,15 @@ class WatchedServer(Launcher):
         return super()._spawn(name, "bench.served.watched_decode", flags, variables)
 
     def steps(self, since_ns: int = 0, until_ns: int = 1 << 62) -> list[StepRecord]:
-        """Returns the decode worker's steps within this time (monotonic clock)."""
+        """Returns the records of the decode worker's steps in this interval (monotonic clock)."""
         return [step for step in read(self._file) if since_ns <= step.at_ns < until_ns]
 
     def dispatched(self, worker: str) -> int:
-        """Returns how often the gateway has sent a request to a worker."""
+        """Returns the number of requests that the gateway has sent to a worker."""
         return int(self.metric("looseleaf_worker_requests_total", worker=worker))
 
     def metric(self, name: str, **labels: str) -> float:
-        """Returns the sum of the gateway's samples of this metric with these labels."""
+        """Returns the sum of the samples of a gateway metric with these labels."""
         return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def __enter__(self) -> Self:
@@ -90,8 +90,8 @@ async def send_all(address: str, requests: Sequence[Request], at_once: int) -> l
 
 
 async def stories(address: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Returns different prompts of these lengths (at most STORY_LEN). The prompts are beginnings of stories that the
-    served model generates.
+    """Returns different prompts of these lengths (at most STORY_LEN), which are beginnings of stories that the served
+    model generates.
     """
     async with AsyncClient(address) as client:
         beginning = list(await client.tokenize("Once upon a time"))

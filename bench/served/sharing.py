@@ -1,13 +1,13 @@
-"""Measures the sharing between samples and beams: `python -m bench.served.sharing`, or `make bench-sharing`.
+"""Measures the sharing of blocks between samples and beams (`make bench-sharing`).
 
 Serves the built-in model on this machine and reads the decode worker's block tables after every step. The first part
 measures the blocks saved by sharing: 1 - (different blocks / entries of all block tables), summed over steps. It uses
-lengths like those of the PagedAttention paper's data sets and prints the paper's numbers for comparison. The second
-part measures the cost of one request of n samples up to the hand-over: prefills, tickets, bytes. The last line is JSON.
+lengths like those of the PagedAttention paper's data sets, and prints the paper's numbers for comparison. The second
+part measures the cost of a request with n samples until the hand-over: prefills, tickets, bytes. The last line is JSON.
 
-Only the mean lengths of the data sets are known (paper, section 6.1). We assume a lognormal distribution, truncated at
-the model's limit. Prompts are beginnings of stories that the model tells. Each request has a different cache salt, so
-only samples of the same request share blocks. Outputs run to their full length, as in the paper.
+Only the mean lengths of the data sets are known (paper, section 6.1). The benchmark assumes a lognormal distribution,
+truncated at the model's limit. Prompts are beginnings of stories that the model generates. Each request has a different
+cache salt, so only samples of the same request share blocks. Outputs run to their full length, as in the paper.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ COPIES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """A distribution of lengths like those of a data set, with the paper's savings on it for n or a width of 2 to 6
-    (figure 15).
-    """
+    """Lengths like those of a data set, and the paper's savings for n or a beam width of 2 to 6 (figure 15)."""
 
     name: str
     prompt: Lengths
@@ -67,7 +65,7 @@ DATA_SETS = (
 
 
 class SharingSettings(Settings):
-    """The settings of a measurement of the sharing between samples and beams of a request."""
+    """The settings of the sharing benchmark."""
 
     model_config = settings_config("LOOSELEAF_SHARING_", "bench.served.sharing")
 
@@ -86,7 +84,7 @@ KINDS: Mapping[str, Callable[[int], GenerateOptions]] = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The prompts of one data set, with their output lengths, and the server."""
+    """The prompts of a data set with their output lengths, and the server."""
 
     server: WatchedServer
     prompts: Sequence[Sequence[int]]
@@ -94,8 +92,8 @@ class Load:
     seed: int
 
     def run(self, name: str, width: int, options: GenerateOptions) -> list[StepRecord]:
-        """Sends all requests and returns the decode worker's steps in that time. `name` prevents runs from sharing
-        blocks.
+        """Sends all requests. Returns the records of the decode worker's steps in that time. Runs with different names
+        share no blocks.
         """
         requests = []
         for number, (prompt, output_len) in enumerate(zip(self.prompts, self.output_lens, strict=True)):
@@ -118,14 +116,14 @@ def load_of(server: WatchedServer, data: DataSet, num: int, seed: int) -> Load:
 
 
 def saved_share(steps: Sequence[StepRecord]) -> float:
-    """Returns the share of blocks saved over all steps, relative to block tables without sharing."""
+    """Returns the share of blocks saved over all steps, compared with block tables without sharing."""
     unshared = sum(step.table_blocks for step in steps)
     return 1 - sum(step.own_blocks for step in steps) / unshared
 
 
 def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
-    """Returns the cost of requests with n samples until decode has them, and the number of blocks that decode copies
-    afterwards. All figures are means per request.
+    """Returns the cost of the hand-over of requests with n samples, and the number of blocks that decode copies
+    afterwards. All values are means per request.
     """
     server, num = load.server, len(load.prompts)
     before, dispatched = server.steps()[-1], server.dispatched("prefill")
@@ -141,7 +139,7 @@ def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
 
 
 def measure(settings: SharingSettings) -> dict[str, Any]:
-    """Serves the model, runs all measurements, and prints results as they come."""
+    """Serves the model, runs all measurements, and prints each result when it is known."""
     served = {
         "max_model_len": 1024, "num_blocks": 8192, "max_num_seqs": MAX_NUM_SEQS, "block_size": settings.block_size,
     }  # fmt: skip
@@ -164,7 +162,7 @@ def measure(settings: SharingSettings) -> dict[str, Any]:
 
 
 def saved(load: Load, data: DataSet) -> dict[str, float]:
-    """Returns the percentage of blocks saved, by kind and width. Prints each result as it comes."""
+    """Returns the percentage of blocks saved, by kind and width. Prints each percentage when it is known."""
     found: dict[str, float] = {}
     for kind, options in KINDS.items():
         for width in WIDTHS:

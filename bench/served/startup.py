@@ -1,7 +1,4 @@
-"""Runs `looseleaf serve` as a user would, as a process, and measures the time until the first token, and memory.
-
-Uses /proc and the OpenAI endpoint. The launcher starts the services.
-"""
+"""Runs `looseleaf serve` as a process, and measures the time to the first token and memory."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Served:
     """A running `looseleaf serve` process. Leaving the context ends it."""
 
     def __init__(self, model: str, flags: Sequence[str] = (), log: Path | None = None, start_s: float = 120.0) -> None:
-        """Starts the server, whose output goes to `log`. Raises StartupError if no token has come within `start_s`
+        """Starts the server, with its output in `log`. Raises StartupError if there is no token within `start_s`
         seconds.
         """
         self.port, self.grpc_port = free_ports(2)
@@ -77,14 +74,12 @@ class Served:
 
 
 def tail(log: Path | None) -> str:
-    """Returns the last lines of a log, for a message."""
+    """Returns the last eight lines of a log, or "nothing kept" if there is no log."""
     return "nothing kept" if log is None else "\n".join(log.read_text(errors="replace").splitlines()[-8:])
 
 
 def first_token(url: str) -> None:
-    """Returns when the first event of a short request has arrived. Raises OSError if the connection or the request
-    fails.
-    """
+    """Sends a short request, and waits for its first event. Raises OSError if the connection or the request fails."""
     body = {"model": "m", "prompt": FIRST_PROMPT, "max_tokens": 1, "temperature": 0, "stream": True}
     request = urllib.request.Request(
         url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -95,7 +90,7 @@ def first_token(url: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns different ports on which nothing listens now."""
+    """Returns `count` free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for held in sockets:
@@ -113,9 +108,7 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the user and system time of a process tree in seconds, including children that have ended and been
-    reaped.
-    """
+    """Returns the CPU time of a process tree in seconds, including children that have ended and been reaped."""
     ticks = 0
     for member in tree(pid):
         with contextlib.suppress(OSError):
@@ -125,13 +118,13 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The proportional set sizes of a process tree in MiB. Shared memory counts once."""
+    """The memory of a process tree (proportional set size) in MiB. Shared memory counts once."""
 
     total: float
     arena: float
     """The touched pages of the KV arena, which are part of the total."""
     weights: float
-    """The size of one copy of the model's weights; not measured."""
+    """The size of one copy of the model's weights, from its files or its configuration."""
 
     @property
     def beyond(self) -> float:
@@ -154,7 +147,7 @@ def memory(pid: int, weights_bytes: int) -> Memory:
 
 
 def mappings(smaps: str) -> Iterator[tuple[str, int]]:
-    """Yields (file or "", proportional KiB) for every mapping in a text like /proc/PID/smaps."""
+    """Yields (file or "", proportional set size in KiB) for every mapping in the text of a /proc/PID/smaps."""
     name = ""
     for line in smaps.splitlines():
         if found := _MAPPING.match(line):

@@ -1,4 +1,4 @@
-"""Counts of a decode worker's block tables after one step. `watching` writes them, and benchmarks read them."""
+"""Records of a decode worker's blocks after each step. `watching` writes them, and benchmarks read them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 from engine.block_table import BlockTable
 
 VARIABLE = "LOOSELEAF_BENCH_STEPS"
-"""The environment variable with the file to which a watched worker writes: one line of JSON per `StepRecord`."""
+"""The environment variable with the path of a watched worker's records, one line of JSON per `StepRecord`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A record of a decode worker after one step. Block counts cover running and waiting groups together."""
+    """The state of a decode worker after a step. Block counts include running and waiting groups."""
 
     at_ns: int
-    """Time of the monotonic clock, which is the same for all processes of a machine."""
+    """The time on the monotonic clock, which is the same for all processes on a machine."""
     num_running: int
     """The number of running sequences."""
     num_waiting: int
@@ -34,7 +34,7 @@ class StepRecord:
     sequence_tokens: int
     """The number of positions with KV over all sequences. Shared positions count once per sequence."""
     held_blocks: int
-    """The number of blocks that the worker counts as used by a sequence."""
+    """The number of blocks that the worker counts as used by sequences."""
     reserve_blocks: int
     """The number of blocks allocated in advance."""
     copied_blocks: int
@@ -50,8 +50,8 @@ class StepRecord:
 
 
 def count_tables(tables: Iterable[tuple[BlockTable, int]], block_size: int) -> tuple[int, int, int]:
-    """Takes (block table, positions with KV) of every sequence. Returns (entries, different blocks, filled positions in
-    these blocks).
+    """Counts the blocks in `tables`, which has (block table, number of positions with KV) for every sequence. Returns
+    (entries, different blocks, positions with KV in these blocks).
     """
     blocks: list[Any] = [np.empty(0, np.int32)]
     filled: list[Any] = [np.empty(0, np.int64)]

@@ -1,8 +1,8 @@
-"""Measures unused KV memory: `python -m bench.served.waste`, or `make bench-waste`.
+"""Measures unused KV memory (`make bench-waste`).
 
-Serves a tiny random model with fewer blocks than the load needs. Reads the decode worker's blocks after every step and
+Serves a tiny random model with fewer blocks than the load needs. Reads the decode worker's blocks after every step, and
 the ledger twenty times a second. The requests are a mix of single sequences (greedy or sampled), several samples, and
-beams; some share a prefix. They arrive in a seeded Poisson process, faster than they can be served. Prints
+beams; some share a prefix. They arrive in a seeded Poisson process, faster than they can be served. Prints:
 
 * internal waste: slots of used blocks without KV, compared with the theoretical (block_size - 1) / 2 slots per
   sequence;
@@ -60,13 +60,13 @@ MIX: Sequence[tuple[int, GenerateOptions]] = (
 )
 """The mix of requests: (share in percent, options)."""
 SATURATED = (0.2, 0.6)
-"""The interval of the measurement, as shares of answered requests. During it, the requests that have not been answered
-yet are running or waiting.
+"""The interval of the measurement, as shares of answered requests. The arena is saturated in this interval, because all
+requests that are not answered yet are running or waiting.
 """
 
 
 class WasteSettings(Settings):
-    """The settings of a measurement of unused KV memory under a mixed load."""
+    """The settings of the benchmark of unused KV memory."""
 
     model_config = settings_config("LOOSELEAF_WASTE_", "bench.served.waste")
 
@@ -124,11 +124,9 @@ async def run_load(address: str, block_store: str, settings: WasteSettings) -> t
 
 
 def internal_waste(steps: Sequence[StepRecord], block_size: int) -> tuple[float, float, float]:
-    """Returns (share of slots without KV in used blocks, that share in theory, mean length of a sequence in tokens),
-    over all steps.
-
-    In theory, the last block of a sequence has (block_size - 1) / 2 empty positions on average, and there is no other
-    loss.
+    """Returns, over all steps, (share of slots without KV in used blocks, that share in theory, mean length of a
+    sequence in tokens). In theory, the last block of a sequence has (block_size - 1) / 2 empty slots on average, and no
+    other slots are empty.
     """
     slots = block_size * sum(step.own_blocks for step in steps)
     filled = sum(step.filled_slots for step in steps)
@@ -186,7 +184,7 @@ def measure(settings: WasteSettings) -> dict[str, Any]:
 
 
 def tiny_model(directory: str) -> Path:
-    """Writes a model that is fast and produces nonsense, because only blocks matter here, and returns its directory."""
+    """Writes a tiny model with random weights, and returns its directory."""
     return make_checkpoint(directory, dtype=torch.bfloat16, max_position_embeddings=MAX_MODEL_LEN)
 
 

@@ -1,7 +1,7 @@
-"""Makes a decode worker record its blocks after every step. Only the benchmarks' entry points use this module.
+"""Makes a decode worker record its blocks after every step, for benchmarks.
 
-The entry point `watched_decode` calls `install` and then runs the service; no setting of a service enables this. The
-step thread does the counting, so a watched worker is a little slower than a worker in service.
+The entry point `watched_decode` calls `install`, then runs the service. No setting of a service enables this. The step
+thread does the counting, so a watched worker is a little slower.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Totals:
 
 
 def record(worker: Any, totals: Totals) -> StepRecord:
-    """Returns a record of a `DecodeWorker` between two steps."""
+    """Returns the state of a `DecodeWorker` between two steps."""
     sequences = [sequence for group in worker._scheduler.groups() for sequence in group.live]
     load, held = worker._scheduler.load(), worker._attached.held
     counts = count_tables(((s.table, s.num_computed) for s in sequences), worker._block_size)
@@ -52,7 +52,7 @@ def record(worker: Any, totals: Totals) -> StepRecord:
 
 
 def install() -> None:
-    """Patches this process. Call this once, before the service's `main`."""
+    """Patches the worker classes in this process. Call this once, before the service's `main`."""
     totals = Totals()
     file = open(os.environ[VARIABLE], "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process
 

@@ -1,6 +1,6 @@
 """The arena, a file in shared memory with a header and equally sized blocks (long: all rules concern the same header).
 
-Every Looseleaf process on the node can map the file. On a GPU the file contains only the header; the blocks are in
+Every Looseleaf process on the host can map the file. On a GPU the file contains only the header; the blocks are in
 device memory (`placement`). The header can be read without Redis and without CUDA. References to blocks are recorded in
 the ledger. This module implements the writer rule (a header generation is raised from a lower value before the first
 store) and the reader rule (a block is valid only while its header names the generation in the block table).
@@ -90,10 +90,11 @@ class Arena:
         store can raise SIGBUS. `ahead` supplies memory that was allocated earlier.
 
         `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.
-        Raises ArenaError if `num_blocks` is below 1, ArenaExists, or NotEnoughSharedMemory.
+        Raises ArenaError if `num_blocks` is below 1 or the layout does not fit into the header, ArenaExists, or
+        NotEnoughSharedMemory.
         """
         if num_blocks < 1:
-            raise ArenaError(f"an arena of {num_blocks} blocks cannot hold anything")
+            raise ArenaError(f"num_blocks must be at least 1, not {num_blocks}")
         where = Path(directory)
         where.mkdir(parents=True, exist_ok=True)
         if (where / FILE_NAME).exists():
@@ -157,7 +158,7 @@ class Arena:
 
     @property
     def fixed(self) -> FixedHeader:
-        """The current fixed page. Another process may have recorded a new ledger since this one mapped the arena."""
+        """The header's fixed page. It is read from the file on each access, because other processes may change it."""
         return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
 
     @property
@@ -184,7 +185,7 @@ class Arena:
         return self.fixed.is_lost
 
     def use_memory(self, blocks: DeviceBlocks) -> None:
-        """Sets the device memory that contains the blocks, after `placement` has allocated or opened it."""
+        """Sets the device memory that contains the blocks."""
         self._data = blocks
 
     def place(self, placement: Placement) -> None:
@@ -195,14 +196,13 @@ class Arena:
 
     def keep_largest_floor(self, num_blocks: int) -> None:
         """Writes to the header the largest floor, in blocks, that a worker requested before the arena was created. Only
-        the store calls this, before it answers the workers.
+        the store calls this method, before it answers the workers.
         """
         self._rewrite(largest_floor=num_blocks)
 
     def declare_lost(self) -> None:
-        """Marks the arena as lost in the header. Only the store calls it.
-
-        After that, no block table matches (reader rule), no generation can be raised (writer rule), and workers exit.
+        """Marks the arena as lost in the header. Only the store calls this method. After that, no block table matches
+        (reader rule), no generation can be raised (writer rule), and workers exit.
         """
         with self.exclusively():
             self._rewrite(is_lost=True)
@@ -216,7 +216,7 @@ class Arena:
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
         """Writes the identity and the rebuild count of the blocks' ledger to the header, where other processes can see
-        them before this thread's next read. In the product, only `rebuild` calls this method.
+        them before this thread's next read. Outside the tests, only `rebuild` calls this method.
         """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
@@ -224,8 +224,8 @@ class Arena:
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Locks the fixed page for a change that another process might also make. Raises ArenaLost if the arena is
-        lost.
+        """Locks the fixed page for a change that another process might also make. Raises ArenaLost if the arena's file
+        has been removed.
         """
         try:
             fd = os.open(self.directory / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -242,8 +242,8 @@ class Arena:
         self._map[: len(encoded)] = encoded
 
     def acquire_writer_slot(self) -> WriterSlot:
-        """Takes a slot, which is held until `close` is called on it or this process ends. Take one before registering
-        as a holder.
+        """Returns a new writer slot, which this process holds until the slot is closed or the process ends. Acquire a
+        slot before you register as a holder.
         """
         return self._slots.acquire()
 
@@ -251,13 +251,13 @@ class Arena:
         return self._slots.is_alive(number)
 
     def live_writers(self) -> list[int]:
-        """Returns the numbers of the writer slots that processes still hold, excluding that of the memory's owner."""
+        """Returns the numbers of the writer slots that processes still hold, excluding the slot of the memory owner."""
         return [slot for slot in self._slots.alive() if slot != self.placement.owner_slot]
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
-        """Raises the header generations (writer rule). Must be called before the first store into `refs`. Raises
-        HeaderAheadError if a header generation is not below the new generation; the caller must then write into none of
-        the blocks.
+        """Raises the header generations to those of `refs` (writer rule), and enters the writer slot and the state
+        WRITING. Must be called before the first store into `refs`. Raises HeaderAheadError if a header generation is
+        not below the new generation; the caller must then write into none of the blocks.
         """
         if not refs:
             return
@@ -272,8 +272,8 @@ class Arena:
     def mark_sealed(
         self, refs: Sequence[BlockRef], hashes: Sequence[bytes | None] | None, digests: Sequence[int]
     ) -> None:
-        """Writes the hashes and digests of blocks whose content is final to the header. A hash is None for a partial
-        block; `hashes` is None if all blocks are partial.
+        """Enters blocks whose content is final in the header as SEALED, with their hashes and digests. A hash is None
+        for a partial block; `hashes` is None if all blocks are partial.
 
         Raises HeaderMismatch if a block has been reallocated.
         """
@@ -287,13 +287,13 @@ class Arena:
         atomics.enter_states(self.states, ids, HeaderState.SEALED)
 
     def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
-        """Returns whether the header generation of every block equals the entry of `generations` at the same position
-        (reader rule). Must be called before and after each step.
+        """Returns whether the header generation of every block equals the generation at the same position in
+        `generations` (reader rule). Must be called before and after each step.
         """
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 
     def check_refs(self, refs: Sequence[BlockRef]) -> bool:
-        """Checks a few references in the same way as `check`."""
+        """Calls `check` with the blocks and generations of `refs`."""
         return self.check(*ref_arrays(refs))
 
     def has(self, refs: Sequence[BlockRef], hashes: Sequence[bytes]) -> bool:
@@ -306,7 +306,7 @@ class Arena:
         return self.hashes[ids].tobytes() == b"".join(hashes[: len(refs)])
 
     def read(self, block: int) -> bytes:
-        """Returns a copy of the block's current bytes, from the host or a device."""
+        """Returns a copy of the block's current bytes, which are in host or device memory."""
         blocks = self._blocks
         return blocks[block].tobytes() if isinstance(blocks, np.ndarray) else blocks.read(block)
 
@@ -315,16 +315,31 @@ class Arena:
         blocks = self._blocks
         return blocks[block].data if isinstance(blocks, np.ndarray) else blocks.read(block)
 
+    def views(self, blocks: npt.NDArray[np.int64]) -> Sequence[bytes | memoryview]:
+        """Returns the current bytes of several blocks, in order: on the host the views of `places`, from a device one
+        copy for each block.
+        """
+        data = self._blocks
+        return self.places(blocks) if isinstance(data, np.ndarray) else [data.read(int(block)) for block in blocks]
+
+    def places(self, blocks: npt.NDArray[np.int64]) -> list[memoryview]:
+        """Returns the memory of several blocks on the host, in order: one view for each run of consecutive block
+        numbers.
+        """
+        data = self._blocks
+        assert isinstance(data, np.ndarray)
+        ends = [*(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)] if len(blocks) else []
+        runs = zip([0, *ends], ends, strict=False)
+        return [data[int(blocks[first]) : int(blocks[last - 1]) + 1].reshape(-1).data for first, last in runs]
+
     def digest(self, block: int) -> int:
         """Returns the XXH3 (64 bits) of the block's current bytes."""
         return xxhash.xxh3_64_intdigest(self.view(block))
 
     def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
-        """Returns the digests that `mark_sealed` writes.
-
-        On a device they are 0, which means that there is no digest: computing one would cost a copy of the block to the
-        host, in the step thread. The digest is computed when a block is sent to another host (`transfer.block_source`);
-        `digest` computes it at any time.
+        """Returns the digests that `mark_sealed` writes. The digest of a block on a device is 0 (none), because
+        computing it would copy the block to the host in the step thread. It is computed when the block is sent to
+        another host (`transfer.block_source`).
         """
         return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]
 
@@ -337,9 +352,8 @@ class Arena:
 
 
 def _write_file(where: Path, head: bytes, size: int) -> None:
-    """Creates the file under a temporary name and links it into place once it is complete.
-
-    Unlike a rename, a link never replaces a file.
+    """Creates the file under a temporary name and links it into place once it is complete. Unlike a rename, a link does
+    not replace an existing file.
     """
     scratch = where / f".{FILE_NAME}.{os.getpid()}"
     fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o660)
@@ -360,7 +374,7 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
 
 
 def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
-    """Creates the file from memory that was allocated in advance."""
+    """Creates the arena file from the memory of `ahead`."""
     ahead.stop()
     available = _free_bytes(where) + ahead.num_bytes
     if available < size:

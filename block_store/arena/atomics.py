@@ -1,6 +1,4 @@
-"""Loads the C helper that raises and compares the generations in an arena's header and sets states. Does not depend on
-the meaning of the arrays.
-"""
+"""Atomic operations on the generations and states in an arena's header, implemented in C (`atomics.c`)."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ I64Array = npt.NDArray[np.int64]
 
 
 def library_path() -> Path:
-    """Returns the path of the built helper in this directory. Raises FileNotFoundError, with the build command."""
+    """Returns the path of the built C library. Raises FileNotFoundError, whose message gives the build command."""
     here = Path(__file__).parent
     for suffix in (*EXTENSION_SUFFIXES, ".so"):
         if (path := here / f"_atomics{suffix}").exists():
@@ -30,7 +28,7 @@ def library_path() -> Path:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.PyDLL(str(library_path()))  # keeps the interpreter lock: a call is shorter than releasing it
+    library = ctypes.PyDLL(str(library_path()))  # keeps the interpreter lock: releasing it takes longer than a call
     for name in ("looseleaf_raise_generations", "looseleaf_check_generations"):
         function = getattr(library, name)
         function.restype = ctypes.c_int64
@@ -51,9 +49,8 @@ def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDAr
 
 
 def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
-    """Raises `base[ids[i]]` to `gens[i]`, for each i in order, by compare-and-swap from a lower value.
-
-    Stops at the first generation that was not lower and returns its index. Returns None if all were raised.
+    """Raises `base[ids[i]]` to `gens[i]`, for each i in order, by compare-and-swap from a lower value. Stops at the
+    first generation that was not lower and returns its index, or returns None if all generations were raised.
     """
     return _run("looseleaf_raise_generations", base, ids, gens)
 
@@ -69,13 +66,15 @@ def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None
 
 
 def fence() -> None:
-    """Issues a full memory barrier: stores before it are visible to all threads before loads after it are done."""
+    """Issues a full memory barrier. Stores before the barrier are visible to all threads before the loads after it are
+    executed.
+    """
     nothing: U64Array = np.zeros(0, np.uint64)
     first_mismatch(nothing, nothing, nothing)  # fences on both sides
 
 
 def first_mismatch(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
-    """Returns the position in `ids` of the first block that does not have the expected generation, or None. Ids outside
-    `base` never match.
+    """Returns the position in `ids` of the first block that does not have the expected generation, or None if all
+    blocks have it. Ids outside `base` never match.
     """
     return _run("looseleaf_check_generations", base, ids, gens)

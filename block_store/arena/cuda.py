@@ -1,5 +1,5 @@
 """The CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or the
-CUDA toolkit. Does not depend on blocks.
+CUDA toolkit.
 
 Needs driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. This
 module has not run on a GPU yet; the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
@@ -59,7 +59,7 @@ class CudaError(BlockStoreError):
 
 
 class CudaUnavailable(BlockStoreError):
-    """Raised if this process has no usable driver or does not see the requested device."""
+    """Raised if this process has no usable CUDA driver, or if the requested device is not visible to it."""
 
 
 class MemoryInfo(NamedTuple):
@@ -100,7 +100,7 @@ class Cuda:
         return count.value
 
     def device(self, ordinal: int) -> CudaDevice:
-        """Returns the device with this number among those visible to the process, with torch's numbering. Raises
+        """Returns the device with this ordinal among the devices that are visible to the process, as in torch. Raises
         CudaUnavailable if there is no such device.
         """
         if not 0 <= ordinal < self.num_devices:
@@ -108,8 +108,8 @@ class Cuda:
         return CudaDevice(self, ordinal)
 
     def device_of(self, uuid: bytes) -> CudaDevice:
-        """Returns the device with this UUID, because processes may number devices differently (CUDA_VISIBLE_DEVICES).
-        Raises CudaUnavailable if this process does not see the device.
+        """Returns the device with this UUID. A UUID identifies the same device in every process, whereas
+        CUDA_VISIBLE_DEVICES changes ordinals. Raises CudaUnavailable if the device is not visible to this process.
         """
         for ordinal in range(self.num_devices):
             if self.uuid(ordinal) == uuid:
@@ -131,8 +131,7 @@ class Cuda:
 
 class CudaDevice:
     """A GPU, used through its primary context. torch uses the same context, which is retained until the process ends.
-
-    Any thread may call the methods. They raise CudaError.
+    Any thread may call the methods. All methods raise CudaError if a driver call fails.
     """
 
     def __init__(self, cuda: Cuda, ordinal: int) -> None:
@@ -159,8 +158,8 @@ class CudaDevice:
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Frees memory that `alloc` returned. Do not free exported memory while another process has it open: its use
-        there would be undefined.
+        """Frees memory that `alloc` returned. Do not free exported memory while another process has it open; CUDA
+        leaves the result undefined.
         """
         with self._current() as call:
             call("cuMemFree_v2", pointer)

@@ -1,8 +1,7 @@
-"""An arena's blocks in device memory, as one process accesses them: allocated here, or opened through CUDA IPC.
+"""An arena's blocks in device memory, either allocated by this process or opened through CUDA IPC.
 
-Does not depend on the arena's header. The allocating process must outlive all processes that have opened the memory.
-According to NVIDIA's documentation, the use of a mapping whose owner has ended is undefined, so a worker whose arena is
-lost exits (`errors.ArenaLost`).
+The allocating process must outlive all processes that have opened the memory. According to NVIDIA's documentation, the
+use of a mapping whose owner has ended is undefined, so a worker whose arena is lost exits (`errors.ArenaLost`).
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from block_store.arena.cuda import CudaDevice
 from block_store.arena.header import round_up
 
 GRANULE_BYTES = 2 << 20
-"""Allocations are rounded up to a multiple of this size. Smaller ones could share a driver allocation with other
-memory, all of which an IPC handle would open.
+"""Allocations are rounded up to a multiple of this size. A smaller allocation could share a driver allocation with
+other memory, which its IPC handle would then expose.
 """
 
 
@@ -60,7 +59,7 @@ class DeviceBlocks:
         return self.device.export(self.pointer)
 
     def read(self, block: int) -> bytes:
-        """Returns a copy of a block's bytes on the host. Raises IndexError."""
+        """Returns a copy of a block's bytes on the host. Raises IndexError if there is no such block."""
         return self.device.read(self._at(block), self.shape[1])
 
     def write(self, block: int, data: bytes) -> None:

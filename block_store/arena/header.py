@@ -1,4 +1,4 @@
-"""Byte layout of an arena file: one fixed page, arrays of per-block fields, then the blocks. Does no I/O.
+"""Byte layout of an arena file: one fixed page, arrays of per-block fields, then the blocks.
 
 0        fixed page: magic .. layout JSON (`FIXED`, then JSON up to 4096)
 4096     generation u64[n] | digest u64[n] | prefix hash u8[n, 32] | writer slot u32[n] | state u8[n],
@@ -29,9 +29,7 @@ REBUILD_COUNT_AT = struct.calcsize("<8sIIQQQ16s32s")
 
 
 class HeaderState(IntEnum):
-    """The state of a block as recorded in the header, which can be read without Redis. The ledger distinguishes more
-    states.
-    """
+    """The state of a block in the header. The ledger distinguishes more states (`BlockState`)."""
 
     EMPTY = 0
     WRITING = 1
@@ -39,9 +37,7 @@ class HeaderState(IntEnum):
 
 
 class Memory(IntEnum):
-    """The kind of memory that contains an arena's blocks. It determines which processes the blocks outlive. The numbers
-    are those of the proto's `ArenaMemory`.
-    """
+    """The kind of memory that contains an arena's blocks. Values are those of the proto's `ArenaMemory`."""
 
     HOST = 1
     """The arena file: the blocks outlive every process."""
@@ -53,7 +49,7 @@ class Memory(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A record of the memory in which an arena's blocks are, and of its owner."""
+    """The location of an arena's blocks: the kind of memory, the device, and the process that owns the memory."""
 
     memory: Memory = Memory.HOST
     device_uuid: bytes = b""
@@ -89,7 +85,7 @@ class FixedHeader:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file, which ends where the blocks would begin if they are on a device."""
+        """The size of the arena file. It excludes the blocks if they are in device memory."""
         on_host = self.placement.memory is Memory.HOST
         return arena_bytes(self.num_blocks, self.block_bytes) if on_host else self.data_offset
 
@@ -143,7 +139,7 @@ class ArenaOffsets:
 
 
 def arena_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Returns the size of the whole file, including the blocks."""
+    """Returns the size of a file that contains the header and the blocks."""
     return ArenaOffsets.of(num_blocks).data + num_blocks * block_bytes
 
 

@@ -1,8 +1,9 @@
-"""Decides which process owns the device memory of an arena's blocks on a GPU.
+"""Allocates and opens the device memory of an arena on a GPU.
 
-With CUDA IPC the owner is the block store, and workers open its memory. Without CUDA IPC the owner is the only compute
-process, and all KV is lost when that process ends (promise 4 of docs/design.md does not hold). The owner holds a writer
-slot, so that every process can see whether it is alive.
+The owner of the memory is usually the block store, and workers open the memory through CUDA IPC. Without CUDA IPC, or
+with `--memory-owner worker`, the owner is the only compute process, and all KV is lost when that process ends (promise
+4 of docs/design.md does not hold). The owner holds a writer slot, so that every process can check whether the owner is
+alive.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class NoDeviceMemory(ArenaError):
 def create_on_device(
     directory: Path, layout: KvLayout, num_blocks: int, device: CudaDevice, owner: MemoryOwner
 ) -> Arena:
-    """Creates an arena whose blocks are in device memory. The store, which calls this, either allocates the blocks (all
-    zeros) or leaves their allocation to the first worker.
+    """Creates an arena whose blocks are in device memory. Either allocates the blocks (all zeros) in the calling
+    process, which is the store, or leaves their allocation to the first worker.
 
     If `owner` is "auto", the worker owns the memory only if this process cannot export memory; this is logged. Raises
     NoDeviceMemory, ArenaExists or NotEnoughSharedMemory.
@@ -55,8 +56,8 @@ def create_on_device(
 
 
 def open_blocks(arena: Arena, cuda: Cuda) -> None:
-    """Opens the blocks in the store's memory, or allocates them if the store has left that to the worker. Workers call
-    this.
+    """Opens the blocks in the store's memory, or allocates them if the store has left the allocation to the worker.
+    Only workers call this function.
 
     The mapping exists until the process ends. Raises NoDeviceMemory, ArenaBusy if another process owns the memory,
     ArenaLost, or CudaUnavailable if this process does not see the device.
@@ -81,7 +82,7 @@ def has_live_memory(arena: Arena) -> bool:
 
 
 def has_no_owner_yet(placement: Placement) -> bool:
-    """Returns whether the first worker is to allocate the memory and has not done so yet."""
+    """Returns whether a worker must still allocate the device memory."""
     return placement.memory is Memory.WORKER_DEVICE and placement.owner_slot == 0
 
 
@@ -111,7 +112,9 @@ def _export(
 
 
 def _adopt(arena: Arena, device: CudaDevice) -> None:
-    """Allocates the blocks here and records this process in the header as their owner. This happens once per arena."""
+    """Allocates the blocks in this process and records this process in the header as their owner. Succeeds only
+    once per arena.
+    """
     with arena.exclusively():
         if arena.is_lost:
             raise ArenaLost(f"arena {arena.arena_id} is lost")

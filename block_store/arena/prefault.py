@@ -1,7 +1,7 @@
-"""Allocates the shared memory of an arena while workers load their model, because 4 GiB in small pages take seconds of
-CPU time.
+"""Allocates the shared memory of an arena while workers load their model. Allocating 4 GiB in small pages takes seconds
+of CPU time.
 
-The file gets a name only when it becomes an arena, so a killed store leaves nothing behind. Does not depend on headers.
+The file gets a name only when it becomes an arena, so a killed store leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PIECE_BYTES = 4 << 20
 
 
 class Prefault:
-    """A background allocation of memory. Its thread runs until it has `most_bytes`, no more memory is available, or
+    """A background allocation of memory. It ends when `most_bytes` are allocated, no more memory is available, or
     `stop` is called.
     """
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
-        """Starts the thread, which allocates an unnamed file. Raises OSError if the file system of `directory` does not
-        support such files.
+        """Creates an unnamed file, and starts the thread that allocates its memory. Raises OSError if the file system
+        of `directory` does not support unnamed files.
         """
         self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o660)
         self._most_bytes = most_bytes

@@ -1,11 +1,9 @@
 """Writer slots: numbered lock files in the arena's directory. A process keeps one of them locked (flock) while it may
-write, as proof of life.
+write, as proof that it is alive.
 
-A number is never used twice in the life of an arena. Otherwise, a block that a dead process was writing would stay in
-quarantine as long as the next process with that number was alive. Does not depend on blocks.
-
-The kernel releases the lock when the process ends, for any reason. (A child made by a bare `fork` shares the lock; exec
-releases it.)
+An arena never uses a number twice. Otherwise, a block that a dead process was writing would stay in quarantine as long
+as the next process with that number was alive. The kernel releases the lock when the process ends, for any reason. A
+forked child shares the lock until it calls exec or ends.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ _COUNTER = "next"
 
 @dataclass(slots=True)
 class WriterSlot:
-    """A writer slot that this process holds. `close`, or the end of the process, declares that the process no longer
-    stores into the arena.
+    """A writer slot that this process holds. When the slot is closed or the process ends, the process's writes to the
+    arena are complete.
     """
 
     number: int
@@ -34,7 +32,9 @@ class WriterSlot:
         return self._fd is not None
 
     def fileno(self) -> int:
-        """Returns the descriptor of the locked file. The slot stays locked as long as any process has a copy of it."""
+        """Returns the descriptor of the locked file. The slot stays locked while any process has a copy of the
+        descriptor.
+        """
         assert self._fd is not None, "the slot is closed"
         return self._fd
 
@@ -51,7 +51,7 @@ class WriterSlots:
         self._directory = directory
 
     def acquire(self) -> WriterSlot:
-        """Takes the next number and locks its file; removes the lock files of dead processes."""
+        """Returns a slot with the next number, whose file is locked. Removes the lock files of dead processes."""
         self._directory.mkdir(exist_ok=True)
         with self._counter() as counter:
             number = int(os.pread(counter, 20, 0) or b"1")

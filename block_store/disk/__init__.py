@@ -1,1 +1,1 @@
-"""The disk tier: copies of sealed blocks in a file, from which they come back into an arena."""
+"""The disk tier: copies of sealed blocks in a file, from which they can be restored into an arena."""

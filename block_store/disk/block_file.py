@@ -1,4 +1,4 @@
-"""A store of KV blocks in two files on disk, which a restarted block store finds again.
+"""A store of KV blocks in two files on disk, which survive a restart of the block store.
 
 `blocks` contains the bytes of the blocks in slots of equal size. `index` contains one record for each slot: the prefix
 hash of its block, the digest of its bytes, and a number that grows with each store. The prefix hash alone identifies a
@@ -47,14 +47,12 @@ def _read_record(record: bytes) -> tuple[bytes, int, int] | None:
 
 
 class BlockFile:
-    """A file of blocks that all have the same KV layout. When it is full, the block that was used least recently is
-    replaced.
-
-    One thread may store while others read.
+    """A cache on disk of blocks with the same KV layout. When the cache is full, a new block replaces the least
+    recently used block. One thread may store blocks while others read.
     """
 
     def __init__(self, directory: Path, block_bytes: int, max_bytes: int) -> None:
-        """Opens or creates the files in a directory, which must be used for blocks of this layout only.
+        """Opens or creates the files in `directory`, which must not be used for blocks of any other layout.
 
         Raises DiskTierError if the directory cannot be written or is in use, or if `max_bytes` is less than one block.
         """
@@ -83,10 +81,9 @@ class BlockFile:
         return len(self._slots)
 
     def store(self, prefix_hash: bytes, digest: int, data: U8, is_current: Callable[[], bool]) -> bool:
-        """Stores a block, whose bytes may change during the copy. The block is kept only if `is_current` returns True
-        afterwards. Returns whether it was kept. Raises OSError, for example if the disk is full.
-
-        `data` is uint8 [block_bytes], `digest` its XXH3 (64 bits).
+        """Copies a block into the cache. The bytes may change during the copy, so the block is stored only if
+        `is_current` returns True after the copy. Returns whether the block was stored. Raises OSError, for example if
+        the disk is full. `data` is uint8 [block_bytes], and `digest` is its XXH3 (64 bits).
         """
         slot = self._take_slot()
         try:
@@ -107,8 +104,8 @@ class BlockFile:
 
     def read_into(self, prefix_hash: bytes, row: U8) -> bool:
         """Copies a block into `row`, uint8 [block_bytes], and returns True. Returns False if there is no such block, or
-        if its bytes are not those that were stored. In the second case the block is forgotten, and the content of `row`
-        is undefined.
+        if it cannot be read or its digest does not match. In the latter case the block is removed, and the content of
+        `row` is undefined.
         """
         with self._lock:
             if (found := self._slots.get(prefix_hash)) is None:
@@ -129,7 +126,7 @@ class BlockFile:
         os.close(self._index)  # also releases the lock
 
     def _forget(self, prefix_hash: bytes, found: tuple[int, int]) -> None:
-        """Forgets a block whose bytes are wrong. Does nothing if the slot has been replaced since it was read."""
+        """Removes a damaged block, unless its slot has been reused since it was read."""
         with self._lock:
             if self._slots.get(prefix_hash) != found:
                 return
@@ -138,7 +135,7 @@ class BlockFile:
         self._free.append(found[0])
 
     def _take_slot(self) -> int:
-        """Returns a slot without a record: a free slot, or else the slot of the least recently used block."""
+        """Returns a free slot. If there is none, evicts the least recently used block and returns its slot."""
         if self._free:
             return self._free.pop()
         with self._lock:
@@ -163,8 +160,8 @@ class BlockFile:
 
 
 def _open(path: Path, num_bytes: int) -> int:
-    """Opens a file for this process alone, and sets its length. Slots beyond the end are dropped; new slots take no
-    space until they are written. Raises BlockingIOError if another process has the file open.
+    """Opens and locks a file, and sets its length. Slots beyond the end are dropped; new slots take no space until they
+    are written. Raises BlockingIOError if another process has locked the file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

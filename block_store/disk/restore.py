@@ -1,10 +1,8 @@
 """Copies blocks back from disk into an arena, where workers find them under their prefix hashes.
 
-While blocks are read, references to the blocks of the prefix that are in the arena are held, so that these are not
-evicted to make room for the others. At the end all references are released, and the blocks are cached. A worker that
-needs the blocks acquires them like any other cached blocks.
-
-`restore` calls the ledger and the disk. Its caller runs it in one thread.
+During the restore, the blocks of the prefix that are already in the arena are held, so that they are not evicted to
+make room for other blocks. Afterwards, all blocks of the prefix are released and cached. `restore` is a blocking
+function. Call it in one thread only.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ logger = logging.getLogger("disk")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The prefix of a prompt: the hashes of its full blocks, and the quota that the blocks after the public ones count
-    against.
-    """
+    """The prefix of a prompt: the hashes of its full blocks, and the quota for the blocks after the public blocks."""
 
     hashes: Sequence[bytes]
     """The hashes of the chain, which are the prefix hashes of KV group 0."""
@@ -47,14 +43,14 @@ class Prefix:
 
 
 def is_on_disk(file: BlockFile, prefix: Prefix) -> bool:
-    """Returns whether any block of the prefix is on disk. Calls neither the ledger nor the disk."""
+    """Returns whether any block of the prefix in KV group 0 is on disk. Does not block."""
     return any(one in file for one in prefix.hashes)
 
 
 def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
-    """Restores the blocks that are missing for the longest prefix whose blocks are all cached or on disk, up to the
-    first block that cannot be read from disk. Returns the number of blocks that came from disk. It is 0 if there is no
-    room for all of them, or if the arena already has the prefix.
+    """Restores the missing blocks of the longest prefix that is usable with the blocks in the arena and on disk. Stops
+    at the first block that cannot be read from disk. Returns the number of blocks that came from disk, which is 0 if
+    there is no room for all of them, or if the blocks on disk make the prefix no longer.
     """
     wanted = _wanted(held, file, prefix)
     if not wanted or (taken := take(held, {one: one for one in wanted})) is None:
@@ -92,7 +88,7 @@ def _wanted(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> dict[bytes, Ca
 
 
 def _read(arena: Arena, file: BlockFile, into: Mapping[bytes, BlockRef]) -> Iterator[tuple[bytes, BlockRef]]:
-    """Reads blocks into the arena and yields those that have arrived, up to the first that is missing or damaged."""
+    """Reads blocks into the arena and yields each block that was read. Stops at the first missing or damaged block."""
     for one, ref in into.items():
         if not file.read_into(one, arena.data[ref.block]):
             logger.warning("a block on disk is missing or has wrong bytes; it is computed again")

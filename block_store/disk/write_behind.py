@@ -28,9 +28,7 @@ LOWEST_PRIORITY = 19
 
 
 class WriteBehind:
-    """A thread that stores the blocks of one arena, from `start` to `stop`. `stop` first stores the blocks that are
-    sealed at that moment.
-    """
+    """A thread that copies the sealed blocks of one arena to disk. `stop` makes a last scan before the thread ends."""
 
     def __init__(self, arena: Arena, file: BlockFile) -> None:
         self._arena = arena
@@ -46,7 +44,7 @@ class WriteBehind:
         self._thread.start()
 
     def stop(self, timeout_s: float = 60.0) -> bool:
-        """Ends the thread after a last scan. Returns False if it still runs after the timeout."""
+        """Ends the thread after a last scan. Returns False if the thread is still running after the timeout."""
         self._stop.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -66,8 +64,8 @@ class WriteBehind:
             return None
 
     def scan(self) -> int:
-        """Stores the sealed full blocks that are not on disk yet, except blocks that are reallocated meanwhile. Returns
-        how many were stored. Raises OSError.
+        """Stores the sealed full blocks that are not on disk yet, except blocks that are reallocated during the scan.
+        Returns the number of stored blocks. Raises OSError.
         """
         states, generations = self._arena.states, self._arena.generations
         num_before = self.num_stored

@@ -1,9 +1,9 @@
 """The worker's side of the block store: it attaches once, holds blocks through the ledger, and registers for gateways.
 
-Does not depend on models: the caller supplies the layout and sizes (`Needs`).
+The caller supplies the KV layout and the sizes (`Needs`).
 
-When a store ends, the device memory of its arena is lost, and the worker exits. Reading that memory through the driver
-is undefined, and only a new process is certain to have no mapping of it.
+When a store ends, the device memory of its arena is lost, and the worker exits. Access to that memory is undefined
+behavior in CUDA, and only a new process is certain to have no mapping of it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ PREDECESSOR_S = 10.0
 """Seconds for which a starting worker retries its registration, so that the lease of a killed predecessor can end."""
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
-"""Time to wait for the store's answer. It is long, because the store answers only when every worker that it expects has
-sent its request, and large models take minutes to load.
-"""
+"""Seconds to wait for the store, which answers when all expected workers have sent their requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +69,14 @@ class Needs:
     max_model_len: int
     floor_blocks: int
     reserve_blocks: int = 0
-    """Number of blocks that the worker keeps allocated in advance."""
+    """Minimum number of blocks that the worker keeps allocated in advance."""
     device: str = "cpu"
     """Device on which the worker computes: "cpu", "cuda" or "cuda:N", with torch's numbering."""
     cuda_library: str = LIBRARY
 
     @property
     def cuda_ordinal(self) -> int | None:
-        """Number of the GPU among those that are visible to this process; None for the CPU."""
+        """Number of the GPU among the GPUs that are visible to this process, or None for the CPU."""
         kind, _, number = self.device.partition(":")
         return int(number or 0) if kind == "cuda" else None
 
@@ -89,19 +87,20 @@ class Attached:
     def __init__(
         self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0, *, has_disk_tier: bool = False
     ) -> None:
-        """Registers the worker. Its floor is `granted_floor` or the worker's own minimum, whichever is larger; if that
-        floor does not fit into the arena, it is the minimum.
+        """Registers the worker. Its floor is the larger of `granted_floor` and `needs.floor_blocks`, or
+        `needs.floor_blocks` if the larger floor does not fit into the arena. Raises the last LedgerError if the
+        registration fails for PREDECESSOR_S.
         """
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
-        """Floor of the incarnation: the largest number of blocks that one sequence group may need here. It never grows
-        after the registration, because there must be room for the floors of other workers that rejoin after a rebuild.
+        """Floor of the incarnation: the largest number of blocks that a sequence group may need on this worker. It
+        never grows, so that the floors of all workers still fit after a rebuild.
         """
         self.has_disk_tier = has_disk_tier
-        """Whether the store keeps blocks on disk and can restore them."""
+        """Whether the store has a disk tier."""
         self._needs = needs
         self._client = open_client(redis_url, lambda: arena.fixed.run_id, call_timeout_s=BUDGET_S)
-        # For a separate thread, with a longer timeout: a worker that cannot publish for three seconds counts as gone.
+        # A longer timeout: only a worker that cannot publish for three seconds counts as gone.
         self._registry_client = open_client(redis_url)
         self._registry = WorkerRegistry(self._registry_client)
         self.adapters = AdapterRegistry(self._registry_client, Fallbacks(logger))
@@ -116,8 +115,8 @@ class Attached:
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
-        """Registers, with retries while Redis is silent, lost or damaged, or while a dead predecessor's floor still
-        counts. Raises the last LedgerError after `timeout_s`.
+        """Registers the worker, and retries after a LedgerError, for example while a dead predecessor's floor still
+        counts. Raises the last LedgerError after `timeout_s`, or once `withdraw` has been called.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -171,7 +170,7 @@ class Attached:
         return self.held.holder.fenced.is_set()
 
     def renew(self) -> None:
-        """Gives up all blocks and registers a new incarnation, for a worker that is fenced.
+        """Gives up all blocks of a fenced worker and registers a new incarnation.
 
         Raises ArenaLost if the arena is lost, or a LedgerError if the registration fails for RENEW_TIMEOUT_S.
         """
@@ -184,7 +183,7 @@ class Attached:
     def announce(
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
     ) -> None:
-        """Publishes `record` with the current load every second, until `withdraw` or until the arena is lost.
+        """Publishes `record` with the current load every second, until `withdraw` is called or the arena is lost.
 
         If the arena is lost, calls `on_lost` once, so that an idle worker also notices.
         """
@@ -215,7 +214,7 @@ class Attached:
         return replace(record, adapters=self.adapter_status(), **changes)  # type: ignore[arg-type]
 
     def withdraw(self) -> None:
-        """Removes the worker from the registry, so that gateways send it no new work."""
+        """Removes the worker from the registry, so that it gets no new work. Ends the retries of a registration."""
         self._stop.set()
         if self._announcer is not None and self._record is not None:
             self._announcer.join(5.0)
@@ -225,17 +224,17 @@ class Attached:
                 logger.warning("the worker's record was not removed and will expire: %s", error)
 
     def close(self) -> None:
-        """Releases everything and ends the incarnation."""
+        """Gives up all blocks, ends the incarnation, and closes the connections to Redis."""
         self.held.close()
         self._client.close()
         self._registry_client.close()
 
 
 def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> list[Attached]:
-    """Attaches all roles of one process to the store at `address`; they share one mapping of the arena.
+    """Attaches all roles of one process to the store at `address`, with one mapping of the arena.
 
-    All roles send their requests at once, because the store answers only when every expected worker has asked. Raises
-    StartupError if the store refuses or does not answer.
+    All requests are sent at once, because the store answers only when it has a request from every expected worker.
+    Raises StartupError if the store refuses or does not answer.
     """
     replies = _ask(address, [_request_of(need) for need in needs], trust)
     directory, redis_url = replies[0].directory, replies[0].redis_url
@@ -280,7 +279,7 @@ def _ask(address: str, requests: Sequence[pb.AttachRequest], trust: Trust) -> li
 
 
 def _device_uuid(needs: Needs) -> bytes:
-    """Returns the GPU's UUID, or empty bytes for the CPU. Raises StartupError if there is no such GPU."""
+    """Returns the GPU's UUID, or empty bytes for the CPU. Raises StartupError if the GPU does not exist."""
     if needs.cuda_ordinal is None:
         return b""
     try:
@@ -296,5 +295,5 @@ def _open(directory: str, needs: Needs) -> Arena:
         try:
             open_blocks(arena, Cuda(needs.cuda_library))
         except ArenaBusy as error:
-            raise ArenaBusy(f"{error}: without CUDA IPC one process must host both roles (--roles both)") from None
+            raise ArenaBusy(f"{error}: without CUDA IPC, one process must run both roles (--roles both)") from None
     return arena

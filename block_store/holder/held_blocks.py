@@ -1,18 +1,15 @@
-"""The blocks that a worker holds, with a count of the sequences that share each (long: the only path for a step's
-changes).
+"""The blocks that a worker holds, with a count of the sequences that share each block (long: steps change blocks only
+through this class).
 
-The ledger records a reference (holder, block, generation) once. The count of sequences is kept here. The ledger is
-called only when the first sequence takes a block and when the last one releases it. A reserve of RESERVED blocks makes
-it rare that a decode step needs a call.
+The ledger records a reference (holder, block, generation) once, and this class counts the sequences. The ledger is
+called only when the first sequence takes a block and when the last sequence releases it. With a reserve of RESERVED
+blocks, a decode step rarely needs a call. Used by one thread at a time, while the holder's beat thread calls `rejoin`.
 
-Used by one thread at a time, while the holder's beat thread calls `rejoin`. Does not depend on sequences or tensors.
 Once the holder is fenced, methods that change or look up blocks raise Fenced: abort the sequences, close the writer
-slot, register again.
-
-While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the reserve. When the reserve
-is empty, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached prefix is found, and seals
-and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable: nothing has changed, and the caller
-tries again.
+slot, and register again. While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the
+reserve. When the reserve is empty, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached
+prefix is found, and seals and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable; the
+worker's record is unchanged, and the caller tries again.
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ Tables = Sequence[Sequence[Sequence[BlockRef]]]
 class HeldBlocks:
     """A worker's record of the blocks that it holds in one arena.
 
-    It has more than a dozen methods because a step accesses blocks only through this class, so that no step can bypass
-    the count of their users.
+    A step accesses blocks only through this class, so that the counts are correct.
     """
 
     def __init__(self, holder: LedgerClient, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
@@ -84,7 +80,7 @@ class HeldBlocks:
     @property
     def num_free_hint(self) -> int:
         """The number of blocks that `alloc` can probably return: the reserve, plus the ledger's available blocks as of
-        the last beat, adjusted for the blocks that have been taken and released here since then.
+        the last beat, adjusted for the blocks that this worker has taken and released since then.
         """
         available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
@@ -97,22 +93,20 @@ class HeldBlocks:
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """Returns blocks to write into, with raised header generations (writer rule).
 
-        Allocates nothing if it raises Exhausted or LedgerUnavailable.
+        Takes no blocks if it raises Exhausted or LedgerUnavailable.
         """
         refs = self._reserve.take(num_blocks)
         self._counts.update(refs)
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve with the blocks that are available, as the beat thread also does after every answered
-        beat.
-        """
+        """Fills the reserve with available blocks. The beat thread also does this after every answered beat."""
         self._calls.check_fence()
         self._reserve.level()
 
     def expect(self, num_blocks: int) -> None:
-        """Sets the size that the reserve has after the next beat, for times when the ledger does not answer. The
-        reserve takes at most an eighth of the arena. Cached blocks are evicted to fill the reserve.
+        """Sets the target size of the reserve, limited to an eighth of the arena. The next beat fills the reserve, and
+        evicts cached blocks if necessary.
         """
         self._reserve.expect(num_blocks)
 
@@ -122,8 +116,9 @@ class HeldBlocks:
 
     @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Returns the longest indexed prefix, per group, and counts one more sequence for each of its blocks. If the
-        ledger stops answering, returns the blocks found so far. Returns no blocks if one of them has been reallocated.
+        """Returns the blocks of the longest indexed prefix, per group, and counts one more sequence for each block. If
+        the ledger stops answering, returns the blocks found so far. If a block has been reallocated, returns no blocks
+        and requests a rebuild.
         """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
@@ -144,8 +139,8 @@ class HeldBlocks:
 
     @locked
     def present(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Returns, for each prefix hash, whether a block is currently indexed under it. If the ledger does not answer,
-        all are False.
+        """Returns, for each prefix hash, whether a block is indexed under it. If the ledger does not answer, all
+        entries are False.
         """
         try:
             return self._calls.call(lambda: self.holder.present(hashes))
@@ -155,8 +150,8 @@ class HeldBlocks:
 
     @locked
     def seal(self, items: Sequence[SealItem], digests: Sequence[int] | None = None) -> list[BlockRef]:
-        """Publishes blocks whose content is final. Returns the reference to put into the block table for each.
-        `digests` are those of the content, if the caller has computed them.
+        """Publishes blocks whose content is final. Returns, for each item, the reference to put into the block table.
+        `digests` contains the XXH3 digest of each block; None computes them.
 
         If a different block already has the hash, the returned reference names that block: the worker's own block is
         released, and its count moves to the other block. If the ledger does not answer, the block is sealed in the
@@ -198,17 +193,15 @@ class HeldBlocks:
 
     @locked
     def release_many(self, tables: Iterable[Sequence[BlockRef]]) -> None:
-        """Gives up several block tables in one call."""
+        """Releases the block tables of several sequences in one call."""
         self._calls.check_fence()
         self._calls.release(self._uncount(tables)[0])
 
     @locked
     def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
-        """Returns a ticket for these block tables, whose sequences give up their blocks. Every block must be sealed.
-
-        This worker still holds the blocks that its other sequences share. Raises Stale, NotHolder or LedgerUnavailable.
-        In these cases nothing has changed here: try again with the same tables and the same `attempt`, or call
-        `forget`.
+        """Gives up these block tables, whose blocks must all be sealed, and returns a ticket for them. This worker
+        still holds the blocks that its other sequences use. After Stale, NotHolder or LedgerUnavailable, this worker
+        still holds all blocks. Try again with the same tables and the same `attempt`, or call `forget`.
         """
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
@@ -218,11 +211,31 @@ class HeldBlocks:
         return ticket
 
     @locked
+    def deliver(self, items: Sequence[SealItem], digests: Sequence[int], attempt: Attempt) -> list[BlockRef]:
+        """Seals blocks that one sequence uses, and moves them to the ticket of `attempt`. Accepts at most CHUNK items.
+        Returns, for each item, the reference that the ticket holds. After an error, call `forget` and release the
+        blocks.
+        """
+        refs = [item.ref for item in items]
+        self._expect(refs)
+        self.arena.mark_sealed(refs, [item.prefix_hash for item in items], digests)
+        final = self._calls.call(lambda: self.holder.deliver(items, attempt))
+        self._uncount([refs])
+        doubles = [
+            (other, item.prefix_hash or b"") for item, other in zip(items, final, strict=True) if item.ref != other
+        ]
+        if doubles and not self.arena.has(*zip(*doubles, strict=True)):
+            self._calls.contradicted("an indexed block was reallocated")
+            raise Stale("an indexed block was reallocated")
+        return final
+
+    @locked
     def claim(self, ticket: Ticket, attempt: Attempt | None = None) -> Tables:
         """Takes over the ticket's block tables.
 
-        Raises Gone if the ticket has been claimed or has expired, and Stale if it names blocks that it does not hold.
-        After LedgerUnavailable, claim the ticket again with the same `attempt`, or call `decline`.
+        Raises Gone if the ticket has been claimed or has ended, Stale if it names blocks that it does not hold, and
+        ValueError if it is for another arena. After LedgerUnavailable, claim the ticket again with the same `attempt`,
+        or call `decline`.
         """
         if ticket.arena_id != self.arena.arena_id:
             raise ValueError(f"the ticket is for arena {ticket.arena_id}, this one is {self.arena.arena_id}")
@@ -238,10 +251,9 @@ class HeldBlocks:
 
     @locked
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
-        """Releases a ticket's blocks now instead of when its lease ends, if the ledger answers.
-
-        Blocks that this worker's sequences use are kept. `attempt` is that of an unfinished claim of the ticket, or
-        None if no claim has begun.
+        """Releases a ticket's blocks now instead of at the end of its lease, if the ledger answers. Blocks that this
+        worker's sequences use are kept. `attempt` is the attempt of an unfinished claim of the ticket, or None if no
+        claim has begun.
         """
         self._calls.check_fence()
         self.holder.give_up(ticket.id)
@@ -261,7 +273,7 @@ class HeldBlocks:
 
     @contextmanager
     def _once(self, attempt: Attempt | None) -> Iterator[Attempt]:
-        """Yields `attempt` if it is given. Otherwise, yields a new attempt that is forgotten if the call fails."""
+        """Yields `attempt`, or a new attempt if it is None. A new attempt is forgotten if the call fails."""
         made = attempt or Attempt()
         try:
             yield made
@@ -276,14 +288,16 @@ class HeldBlocks:
             claimed = self._calls.call(lambda: self.holder.claim(ticket, attempt))
         except LedgerUnavailable:
             raise
-        except LedgerError:  # some blocks may already be here, if the ticket's lease ended between two calls
+        except LedgerError:  # this worker has some blocks if the ticket's lease ended between two calls
             self.forget(attempt)
             raise
         self._wanted.discard(attempt)
         return claimed
 
     def assert_idle(self) -> None:
-        """Checks that only the reserve is held, here and in the ledger. Raises AssertionError otherwise."""
+        """Checks that the worker holds only its reserve, both in this record and in the ledger. Raises AssertionError
+        otherwise.
+        """
         assert not self._counts, f"{len(self._counts)} blocks are still counted: {dict(self._counts)}"
         self.rejoining.reconcile()
         ledger_side = set(self._calls.call(self.holder.holdings))
@@ -297,11 +311,9 @@ class HeldBlocks:
         self.writer_slot.close()
 
     def _uncount(self, tables: Iterable[Sequence[BlockRef]]) -> tuple[list[BlockRef], list[BlockRef]]:
-        """Subtracts one sequence per table. Returns the blocks that no sequence uses any more, and those that some
-        sequences still use.
-
-        Both are in order of first appearance. In that order a shared head comes before every tail, so that tails are
-        evicted before heads.
+        """Subtracts one sequence per table. Returns the blocks that no sequence uses any more, and the blocks that
+        other sequences still use. Both lists are in order of first appearance. In this order, a shared head comes
+        before every tail, so that tails are evicted before heads.
         """
         times = self._times(tables)
         gone: list[BlockRef] = []
@@ -314,8 +326,8 @@ class HeldBlocks:
         return gone, kept
 
     def _times(self, tables: Iterable[Sequence[BlockRef]]) -> Counter[BlockRef]:
-        """Returns how many of the tables name each block. Raises NotHolder if more tables name a block than sequences
-        hold it.
+        """Returns the number of tables that contain each block. Raises NotHolder if more tables contain a block than
+        sequences hold it.
         """
         times: Counter[BlockRef] = Counter()
         for table in tables:

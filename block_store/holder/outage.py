@@ -1,7 +1,6 @@
-"""A worker's calls to the ledger, and the handling of unanswered ones.
+"""A worker's calls to the ledger, and the handling of calls that are not answered.
 
-Seals that the ledger missed are repeated later; `Rejoining` finds missed releases and other differences. Does not
-depend on how the blocks are used.
+Unanswered seals are repeated later; `Rejoining` finds unanswered releases and other differences.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ P = ParamSpec("P")
 
 
 class Locked(Protocol):
-    """A protocol of classes that have methods decorated with `locked`."""
+    """The interface of a class whose methods may be decorated with `locked`."""
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
@@ -36,7 +35,7 @@ L = TypeVar("L", bound=Locked)
 
 
 def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Decorates a method that must not run while the holder rejoins."""
+    """Decorates a method so that it runs with the lock held, and therefore not while the holder rejoins."""
 
     @wraps(method)
     def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,7 +46,7 @@ def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P]
 
 
 class OutageCalls:
-    """A caller of the ledger that copes with late and missing answers. It is used by one thread of the worker and by
+    """A wrapper of a ledger client that handles late and missing answers. It is used by one thread of the worker and by
     the holder's beat thread.
     """
 
@@ -60,13 +59,14 @@ class OutageCalls:
         self.rebuild_count = arena.rebuild_count
         """Rebuild count of the ledger in which the holder is registered."""
         self.is_unsure = False
-        """Whether the ledger may record references of this worker that the worker does not know about."""
+        """Whether the ledger may record references that this worker does not know about."""
         self.late_seals: list[list[SealItem]] = []
         """Items sealed in the header but not yet in the ledger."""
 
     def call(self, operation: Callable[[], T]) -> T:
-        """Runs one operation of the ledger. If the operation is not answered, sets `is_unsure`, because the worker's
-        record and the ledger may then differ.
+        """Returns the answer to one operation of the ledger. Repeats unanswered seals first. If the ledger does not
+        answer or is being rebuilt, sets `is_unsure`, because the worker's record and the ledger may then differ, and
+        raises LedgerUnavailable.
         """
         self.check_fence()
         try:
@@ -103,8 +103,8 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """Asks for a rebuild, because the header is ahead of the ledger, which means that the ledger is older than the
-        arena. The caller must not write into the blocks concerned. Raises Fenced if the lease has ended.
+        """Asks for a rebuild, because the header shows that the ledger is older than the arena. The caller must not
+        write to the blocks in question. Raises Fenced if the lease has ended.
         """
         self.is_unsure = True
         self.holder.contradict(reason)
@@ -116,8 +116,8 @@ class OutageCalls:
             raise Fenced(f"holder {self.holder.name} is fenced or closed")
 
     def _seal_late(self) -> None:
-        """Sends the seals that the ledger missed, before any other call. Even blocks that no sequence uses any more may
-        be useful to others.
+        """Repeats the unanswered seals, before any other call. This includes blocks that no sequence uses any more,
+        because they can serve as cached prefixes.
         """
         while self.late_seals and not self.holder.breaker.is_open:
             try:

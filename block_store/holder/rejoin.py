@@ -1,7 +1,6 @@
 """Restores agreement between a worker and the ledger, after unanswered calls and after a rebuild of the ledger.
 
-Runs in the beat thread, in parts: a step can use the ledger between two parts. Here, the blocks in use are only a set;
-`HeldBlocks` counts their uses.
+Runs in the beat thread, in parts: a step can use the ledger between two parts.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from common.types import BlockRef
 
 
 class Rejoining:
-    """A reconciler of the blocks that this worker holds with those that the ledger records for it. It also asserts the
-    blocks in a rebuilt ledger.
+    """A reconciler of a worker's blocks with the ledger's record of these blocks. It also asserts the blocks in a
+    rebuilt ledger.
     """
 
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]
     ) -> None:
-        """Connects to the lease's callbacks. `in_use` contains the blocks that this worker's sequences use. `wanted`
+        """Sets the callbacks of the lease. `in_use` contains the blocks that this worker's sequences use. `wanted`
         contains unanswered claims that will be repeated. The caller owns both and continues to change them.
         """
         self._calls = calls
@@ -43,9 +42,9 @@ class Rejoining:
     def rejoin(self) -> bool:
         """Asserts the worker's blocks in the ledger that the header names, if that ledger is new to the worker.
 
-        Returns False if there is no new ledger yet. If there will be none, because the arena is lost, fences the holder
-        and also returns False. After a LedgerError, try again. Runs in the beat thread, perhaps during a step: the
-        blocks that the step writes are asserted too.
+        Returns whether the holder has joined a new ledger. If the arena is lost, fences the holder. The caller must
+        retry after a LedgerError. Runs in the beat thread, possibly during a step; the blocks that the step writes are
+        asserted too.
         """
         holder, fixed = self._calls.holder, self._settled_page()
         if fixed.is_lost:
@@ -53,8 +52,8 @@ class Rejoining:
             return False
         if fixed.dataset == holder.ledger.dataset:
             return False
-        # Steps continue. They get no new blocks, since the old ledger refuses their calls, so the set of held blocks
-        # only shrinks.
+        # Steps continue. The old ledger refuses their calls, so they get no new blocks, and the set of held blocks only
+        # shrinks.
         standings = holder.assert_held(fixed.dataset, self._everything())
         with self.lock:
             holder.join()
@@ -64,8 +63,8 @@ class Rejoining:
         return True
 
     def settle_up(self) -> None:
-        """Repeats the calls that the ledger missed, levels the reserve, and reports to `fsck` if requested. Does
-        nothing if the holder is fenced.
+        """Repeats unanswered calls, fills or empties the reserve to its target, and reports to `fsck` if `fsck` has
+        asked for a report. Does nothing if the holder is fenced.
         """
         holder = self._calls.holder
         if holder.fenced.is_set():
@@ -76,8 +75,8 @@ class Rejoining:
             self._report(holder.lease.census)
 
     def reconcile(self) -> None:
-        """Settles differences after unanswered calls. Makes the late seals, and releases the blocks that the ledger
-        records for this worker although the worker does not know about them.
+        """Repeats the late seals, and releases the blocks that the ledger records for this worker but that the worker
+        does not know about. Does nothing if all calls have been answered.
         """
         calls = self._calls
         if not (calls.is_unsure or calls.late_seals):
@@ -105,7 +104,7 @@ class Rejoining:
         return page
 
     def _settle_standings(self, standings: dict[BlockRef, Standing]) -> None:
-        """Drops from the reserve and the late seals the blocks that the new ledger did not accept as unsealed.
+        """Removes from the reserve and the late seals the blocks that the new ledger did not accept as unsealed.
 
         Lost blocks in use can still be read, under the reader rule, until their headers change; this worker does not
         write into them.
@@ -119,8 +118,8 @@ class Rejoining:
             self._calls.fallbacks.note("block lost in a rebuild", f"{lost} of {len(standings)}")
 
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
-        """Yields the references that the ledger records for this worker, in parts. The lock is held from a call until
-        its answer is recorded. A caller that then takes the lock therefore knows the references of every answered call.
+        """Yields the references that the ledger records for this worker, in parts. A caller must take the lock before
+        it compares a part with its own record, because the lock is held while a call's answer is not recorded yet.
         """
         holder = self._calls.holder
         part, place = holder.holdings_after(0)
@@ -137,9 +136,7 @@ class Rejoining:
         )
 
     def _report(self, census: str) -> None:
-        """Reports the differences to `fsck`. Each difference is first checked again while no other call is in
-        progress.
-        """
+        """Checks the remaining differences again under the lock, and reports them to `fsck`."""
         holder, believed = self._calls.holder, set(self._everything())
         surplus: list[BlockRef] = []
         for part in self._ledger_side():

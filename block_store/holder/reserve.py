@@ -14,12 +14,12 @@ from common.types import BlockRef
 
 
 class Reserve:
-    """A queue of RESERVED blocks that no sequence uses yet, in the order in which they will be taken. The beat thread
-    calls `level` to keep the queue near its target.
+    """A queue of RESERVED blocks that no sequence uses yet. The beat thread calls `level` to keep the queue near its
+    target.
     """
 
     def __init__(self, calls: OutageCalls, writer_slot: WriterSlot, least: int) -> None:
-        """Creates an empty reserve. `least` is the minimum number of blocks to keep in it while they are available."""
+        """Creates an empty reserve. `least` is the minimum value of `target`."""
         self.target = least
         """Number of blocks to which the beat thread fills the reserve."""
         self._calls = calls
@@ -41,9 +41,8 @@ class Reserve:
         return ref in self._refs
 
     def take(self, num_blocks: int) -> list[BlockRef]:
-        """Takes blocks from the reserve. If it has too few, refills it first.
-
-        Takes no blocks if it raises Exhausted or LedgerUnavailable.
+        """Returns blocks from the reserve, which it refills first if there are too few. Takes no blocks if it raises
+        Exhausted or LedgerUnavailable.
         """
         if num_blocks > len(self._refs):
             self._refill(num_blocks)
@@ -58,7 +57,7 @@ class Reserve:
         self.target = max(self._least, min(num_blocks, self._calls.arena.num_blocks // 8))
 
     def level(self) -> None:
-        """Fills the reserve to its target with the blocks that are available, or gives back a large surplus."""
+        """Allocates available blocks up to the target, or releases a large surplus."""
         try:
             while (missing := self.target - len(self._refs)) > 0:
                 with self.lock:
@@ -71,24 +70,25 @@ class Reserve:
 
     @locked
     def give_back(self, num_blocks: int) -> None:
-        """Releases the `num_blocks` that were allocated last, so that any worker can allocate them."""
+        """Releases the `num_blocks` most recently allocated blocks, so that any worker can allocate them."""
         refs = list(self._refs)[len(self._refs) - num_blocks :]
         for ref in refs:
             del self._refs[ref]
         self._calls.release(refs)
 
     def keep_only(self, is_kept: Callable[[BlockRef], bool]) -> None:
-        """Forgets the blocks for which `is_kept` returns False. The ledger does not record them for this worker."""
+        """Removes the blocks for which `is_kept` returns False, without releasing them, because the ledger does not
+        record them.
+        """
         self._refs = {ref: None for ref in self._refs if is_kept(ref)}
 
     def clear(self) -> None:
-        """Forgets all blocks, because the holder has ended."""
+        """Removes all blocks without releasing them, because the holder has ended."""
         self._refs.clear()
 
     def _refill(self, num_blocks: int) -> None:
-        """Allocates until `num_blocks` can be taken and, if there is room, the minimum reserve is left after that.
-
-        The next beat allocates the remaining blocks.
+        """Allocates blocks until `num_blocks` can be taken and, if there is room, `_least` blocks remain afterwards.
+        Allocates at most CHUNK blocks unless more are missing; the next beat allocates the rest.
         """
         self._calls.check_fence()
         missing = num_blocks - len(self._refs)
@@ -119,8 +119,8 @@ class Reserve:
                 raise ArenaLost(f"arena {arena.arena_id} is lost") from error
             calls.contradicted(str(error))
             raise LedgerUnavailable(str(error)) from error
-        # A rebuild that began since then may not have found this worker in the header (`rebuild`). The blocks are then
-        # not its own.
+        # A rebuild that began since then may not have seen this worker in the header (`rebuild`). In that case, the
+        # blocks do not belong to this worker.
         if arena.rebuild_count != calls.rebuild_count:
             raise LedgerUnavailable("the ledger is being rebuilt")
         self._refs.update(dict.fromkeys(refs))

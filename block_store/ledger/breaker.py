@@ -1,7 +1,7 @@
 """A circuit breaker for Redis, and the time budget of a worker's ledger call (docs/design.md, Ledger: without Redis).
 
 A call that is not answered within its budget opens the breaker. After that, calls fail at once, so that no step waits,
-until a beat is answered again (the thread of `lease.Lease` probes). Does not depend on what the calls do.
+until a beat is answered again (the thread of `lease.Lease` probes).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from common.telemetry import LOG_EVERY_S
 
 _LOG = logging.getLogger(__name__)
 BUDGET_S = 0.25
-"""Longest time that a step waits for Redis. It waits only once, because the breaker then opens. A call takes a
-millisecond, but on two cores that all services and a load generator share, Redis itself waits for a core: with 50 ms,
-the breaker opened six times in a minute with 32 users, for up to 2.3 s each time, and requests waited until it closed.
+"""Longest time that a step waits for Redis, after which the breaker opens. A call takes about a millisecond, but on a
+busy machine Redis may have to wait for a core: on two cores with 32 users, a budget of 50 ms opened the breaker six
+times in a minute.
 """
 PROBE_S = 0.1
 """Seconds between probes while the breaker is open."""
@@ -44,7 +44,7 @@ class Breaker:
         return self.is_open
 
     def open(self, reason: object) -> None:
-        """Opens the breaker, because Redis gave no answer, or an answer that invalidates the ledger."""
+        """Opens the breaker, because Redis did not answer or its answer invalidates the ledger."""
         if not self.is_open:
             self._closed.clear()
             self._opened_at = time.monotonic()

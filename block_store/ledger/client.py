@@ -1,4 +1,4 @@
-"""One holder's access to the ledger: an epoch, a lease (`lease`), and calls that take effect once each (`lane`).
+"""A holder's client of the ledger: an epoch, a lease (`lease`), and calls that each take effect once (`lane`).
 
 An operation on more blocks than one call accepts is made in several calls. `HeldBlocks` counts the sequences that use
 the blocks.
@@ -16,7 +16,7 @@ from block_store.errors import Exhausted, Fenced, Gone, LedgerDamaged, LedgerErr
 from block_store.ledger.breaker import BUDGET_S, Breaker
 from block_store.ledger.codec import SealItem
 from block_store.ledger.joining import Joining
-from block_store.ledger.lane import Attempt, OrderedLane
+from block_store.ledger.lane import Attempt, OrderedLane, ticket_in
 from block_store.ledger.lease import BEAT_S, Lease
 from block_store.ledger.replies import Standing
 from block_store.ledger.scripts import (
@@ -37,9 +37,9 @@ class LedgerClient:
     """A client of the ledger for one incarnation of a worker, with one method for every operation. Thread-safe.
 
     Once the holder is fenced, calls to the ledger raise Fenced, except `release`, `give_up`, `forget` and `close`;
-    register a new incarnation with a new writer slot. Calls can also raise LedgerUnavailable (no answer in time, or the
-    breaker is open) and StaleDataset (the ledger has been or will be rebuilt: the beat thread calls `lease.on_stale`
-    until it reports that the holder has rejoined).
+    register a new incarnation with a new writer slot. Calls can also raise LedgerUnavailable (there is no answer in
+    time, or the breaker is open) and StaleDataset (the ledger has been or will be rebuilt: the beat thread calls
+    `lease.on_stale` until the holder has rejoined).
     """
 
     def __init__(self, lane: OrderedLane, lease: Lease, writer_slot: int, floor: int) -> None:
@@ -57,8 +57,8 @@ class LedgerClient:
     ) -> LedgerClient:  # fmt: skip
         """Registers a new holder and starts its beat thread, unless `beat_s` is None.
 
-        `on_fenced` runs once, in the thread that learns of the fence. Raises FloorsExceedArena, StaleDataset or
-        LedgerUnavailable.
+        `on_fenced` runs once, in the thread that learns of the fence. Raises FloorsExceedArena, StaleDataset,
+        LedgerDamaged or LedgerUnavailable.
         """
         epoch = ledger.register(name, writer_slot=writer_slot, floor=floor, lease_s=lease_s)
         lane = OrderedLane(ledger, name, epoch, budget_s)
@@ -112,10 +112,10 @@ class LedgerClient:
         return refs
 
     def seal(self, items: Sequence[SealItem]) -> list[BlockRef]:
-        """Seals at most CHUNK items. Returns, for each item, the reference to use from then on: the given one, or one
-        that is already indexed (in this case both are held).
+        """Seals at most CHUNK items. Returns, for each item, the reference to use from then on: the given reference, or
+        a reference to a block that already has the hash. In the second case, the holder has both references.
         """
-        # A block is sealed once per generation, so every seal of it is the same call.
+        # A block is sealed once per generation, so two seals of a reference are the same call.
         key = ("seal", *(item.ref for item in items))
         return self.lane.call(lambda call: self.ledger.seal(call, items), key)
 
@@ -130,8 +130,8 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.present(hashes), changes=False)
 
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
-        """Returns a ticket for `refs`. The holder keeps its own references to these blocks. Raises Fenced, Stale or
-        NotHolder. After LedgerUnavailable, the call may be repeated with the same `attempt`.
+        """Returns a ticket that holds `refs`. The holder keeps its own references to these blocks. Raises Fenced, Stale
+        or NotHolder. After LedgerUnavailable, the call may be repeated with the same `attempt`.
         """
         while attempt.ticket is None or attempt.num_answered * CHUNK < len(refs):
             first = attempt.num_answered * CHUNK
@@ -146,6 +146,16 @@ class LedgerClient:
             else:
                 attempt.num_answered += 1
         return attempt.ticket
+
+    def deliver(self, items: Sequence[SealItem], attempt: Attempt) -> list[BlockRef]:
+        """Seals at most CHUNK items and moves them to the ticket of `attempt`, which begins with the first delivery.
+        Returns, for each item, the reference that the ticket holds. Raises Fenced, Stale or Gone. Do not repeat the
+        call after LedgerUnavailable; call `forget` instead.
+        """
+        key = (attempt, attempt.num_answered)
+        attempt.ticket, refs = self.lane.call(lambda call: self.ledger.deliver(call, items, attempt.ticket), key)
+        attempt.num_answered += 1
+        return refs
 
     def claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
         """Takes over all references of the ticket. Raises Fenced or Gone.
@@ -162,24 +172,24 @@ class LedgerClient:
         return attempt.refs
 
     def unfetched(self, attempt: Attempt) -> list[BlockRef]:
-        """Returns the references that an unanswered call of this claim has obtained, if a later call has recovered the
-        answer. Returns an empty list if it has not, or if the claim has been repeated since.
+        """Returns the references that an unanswered call of this claim obtained, if a later call has recovered the
+        answer. Otherwise, or if the claim has been repeated since, returns an empty list.
         """
         settled = self.lane.settled((attempt, attempt.num_answered))
         return cast(tuple[list[BlockRef], bool], settled)[0] if settled else []
 
     def forget(self, attempt: Attempt) -> None:
-        """Declares that this hand-over or claim will not be repeated. Ends the ticket that a hand-over has begun, even
-        if the ticket becomes known only later. The caller releases the references that a claim has obtained.
+        """Declares that this hand-over or claim will not be repeated. Ends the ticket of a hand-over, even if an answer
+        names the ticket only later. The caller must release the references of a claim.
         """
         attempt.is_over = True
         late = self.lane.forget((attempt, attempt.num_answered))
-        for ticket in (attempt.ticket, late):
-            if isinstance(ticket, TicketId):
+        for ticket in (attempt.ticket, ticket_in(late)):
+            if ticket is not None:
                 self.give_up(ticket)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket; if the ledger does not answer, the ticket ends with its lease."""
+        """Ends a ticket. If the ledger does not answer, the ticket ends with its lease."""
         self.lane.give_up(ticket)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
@@ -195,7 +205,7 @@ class LedgerClient:
             return
 
     def holdings_after(self, place: int) -> tuple[list[BlockRef], int]:
-        """Returns the result of `LedgerScripts.holdings_after`. If a call is still unanswered, repeats that call first.
+        """Returns the result of `LedgerScripts.holdings_after`, after repeating an unanswered call if there is one.
         Raises Fenced.
         """
         return self.lane.call(lambda call: self.ledger.holdings_after(call.epoch, place), changes=False)
@@ -205,14 +215,16 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.holdings(call.epoch), changes=False)
 
     def holds(self, refs: Sequence[BlockRef]) -> list[bool]:
-        """Returns which of at most CHUNK references the ledger records for this holder. Raises Fenced."""
+        """Returns, for each of at most CHUNK references, whether the ledger records it for this holder. Raises
+        Fenced.
+        """
         return self.lane.call(lambda call: self.ledger.holds(call.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:
-        """Asks for a rebuild, because the header contradicts the ledger: blocks that the ledger gave to this holder
+        """Requests a rebuild, because the header contradicts the ledger: blocks that the ledger gave to this holder
         have been reallocated.
 
-        Raises Fenced if the lease had ended, because the blocks may then have been given to others.
+        Raises Fenced if the lease has ended, because the blocks may then have been given to others.
         """
         try:
             self.ledger.distrust(self.epoch)
@@ -224,12 +236,9 @@ class LedgerClient:
         self.breaker.open(f"it must be rebuilt: {reason}")
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
-        """Registers in a rebuilt ledger and asserts `refs` there. `refs` are all blocks that this worker uses, may
-        write to or keeps in reserve. After `join`, calls go to the new ledger. Takes no lock, so only one thread may
-        call this.
-
-        Raises the errors of `register`, and Fenced. After LedgerUnavailable, the next call continues where this one
-        ended.
+        """Registers the holder in a rebuilt ledger and asserts `refs` in it: all blocks that this worker uses, may
+        write to or keeps in reserve. Call `join` afterwards. Not thread-safe. Raises the errors of `register`, and
+        Fenced. After LedgerUnavailable, the next call continues where this call ended.
         """
         if self._joining is None or self._joining.ledger.dataset != dataset:
             self._joining = Joining(self.ledger.under(dataset))
@@ -245,7 +254,7 @@ class LedgerClient:
             raise
 
     def join(self) -> None:
-        """Directs all further calls to the ledger in which all blocks have been asserted."""
+        """Directs all later calls to the ledger in which all blocks have been asserted."""
         assert self._joining is not None and self._joining.epoch is not None
         self.lane.restart(self._joining.ledger, self._joining.epoch, self._joining.number)
         self._joining = None

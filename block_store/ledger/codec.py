@@ -31,7 +31,7 @@ def pack_refs(refs: Iterable[BlockRef]) -> bytes:
 
 def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
     """Returns the references. Raises ValueError or struct.error if `packed` does not contain exactly `num_refs`
-    references; None accepts any number.
+    references. If `num_refs` is None, any number is accepted.
     """
     refs = [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
     if num_refs is not None and len(refs) != num_refs:
@@ -40,7 +40,9 @@ def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
 
 
 def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
-    """Packs the items, and the quotas, to which the items refer by position, starting with 1."""
+    """Returns the packed items and the packed quotas. An item contains the position of its quota, starting with 1, or 0
+    if it has none.
+    """
     places: dict[CacheQuota | None, int] = {None: 0}
     packed = b"".join(
         _ITEM.pack(

@@ -1,28 +1,32 @@
-"""Reads the ledger: counts, holders, and the map of blocks. Used by `Inspect`, by the invariants and by operators."""
+"""Reads the ledger's counts, holders and map of blocks, for `Inspect`, the invariants and operators."""
 
 from __future__ import annotations
 
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import redis
 
 from block_store.errors import LedgerUnavailable
-from block_store.ledger.block_record import RECORD
+from block_store.ledger.block_record import RECORD, RECORDS
 from block_store.ledger.replies import reading
 from block_store.ledger.scripts import LedgerScripts
 from common.types import BlockRef, Epoch
 
 _PIECE = 512
-"""Number of entries that one command reads."""
+"""Maximum number of entries that one command reads."""
 _TRIES = 3
 _HOPELESS_S = 0.5
-"""A reading that takes more seconds is not repeated, because a busy ledger does not stay unchanged for so long."""
+"""Duration in seconds above which a reading is not repeated, because a busy ledger does not stay unchanged for so
+long.
+"""
 
 
 class BlockState(IntEnum):
@@ -30,7 +34,7 @@ class BlockState(IntEnum):
 
     FREE = 1
     RESERVED = 2
-    """Allocated but not sealed: reserved or being written; only the header says which."""
+    """Allocated but not sealed. The holder may be writing to the block."""
     SEALED = 3
     CACHED = 4
     QUARANTINE = 5
@@ -50,8 +54,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
-    """A record of a live holder. `own` maps each of the holder's references to its place in their order; it is empty if
-    the map of blocks was not read.
+    """A record of a live holder. `own` maps each reference of the holder to the reference's position among the holder's
+    references. It is empty if the map of blocks was not read.
     """
 
     epoch: Epoch
@@ -76,7 +80,7 @@ class BlockView:
     writer_epoch: int
     prefix_hash: bytes | None
     owner: int
-    """Number of the tenant against whose quota the block counts while it is CACHED; 0: none."""
+    """Number of the tenant against whose quota the block counts while it is CACHED; 0 if there is none."""
     holders: tuple[Epoch, ...]
 
 
@@ -103,11 +107,11 @@ class Inspection:
 
 
 def inspect(ledger: LedgerScripts, with_blocks: bool = False) -> Inspection:
-    """Reads the ledger. The map of blocks, which grows with the arena, is read in parts, so that other calls do not
-    wait.
+    """Reads the ledger, with the map of blocks if `with_blocks` is True. The map grows with the arena and is read in
+    parts, so that other calls do not wait.
 
-    The result shows a single moment if the ledger did not change while it was read. If it changed, the reading is
-    repeated a few times; the last reading may mix several moments.
+    If the ledger changes while the map is read, the reading is repeated a few times, unless it takes long. The last
+    reading may mix several moments. Raises LedgerUnavailable, StaleDataset or LedgerDamaged.
     """
     if not with_blocks:
         return _counts_and_holders(ledger)
@@ -127,9 +131,18 @@ def _counts_and_holders(ledger: LedgerScripts) -> Inspection:
 
 def _with_blocks(ledger: LedgerScripts, blocks: BlockMap) -> Inspection:
     seen = _counts_and_holders(ledger)
+    with _available():
+        return _whole(seen, blocks)
+
+
+@contextmanager
+def _available() -> Iterator[None]:
+    """Returns a context for reads from Redis. Its body raises LedgerUnavailable if Redis does not answer, and
+    LedgerDamaged if the data cannot be read.
+    """
     try:
         with reading("inspect"):
-            return _whole(seen, blocks)
+            yield
     except (redis.ConnectionError, redis.TimeoutError) as error:
         raise LedgerUnavailable(f"inspect: {error}") from error
 
@@ -167,6 +180,19 @@ def _whole(seen: Inspection, blocks: BlockMap) -> Inspection:
     )
 
 
+def block_states(ledger: LedgerScripts) -> bytes:
+    """Returns one byte per block, the value of its `BlockState`. The ledger can change while it is read."""
+    with _available():
+        parts = BlockMap(ledger.client, ledger.tag).packed()
+        return b"".join(np.frombuffer(part, RECORDS)["state"].tobytes() for part in parts)
+
+
+def some_blocks(ledger: LedgerScripts, numbers: Sequence[int]) -> list[BlockView]:
+    """Returns the records of the blocks with these numbers, which must be below the arena's number of blocks."""
+    with _available():
+        return BlockMap(ledger.client, ledger.tag).some(numbers)
+
+
 class BlockMap:
     """A reader of a ledger's keys (`lua/lib/state.lua`), with commands of bounded duration. Raises redis' errors."""
 
@@ -174,12 +200,28 @@ class BlockMap:
         self._client = client
         self._tag = tag
 
-    def records(self) -> Iterator[tuple[Any, ...]]:
-        """Yields the fields of every block's record."""
+    def packed(self) -> Iterator[bytes]:
+        """Yields the records of all blocks, packed, in parts."""
         size = RECORD.size * _PIECE
         for first in range(0, int(self._client.strlen(self._tag + "blocks")), size):  # type: ignore[arg-type]
-            packed = self._client.getrange(self._tag + "blocks", first, first + size - 1)
-            yield from RECORD.iter_unpack(packed)  # type: ignore[arg-type]
+            yield cast(bytes, self._client.getrange(self._tag + "blocks", first, first + size - 1))
+
+    def records(self) -> Iterator[tuple[Any, ...]]:
+        """Yields the fields of every block's record."""
+        for part in self.packed():
+            yield from RECORD.iter_unpack(part)
+
+    def some(self, numbers: Sequence[int]) -> list[BlockView]:
+        """Returns the records of the blocks with these numbers, with their holders."""
+        pipe = self._client.pipeline(transaction=False)
+        for number in numbers:
+            pipe.getrange(self._tag + "blocks", number * RECORD.size, (number + 1) * RECORD.size - 1)
+            pipe.hget(self._tag + "refs", str(number))
+        found = pipe.execute()
+        return [
+            _block(RECORD.unpack(packed), _epochs(side or b""))
+            for packed, side in zip(found[::2], found[1::2], strict=True)
+        ]
 
     def entries(self, name: str) -> Iterator[tuple[bytes, bytes]]:
         """Returns the entries of a hash, in no particular order."""
@@ -193,8 +235,8 @@ class BlockMap:
             first += _PIECE
 
     def each_ordered(self, names: Sequence[str]) -> Iterator[Iterator[tuple[bytes, float]]]:
-        """Yields the result of `ordered` for each of many sorted sets. One round trip reads the first entries of all
-        sets, because there may be many tickets, and most have few blocks.
+        """Yields the result of `ordered` for each sorted set. The first entries of all sets are read in one round trip,
+        because there may be many tickets, and most of them have few blocks.
         """
         pipe = self._client.pipeline(transaction=False)
         for name in names:
@@ -203,7 +245,7 @@ class BlockMap:
             yield chain(part, self.ordered(name, _PIECE) if len(part) == _PIECE else ())
 
     def ordered(self, name: str, first: int = 0) -> Iterator[tuple[bytes, float]]:
-        """Yields the entries of a sorted set with their scores, lowest first, from place `first` on."""
+        """Yields the entries of a sorted set with their scores, lowest first, starting at position `first`."""
         while part := cast(
             list[tuple[bytes, float]], self._client.zrange(self._tag + name, first, first + _PIECE - 1, withscores=True)
         ):

@@ -1,7 +1,5 @@
-"""Joins a holder to a rebuilt ledger: registers the holder once, and asserts each of its blocks once, in parts.
-
-No call takes long, even if the holder has very many blocks, and an interrupted attempt is continued. Does not depend on
-how the references are used.
+"""Joins a holder to a rebuilt ledger: registers the holder once, and asserts each of its blocks once, in parts. No call
+takes long, even if the holder has many blocks. An interrupted attempt can be continued.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ class Joining:
 
     ledger: LedgerScripts
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Token that identifies a repeated registration, which would otherwise create a second holder with a floor."""
+    """Token of the registration, so that a repeated registration does not create a second holder."""
     epoch: Epoch | None = None
     number: int = 0
     """Number of the last answered call."""
@@ -33,7 +31,7 @@ class Joining:
     _beaten_at: float = 0.0
 
     def register(self, name: str, writer_slot: int, floor: int, lease_s: float) -> None:
-        """Registers the holder, once. Can also raise FloorsExceedArena."""
+        """Registers the holder unless it is registered already. Can also raise FloorsExceedArena."""
         if self.epoch is None:
             self.epoch = self.ledger.register(
                 name, writer_slot=writer_slot, floor=floor, lease_s=lease_s, token=self.token
@@ -41,8 +39,7 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def assert_all(self, refs: Sequence[BlockRef], lease_s: float) -> dict[BlockRef, Standing]:
-        """Returns the standing of each of `refs`, and of the blocks that earlier attempts asserted.
-
+        """Asserts `refs`. Returns their standings, and the standings of the blocks that earlier attempts asserted.
         After the call, no block waits for the holder's writer slot.
         """
         if self._unanswered:
@@ -55,7 +52,7 @@ class Joining:
         return self.standings
 
     def _assert(self, part: Sequence[BlockRef], lease_s: float) -> None:
-        """Asserts one part. A repeated call has the same number and references, and gets the same answer."""
+        """Asserts one part. An unanswered call is repeated with the same number and references."""
         assert self.epoch is not None
         self._unanswered = part
         found = self.ledger.assert_held(CallId(self.epoch, self.number + 1), part)
@@ -67,8 +64,8 @@ class Joining:
             self._beaten_at = time.monotonic()
 
     def _end(self) -> bool:
-        """Frees blocks that still wait for the holder's writer slot, up to a limit per call. These are the blocks that
-        the holder has not asserted. Returns whether another call is needed. If a call fails, it can safely be repeated.
+        """Frees blocks that still wait for the holder's writer slot because the holder has not asserted them. One call
+        frees a limited number of blocks. Returns whether another call is needed.
         """
         assert self.epoch is not None
         more = self.ledger.assert_all(CallId(self.epoch, self.number + 1))

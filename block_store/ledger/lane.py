@@ -2,8 +2,7 @@
 
 Mutating calls are numbered consecutively and made one at a time. An unanswered call is repeated with the same number
 before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget. When the
-budget is used up, the breaker opens, and calls fail at once until a beat is answered (`lease`). Does not depend on what
-the operations do.
+budget is used up, the breaker opens, and calls fail at once until a beat is answered (`lease`).
 """
 
 from __future__ import annotations
@@ -30,18 +29,24 @@ Key = tuple[object, ...]
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A record of one hand-over or one claim: the answers to its calls, which no other hand-over or claim can see.
+    """A record of the answers to the calls of one hand-over, delivery or claim.
 
-    To repeat the hand-over or claim after LedgerUnavailable, pass the same object. If it will not be repeated, call
+    To repeat a hand-over or claim after LedgerUnavailable, pass the same object. If it will not be repeated, call
     `LedgerClient.forget`.
     """
 
     ticket: TicketId | None = None
-    """The ticket that a hand-over has begun."""
+    """The ticket that a hand-over or a delivery has begun."""
     refs: list[BlockRef] = field(default_factory=list)
     """References that a claim has obtained."""
     num_answered: int = 0
     is_over: bool = False
+
+
+def ticket_in(answer: object) -> TicketId | None:
+    """Returns the ticket in the answer to a hand-over or a delivery, or None if the answer is that of another call."""
+    first = answer[0] if isinstance(answer, tuple) else answer
+    return first if isinstance(first, TicketId) else None
 
 
 class OrderedLane:
@@ -67,8 +72,8 @@ class OrderedLane:
         """Late answers to unanswered calls, for the callers that repeat these calls."""
 
     def call(self, operation: Callable[[CallId], T], key: Key | None = None, changes: bool = True) -> T:
-        """Returns the answer to `operation`. If `key` is None, this call will not be repeated. If `changes` is False,
-        the call is a read, which has no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
+        """Returns the answer to `operation`. Pass a `key` if the caller may repeat the call. If `changes` is False, the
+        call is a read, which has no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
         refusals.
         """
         self._check_open()  # without the lock, which a call that waits for an answer holds
@@ -83,18 +88,16 @@ class OrderedLane:
             return self._until_answered(operation)
 
     def settled(self, key: Key) -> object:
-        """Returns the late answer to an unanswered call, until that call is repeated. Returns None if no late answer
-        has arrived.
-        """
+        """Returns the late answer to an unanswered call, or None if there is none or the call has been repeated."""
         return self._settled.get(key)
 
     def forget(self, key: Key) -> object:
-        """Returns the same as `settled`, and drops the answer."""
+        """Discards an attempt's answer, and returns what `settled` would have returned."""
         with self._lock:
             return self._settled.pop(key, None)
 
     def restart(self, ledger: LedgerScripts, epoch: Epoch, number: int) -> None:
-        """Continues in a rebuilt ledger, and drops the calls that are under way in the old ledger."""
+        """Continues in a rebuilt ledger, and discards the unanswered call and the late answers of the old ledger."""
         with self._lock:
             self.ledger, self.epoch, self.number, self.answered = ledger, epoch, number, number
             self._pending = None
@@ -107,7 +110,7 @@ class OrderedLane:
             self.on_fenced()
 
     def distrust(self, reason: object) -> None:
-        """Asks for a rebuild of a ledger that cannot be trusted, and continues without the ledger until then."""
+        """Requests a rebuild of a damaged ledger, and opens the breaker until the ledger has been rebuilt."""
         self.breaker.open(f"it must be rebuilt: {reason}")
         try:
             self.ledger.distrust()
@@ -115,7 +118,7 @@ class OrderedLane:
             _LOG.warning("could not ask for a rebuild: %s", error)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket; if the ledger does not answer, the ticket ends with its lease."""
+        """Ends a ticket. If the ledger does not answer, the ticket ends with its lease."""
         try:
             if not self.breaker.refuses():
                 self.ledger.give_up(ticket)
@@ -129,10 +132,8 @@ class OrderedLane:
             raise LedgerUnavailable(f"{self.name} continues without the ledger")
 
     def _settle(self, key: Key | None, pending: Callable[[CallId], object]) -> None:
-        """Repeats the unanswered call.
-
-        The answer is kept for a caller that makes the same call again. A refusal is ignored. If no caller will repeat
-        the call, a ticket in the answer is ended, and blocks in the answer appear only in `holdings`.
+        """Repeats the unanswered call. The answer is kept for a caller that repeats the call. If no caller will repeat
+        it, a ticket in the answer is ended, and blocks in the answer appear only in `holdings`. A refusal is logged.
         """
         try:
             answer = self._until_answered(pending)
@@ -144,8 +145,8 @@ class OrderedLane:
         attempt = key[0] if key else None
         if key is not None and not (isinstance(attempt, Attempt) and attempt.is_over):
             self._settled[key] = answer
-        elif isinstance(answer, TicketId):
-            self.give_up(answer)
+        elif (ticket := ticket_in(answer)) is not None:
+            self.give_up(ticket)
 
     def _until_answered(self, operation: Callable[[CallId], T]) -> T:
         deadline = time.monotonic() + self.budget_s

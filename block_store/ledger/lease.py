@@ -1,6 +1,5 @@
-"""A holder's lease in the ledger. A separate thread, the beat thread, extends it with beats (heartbeats).
-
-The same thread notices when the ledger answers again or has been rebuilt, and makes the holder settle missed calls.
+"""A holder's lease in the ledger, which a separate thread, the beat thread, extends with beats (heartbeats). The beat
+thread also notices when the ledger answers again or has been rebuilt, and then repeats unanswered calls.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from common.telemetry import Fallbacks
 _LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
 MOST_PROBE_PAUSE_S = 8 * PROBE_S
-"""Longest pause, in seconds, between two attempts to join a new ledger that does not admit the holder. The pauses grow
-to this length.
-"""
+"""Longest pause, in seconds, between two attempts to join a new ledger. Each failed attempt doubles the pause."""
 
 
 class Lease:
@@ -29,11 +26,12 @@ class Lease:
     def __init__(self, lane: OrderedLane, lease_s: float) -> None:
         self.lease_s = lease_s
         self.on_stale: Callable[[], bool] = lambda: False
-        """Callback that joins the rebuilt ledger. It returns False if the holder has not joined one."""
+        """Callback that joins the rebuilt ledger. It returns whether the holder has joined."""
         self.on_answer: Callable[[], object] = lambda: None
         """Callback that the beat thread runs after every answered beat."""
         self.num_available = 0
-        """Number of blocks that could still be allocated at the last beat. Allocations and releases here adjust it."""
+        """Number of blocks that could still be allocated at the last beat, adjusted for later allocations and releases.
+        """
         self.census = ""
         """Name of the census that the last beat reported; empty if there is no census."""
         self._lane = lane
@@ -66,7 +64,7 @@ class Lease:
             raise
 
     def keep(self) -> None:
-        """Sends a beat if the last beat was more than a fifth of a lease ago. Called during long work in the beat
+        """Sends a beat if the last one is older than a fifth of the lease. Call it during long work in the beat
         thread.
         """
         if time.monotonic() - self._beaten_at > self.lease_s / 5:
@@ -94,7 +92,7 @@ class Lease:
                 self.probe()
             except Fenced as error:
                 _LOG.error("holder %s is fenced: %s", lane.name, error)
-            except Exception:  # without renewal the lease ends, and every request here is lost
+            except Exception:  # if the thread ended, the lease would end, and every request of the worker would be lost
                 _LOG.exception("a beat of %s failed; the next one follows", lane.name)
 
     def _rejoin(self) -> None:

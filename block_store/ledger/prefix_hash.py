@@ -1,7 +1,7 @@
 """Prefix hashes: a SHA-256 chain over (domain and salt, parent hash, token ids of one full block, extra keys).
 
-Does not depend on tenants (the gateway derives the salt) or on the position of blocks. Every field is preceded by its
-length, so that two different inputs never give the same bytes to hash.
+The gateway derives the salt from the tenant. Every field is preceded by its length, so that different inputs give
+different bytes to hash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.types import PrefixHash
 
 HASH_BYTES = 32
 Rekey = tuple[int, bytes]
-"""The index of a block, and the parent of its hash, which replaces the hash of the preceding block."""
+"""The index of a block, and the parent hash to use for it instead of the hash of the preceding block."""
 
 
 def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
@@ -27,30 +27,29 @@ def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
 
 
 def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes, numerics: str) -> bytes:
-    """Returns the hash domain of one KV group: blocks of a different model, layout or numerics have different bits
-    (docs/design.md, Blocks and the arena: hash domain).
+    """Returns the hash domain of one KV group (docs/design.md, Blocks and the arena: hash domain). Blocks of a
+    different model, layout or numerics have different bits.
     """
     return _digest(b"domain", (model_fingerprint, group.to_bytes(4, "little"), layout_fingerprint, numerics.encode()))
 
 
 def adapter_domain(domain: bytes, adapter: bytes) -> bytes:
-    """Returns the hash domain of sequences that are computed with an adapter, whose digest is `adapter`. Every hash of
-    a chain depends on it, so that a sequence never finds blocks that were computed with a different adapter, or with
-    the base model (whose digest is empty).
+    """Returns the hash domain of sequences that use the adapter with digest `adapter`, or `domain` if the digest is
+    empty (the base model). Blocks that were computed with different adapters have different hashes.
     """
     return _digest(b"adapter", (domain, adapter)) if adapter else domain
 
 
 def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
-    """Returns the parent of a sequence's first block; `salt` separates tenants."""
+    """Returns the parent hash of a sequence's first block; `salt` separates tenants."""
     return _digest(b"start", (domain, salt))
 
 
 def prompt_chain(
     domain: bytes, salt: bytes, token_ids: Sequence[int], public_tokens: int, block_size: int
 ) -> tuple[bytes, Rekey | None]:
-    """Returns the start of a prompt's chain, and the rekey that binds the chain to `salt` after public blocks, or None
-    if there are none.
+    """Returns the start of a prompt's chain, and the rekey that binds the chain to `salt` after the public blocks. The
+    rekey is None if there are no public blocks, or if `salt` is empty.
 
     Full blocks within the prompt's first `public_tokens` have the same hashes for all tenants. The hashes of all later
     blocks depend on those blocks and on the salt.
@@ -66,8 +65,8 @@ def prompt_chain(
 def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> PrefixHash:
     """Returns the hash of the full block that contains `token_ids` (each as little-endian u32) after `parent`.
 
-    `extra` names anything else that determines the block's content (an image). Raises OverflowError if an
-    id does not fit into u32.
+    `extra` identifies other input that determines the block's content, such as an image. Raises OverflowError if an id
+    does not fit into u32.
     """
     ids = array("I", token_ids)
     if byteorder == "big":
@@ -76,8 +75,8 @@ def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> Pr
 
 
 def group_hash(block_hash: bytes, group: int) -> bytes:
-    """Returns the hash under which a block of KV group `group` is indexed. `block_hash` is the chain's hash, which is
-    that of group 0.
+    """Returns the hash under which a block of KV group `group` is indexed. `block_hash` is the block's hash in the
+    chain, which is also its hash for group 0.
     """
     return block_hash if group == 0 else _digest(b"group", (block_hash, group.to_bytes(4, "little")))
 

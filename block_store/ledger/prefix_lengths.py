@@ -1,4 +1,4 @@
-"""Finds how much of a prompt each of many arenas has cached, with one call to their Redis server."""
+"""Finds how much of a prompt is cached in each of many arenas, with one script call for up to MOST_ARENAS arenas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from block_store.ledger.scripts import LedgerScripts, answering, source
 
 NAME = "prefix_lengths"
 MOST_ARENAS = 128
-"""Arenas of one call: a script blocks the server while it runs."""
+"""Maximum number of arenas per call, because a script blocks the server while it runs."""
 
 
 class PrefixLengths:
@@ -21,8 +21,8 @@ class PrefixLengths:
         self._script = client.register_script(source(NAME))
 
     def find(self, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes]) -> list[int | None]:
-        """Returns, for each ledger, how many leading hashes its index has, or None if the ledger has been rebuilt or is
-        damaged. Raises LedgerUnavailable and LedgerDamaged.
+        """Returns, for each ledger, how many of the leading `hashes` are indexed, or None if the ledger has been
+        rebuilt or is damaged. Raises LedgerUnavailable and LedgerDamaged.
         """
         lengths: list[int | None] = []
         for start in range(0, len(ledgers), MOST_ARENAS):

@@ -1,8 +1,7 @@
 """The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead. It rebuilds
 the ledger if Redis has lost it or a different Redis answers.
 
-It runs in a thread of the store, which is the only caller of `reap` and, once the store is running, of `rebuild`. Does
-not use gRPC.
+It runs in a thread of the store, which is the only caller of `reap` and, once the store is running, of `rebuild`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def sweep(ledger: LedgerScripts, arena: Arena, waiting_slots: tuple[int, ...], t
     """Makes one sweep. `waiting_slots` and `tick` come from the last report. The slots' locks are checked before `reap`
     is called, as `reap` requires.
 
-    A second call immediately frees blocks that have been quarantined because of a process that is already dead.
+    If the sweep quarantines blocks of a process that is already dead, a second call frees them at once.
     """
     report = ledger.reap([slot for slot in waiting_slots if not arena.is_writer_alive(slot)], tick=tick)
     if report.reaped and (dead := [slot for slot in report.waiting_slots if not arena.is_writer_alive(slot)]):

@@ -1,15 +1,16 @@
-"""Builds the ledger of an arena in Redis from the arena's header: the first ledger, and a new one after each loss or
+"""Builds the ledger of an arena in Redis from the arena's header: the first ledger, and a new ledger after each loss or
 damage (docs/design.md, Ledger: rebuild).
 
-Sealed full blocks are indexed again; blocks that a living process may be writing wait for its writer slot; all others
-are free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests continue.
+Sealed full blocks are indexed again, blocks that a living process may be writing wait for its writer slot, and all
+other blocks are free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests
+continue.
 
-The order of steps ensures that no block is allocated twice and that no worker writes into another's block. A writer
-first records its generation, slot and state in the header and then reads the rebuild count. It writes into the block
-only if the count is still that of its ledger. The rebuild first raises the count and then reads the header. In the
-writer and in the rebuild, a full fence separates the two steps. Either the rebuild sees the writer, and the block waits
-for its slot, or the writer sees the new count and writes nothing. Generations of the new ledger have the count as their
-upper half, so they are higher than every generation in the header.
+The order of steps ensures that no block is allocated twice and that no worker writes into another worker's block. A
+writer first records its generation, slot and state in the header and then reads the rebuild count. It writes into the
+block only if the count is still that of its ledger. The rebuild first raises the count and then reads the header. In
+the writer and in the rebuild, a full fence separates the two steps. Either the rebuild sees the writer, and the block
+waits for its slot, or the writer sees the new count and writes nothing. Generations of the new ledger have the count as
+their upper half, so they are higher than every generation in the header.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The ledger's records of all blocks, derived from the header, and the writer slots to wait for."""
+    """The block records of a new ledger, derived from the header, and the writer slots to wait for."""
 
     records: npt.NDArray[np.void]
     awaited: tuple[int, ...]
@@ -68,14 +69,14 @@ def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
 
 
 def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
-    """Rebuilds the ledger and returns its dataset generation. Only the store calls it.
+    """Rebuilds the ledger and returns its dataset generation. Only the store calls this function.
 
-    For at most `grace_s`, cached blocks are not evicted while a worker that may hold them has yet to assert them.
-    Raises redis' errors, or StaleDataset if Redis was flushed during the call; try again.
+    Until all workers have asserted their blocks, but for at most `grace_s`, allocations evict no cached block. Raises
+    the errors of redis, or StaleDataset if Redis was flushed during the call. The caller may try again.
     """
     tag = f"{{looseleaf:{arena.arena_id}}}:"
     run_id, dataset = server_run_id(client), secrets.token_hex(8)
-    # The old ledger is voided first, so that it grants nothing more. Only then does the header name the new one.
+    # The old ledger is deleted before the header names the new ledger, so that it grants no more blocks.
     client.delete(tag + "meta")
     highest = int(arena.generations.max()) >> 32
     count = max(arena.rebuild_count, highest) + 1
@@ -94,7 +95,7 @@ def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
 
 
 def take_census(arena: Arena) -> Census:
-    """Reads the header. Call it only after the rebuild count has been raised."""
+    """Returns the block records that follow from the header. Call it only after the rebuild count has been raised."""
     alive = arena.live_writers()
     states = arena.states.copy()
     atomics.fence()  # any process that reads the state SEALED then also reads the hash of that seal
@@ -106,7 +107,7 @@ def take_census(arena: Arena) -> Census:
     records["state"][writing] = BlockState.QUARANTINE
     records["slot"][writing] = slots[writing]
     sealed = states == HeaderState.SEALED
-    # Partial blocks and duplicates, which no hash finds. A living holder soon asserts them; without a holder they are
+    # Partial blocks and duplicates are not in the index. A living holder soon asserts them; without a holder they are
     # free.
     records["state"][sealed] = BlockState.QUARANTINE if alive else BlockState.FREE
     indexed = _first_of_each_hash(sealed, hashes)
@@ -124,7 +125,7 @@ def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.ui
 
 
 def _write(client: redis.Redis, tag: str, census: Census) -> None:
-    """Writes all keys except `meta`. Without `meta`, the other keys are not used."""
+    """Writes all keys except `meta`; without `meta`, no script uses the other keys."""
     packed = census.records.tobytes()
     size = RECORDS.itemsize * _CHUNK
     for first in range(0, len(packed), size):

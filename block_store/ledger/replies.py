@@ -1,6 +1,4 @@
-"""Parses the replies of the ledger's scripts: values, refusals as exceptions, and damage. Does not depend on Redis
-connections.
-"""
+"""Parses the replies of the ledger's scripts. Refusals and damaged replies become exceptions."""
 
 from __future__ import annotations
 
@@ -35,16 +33,18 @@ class ReapReport:
     postponed: bool
     """Whether all leases were renewed instead, because the last sweep was too long ago or is in the future."""
     waiting_slots: tuple[int, ...]
-    """Writer slots with blocks in quarantine, or whose holders have yet to assert what they hold after a rebuild."""
+    """Writer slots for which blocks are in quarantine, or whose holders have yet to assert their blocks after a
+    rebuild.
+    """
     more: bool
-    """Whether work remains for a further sweep: blocks to free or to release, or holders to end."""
+    """Whether another sweep is needed, because blocks remain to be freed or released, or holders to be ended."""
     tick: int
     """The ledger's clock, for the next sweep."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raises LedgerDamaged if a reply is unreadable because other software has written to Redis."""
+    """Returns a context for parsing a reply, in which errors become LedgerDamaged. `what` names the call."""
     try:
         yield
     except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:
@@ -65,6 +65,11 @@ def unpack_marks(reply: bytes, num_marks: int) -> list[bool]:
 def unpack_ticket(reply: bytes) -> TicketId:
     epoch, _, secret = reply.partition(b" ")
     return TicketId(Epoch(int(epoch)), secret)
+
+
+def unpack_delivered(reply: bytes, num_refs: int, secret_bytes: int) -> tuple[TicketId, list[BlockRef]]:
+    epoch, _, rest = reply.partition(b" ")
+    return TicketId(Epoch(int(epoch)), rest[:secret_bytes]), codec.unpack_refs(rest[secret_bytes:], num_refs)
 
 
 def unpack_claimed(reply: bytes) -> tuple[list[BlockRef], bool]:
@@ -99,7 +104,7 @@ def refusal(reply: bytes) -> errors.LedgerError:
         case "FENCED":
             return errors.Fenced("the holder was reaped")
         case "STALE":
-            return errors.Stale(f"block {detail[0]} has another generation or state")
+            return errors.Stale(f"block {detail[0]} has a different generation or state")
         case "NOT_HOLDER":
             return errors.NotHolder(f"block {detail[0]} is not held")
         case "GONE":

@@ -1,8 +1,7 @@
-"""The ledger's operations. Each is one call to a Lua script over up to CHUNK blocks (long: a method for each script).
+"""The ledger's operations, each one call of a Lua script on up to CHUNK blocks (long: a method for each script).
 
-docs/design.md, Ledger, describes them. This module keeps no state of a holder: every call carries the holder's epoch
-and the call's number (`CallId`), which `lane.OrderedLane` keeps. It uses only the id and the dataset generation of the
-arena's header.
+docs/design.md, Ledger, describes the operations. This module keeps no state of a holder: mutating calls carry the
+holder's epoch and the call's number (`CallId`), which `lane.OrderedLane` keeps.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ CHUNK = 256
 regardless of the number of held blocks. For more blocks, a caller makes several calls (`client.LedgerClient`).
 """
 RELEASE_CHUNK = 96
-"""Maximum number of blocks per release. It is smaller, because each release may evict a block if the tenant has a
-quota.
+"""Maximum number of blocks per release. It is smaller than CHUNK, because each released block may cause an eviction if
+the tenant has a quota.
 """
 
-LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders")
+LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders", "sealing")
 """Files of `lua/lib`. Each file may use the files that precede it."""
 T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
     "holdings", "holds", "reap", "inspect", "assert_held", "assert_all", "distrust", "report",
-    "readable", "present", "keep",
+    "present", "keep", "deliver",
 )  # fmt: skip
 
 
@@ -94,11 +93,11 @@ class LedgerScripts:
         return Epoch(self._ask(int, "register", name, writer_slot, floor, _ms(lease_s), token))
 
     def beat(self, epoch: Epoch, lease_s: float = LEASE_S, number: int = 0) -> tuple[int, str]:
-        """Extends the lease. Returns how many blocks the holder could still allocate, and the census under way, if any
-        (`report`). Raises Fenced.
+        """Extends the lease. Returns how many blocks the holder could still allocate, and the name of the current
+        census (`report`), or "" if there is none. Raises Fenced.
 
-        `number` is the number of the holder's last answered call. If the ledger does not know this number, it is an
-        older ledger, and every later call raises StaleDataset.
+        `number` is the number of the holder's last answered call. If the ledger's last number is lower, an older
+        snapshot was restored, and this and every later call raises StaleDataset.
         """
         return self._ask(replies.unpack_beat, "beat", epoch, _ms(lease_s), number)
 
@@ -110,11 +109,9 @@ class LedgerScripts:
         return self._ask(unpack, "alloc", *call, num_blocks, max(wanted, num_blocks))
 
     def seal(self, call: CallId, items: Sequence[SealItem]) -> list[BlockRef]:
-        """Seals all items or none. Returns the reference to use for each item: the given one, or one to a block that
-        already has the hash.
-
-        In the second case, the caller holds both blocks. When a tenant's CACHED blocks exceed its quota, its coldest
-        ones are evicted at once. Raises Fenced or Stale.
+        """Seals all items or none. Returns, for each item, the reference to use: the given reference, or a reference to
+        a block that already has the hash. In the second case, the caller holds both blocks. When a tenant's CACHED
+        blocks exceed its quota, its coldest blocks are evicted at once. Raises Fenced or Stale.
         """
         unpack = partial(codec.unpack_refs, num_refs=_bounded(len(items)))
         return self._ask(unpack, "seal", *call, *codec.pack_items(items))
@@ -122,7 +119,7 @@ class LedgerScripts:
     def acquire(self, call: CallId, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """Takes references to the longest prefix indexed for every group; returns lists of equal length, one per group.
 
-        The prefix ends before the first block that would have to come from another worker's floor. Raises Fenced.
+        The prefix ends before the first block that would use up another worker's floor. Raises Fenced.
         """
         _bounded(sum(map(len, hashes_by_group)))
         unpack = partial(codec.unpack_prefix, num_groups=len(hashes_by_group))
@@ -131,49 +128,58 @@ class LedgerScripts:
     def hand_over(
         self, call: CallId, refs: Sequence[BlockRef], lease_s: float = TICKET_LEASE_S, ticket: TicketId | None = None
     ) -> TicketId:
-        """Gives `ticket`, or a new ticket if it is None, references to `refs`. The holder keeps its own references.
+        """Adds references to `refs` to `ticket`, or to a new ticket if it is None. The holder keeps its own references.
 
         Raises Fenced, Stale, NotHolder or Gone.
         """
         _bounded(len(refs))
-        # A repeated call is answered with the secret of the first call.
+        # A repeated call gets the secret of the first call as its answer.
         ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))
         packed = codec.pack_refs(refs)
         return self._ask(replies.unpack_ticket, "hand_over", *call, packed, _ms(lease_s), ticket.epoch, ticket.secret)
 
+    def deliver(
+        self, call: CallId, items: Sequence[SealItem], ticket: TicketId | None = None, lease_s: float = TICKET_LEASE_S
+    ) -> tuple[TicketId, list[BlockRef]]:
+        """Seals all items or none, and moves them to `ticket`, or to a new ticket if it is None, as `seal`, `hand_over`
+        and `release` would. Returns the ticket and, for each item, the reference that the ticket holds: the given
+        reference, or a reference to a block that already has the hash. Raises Fenced, Stale or Gone.
+        """
+        _bounded(len(items))
+        ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))
+        unpack = partial(replies.unpack_delivered, num_refs=len(items), secret_bytes=len(ticket.secret))
+        packed = codec.pack_items(items)
+        return self._ask(unpack, "deliver", *call, *packed, _ms(lease_s), ticket.epoch, ticket.secret)
+
     def claim(self, call: CallId, ticket: TicketId) -> tuple[list[BlockRef], bool]:
-        """Moves some of the ticket's references to the holder, once, in the order of `hand_over`. Returns them, and
-        whether some remain for a further call. Raises Fenced or Gone.
+        """Moves up to CHUNK of the ticket's references to the holder, in the order of `hand_over`. Returns these
+        references, and whether the ticket has more references for a further call. Raises Fenced or Gone.
         """
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket, or the remaining part of a ticket, that no worker will claim. The ledger never refuses this
+        """Ends a ticket that no worker will claim, or the unclaimed part of a ticket. The ledger does not refuse this
         call.
         """
         self._call("give_up", ticket.epoch, ticket.secret)
 
-    def keep(self, ticket: TicketId, lease_s: float = TICKET_LEASE_S) -> None:
-        """Extends the lease of a ticket. Raises Gone if there is no such ticket or the secret is wrong."""
-        self._call("keep", ticket.epoch, ticket.secret, _ms(lease_s))
-
-    def check_readable(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
-        """Checks a ticket and its secret. Raises Gone if there is no such ticket or the secret is wrong, and NotHolder
-        if the ticket lacks one of `refs`.
+    def keep(self, ticket: TicketId, refs: Sequence[BlockRef] = (), lease_s: float = TICKET_LEASE_S) -> None:
+        """Extends the lease of a ticket that holds `refs`. Raises Gone if there is no such ticket or the secret is
+        wrong, and NotHolder if the ticket lacks one of `refs`.
         """
         _bounded(len(refs))
-        self._call("readable", ticket.epoch, ticket.secret, codec.pack_refs(refs))
+        self._call("keep", ticket.epoch, ticket.secret, _ms(lease_s), codec.pack_refs(refs))
 
     def release(self, call: CallId, refs: Sequence[BlockRef]) -> int:
-        """Gives up `refs` (a chain, head first). Returns how many of them were held. The ledger never refuses this
-        call.
+        """Releases `refs` (a chain, head first). Returns how many of these references existed. The ledger does not
+        refuse this call.
         """
         _bounded(len(refs), RELEASE_CHUNK)
         return self._ask(int, "release", *call, codec.pack_refs(refs))
 
     def assert_held(self, call: CallId, refs: Sequence[BlockRef]) -> list[Standing]:
         """After a rebuild and `register`, gives the holder references to those of `refs` that are not lost. Returns the
-        standing of each. Raises Fenced.
+        standing of each reference. Raises Fenced.
         """
         _bounded(len(refs))
         return self._ask(replies.unpack_standings, "assert_held", *call, codec.pack_refs(refs))
@@ -211,20 +217,19 @@ class LedgerScripts:
         except (redis.ConnectionError, redis.TimeoutError) as error:
             raise errors.LedgerUnavailable(f"census: {error}") from error
         except redis.ResponseError as error:
-            raise errors.LedgerDamaged(f"census: {error}") from error
+            raise errors.LedgerDamaged(f"census: the data in Redis cannot be read: {error}") from error
         with replies.reading("census"):
             return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
 
     def distrust(self, epoch: Epoch | None = None) -> None:
-        """Asks for a rebuild, since the ledger contradicts the header. Every later call raises StaleDataset.
-
-        `epoch` is that of the holder that found the contradiction in its own blocks. Raises Fenced if that holder's
-        lease has ended, since other holders may then have the blocks.
+        """Requests a rebuild, because the ledger contradicts the header. Every later call raises StaleDataset. `epoch`
+        is the epoch of the holder that found the contradiction in its blocks, or None if the caller is not a holder.
+        Raises Fenced if the holder's lease has ended, because other holders may then have the blocks.
         """
         self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
-        """Releases all references and ends the holder. The ledger never refuses this call."""
+        """Releases all references and ends the holder. The ledger does not refuse this call."""
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:
@@ -237,9 +242,9 @@ class LedgerScripts:
         return held
 
     def holdings_after(self, epoch: Epoch, place: int) -> tuple[list[BlockRef], int]:
-        """Returns up to CHUNK of the holder's references after `place`, oldest first, and the place of the last of
-        them. The next call continues from that place; place 0 is before the first reference. An empty list means that
-        no references are left. Raises Fenced.
+        """Returns up to CHUNK of the holder's references after `place`, oldest first, and the place of the last
+        returned reference, from which the next call continues. Place 0 is before the first reference. Returns an empty
+        list if no references are left. Raises Fenced.
         """
         return self._ask(replies.unpack_holdings, "holdings", epoch, place, CHUNK)
 
@@ -259,14 +264,14 @@ class LedgerScripts:
     def reap(
         self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S, tick: int = 0
     ) -> ReapReport:
-        """Makes one sweep. Only the store calls this method. `free_slots` are writer slots whose locks have just been
-        found free. `tick` is the tick of the last report; if the ledger's tick is older, StaleDataset is raised.
+        """Makes one sweep. Only the store calls this method. `free_slots` are writer slots whose locks are free. `tick`
+        is the tick of the last report. Raises StaleDataset if the ledger's tick is lower.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
         return self._ask(replies.unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)
 
     def forget(self) -> None:
-        """Removes the ledger's keys at the end of the arena's life; later calls raise StaleDataset.
+        """Removes the ledger's keys; later calls raise StaleDataset.
 
         Raises LedgerUnavailable.
         """
@@ -285,9 +290,8 @@ class LedgerScripts:
         return list(reply)
 
     def clock(self) -> tuple[bytes | None, ...]:
-        """Returns counters that show nearly every change to the ledger. A beat changes none of them.
-
-        Raises LedgerUnavailable or LedgerDamaged.
+        """Returns counters that show nearly every change to the ledger. A beat does not change them. Raises
+        LedgerUnavailable or LedgerDamaged.
         """
         try:
             with replies.reading("clock"):
@@ -315,13 +319,15 @@ class LedgerScripts:
 
 @contextmanager
 def answering(name: str) -> Iterator[None]:
-    """Raises LedgerUnavailable if Redis does not answer the script `name`, and LedgerDamaged if the script fails."""
+    """Returns a context that translates redis' errors: LedgerUnavailable if Redis does not answer the script `name`,
+    and LedgerDamaged if the script fails.
+    """
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError) as error:
         raise errors.LedgerUnavailable(f"{name}: {error}") from error
     except redis.ResponseError as error:
-        raise errors.LedgerDamaged(f"{name}: {error}") from error
+        raise errors.LedgerDamaged(f"{name}: the data in Redis cannot be read: {error}") from error
 
 
 def server_run_id(client: redis.Redis) -> str:
@@ -351,13 +357,13 @@ def _bounded(num_blocks: int, most: int = CHUNK) -> int:
 
 
 def chunks(items: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
-    """Yields `items` in parts of one call each."""
+    """Yields `items` in parts of at most `size`."""
     for first in range(0, len(items), size):
         yield items[first : first + size]
 
 
 def parts_of(hashes_by_group: Sequence[Sequence[bytes]]) -> Iterator[list[Sequence[bytes]]]:
-    """Yields the hashes of all groups in parts of one call each, heads first, up to the end of the shortest group."""
+    """Yields the hashes of all groups in parts of at most CHUNK, heads first, up to the end of the shortest group."""
     if not hashes_by_group:
         return
     size = CHUNK // len(hashes_by_group)

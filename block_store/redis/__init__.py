@@ -1,1 +1,1 @@
-"""The choice of Redis, and the registry of workers and stores that Redis contains."""
+"""The connection to Redis, and the registries of workers, stores and adapters in it."""

@@ -1,9 +1,8 @@
-"""The list of LoRA adapters that operators have asked for, in Redis. Gateways write the list; workers load the adapters
-on it.
+"""The list of LoRA adapters to serve, in Redis. Gateways write the list; workers load the adapters on it.
 
-The first writer gives the list a *life*, a random id. If Redis has no life, it has lost the list, which differs from an
-empty list: workers keep the adapters that they have loaded, and a gateway writes its adapters again. Calls block; make
-them in a thread.
+The first writer stores a random id, the *life*, with the list. If the id is missing, the list is not empty but lost by
+Redis: workers keep the adapters that they have loaded, and a gateway writes its adapters again. Calls block; make them
+in a thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Reads a Redis password from a file. If a URL in the flags contained it, every user of the machine could read it."""
+"""Reads a Redis password from a file. Every user of the machine can read flags, so a password should not be in a URL
+there.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,6 @@ def with_password(url: str, file: Path | None) -> str:
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     if ":" in user:
-        raise StartupError("--redis-url already contains a password; --redis-password-file gives another one")
+        raise StartupError("--redis-url already contains a password, so --redis-password-file cannot be used")
     password = quote(read_secret(file, "--redis-password-file"), safe="")
     return urlunsplit(parts._replace(netloc=f"{user}:{password}@{host}"))

@@ -1,6 +1,4 @@
-"""A private `redis-server` on a Unix socket. If the server ends, it is restarted without data. Does not import the
-redis client.
-"""
+"""A private `redis-server` on a Unix socket. If the server ends, it is restarted without data."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from common.secret_files import read_secret, write_secret
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 10.0
-"""The time limit for a server's startup. Startup takes a tenth of a second. On a machine that froze during startup, it
-took over three seconds.
-"""
+"""Maximum duration of a server's startup, which usually takes a tenth of a second."""
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
 _SOCKET_NAME = "redis.sock"
@@ -66,7 +62,7 @@ class PrivateServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._binary, self.origin = find_server()
         self.failure: RedisUnusable | None = None
-        """The reason why the server is no longer running, although it has not been closed."""
+        """The reason why the server was not started, or not restarted; otherwise None."""
         self._directory = directory
         self._may_restart = may_restart
         self._tell = tell
@@ -137,7 +133,9 @@ def find_server() -> tuple[str, str]:
 
 
 def _password(path: Path) -> str:
-    """Returns the password of an earlier server, whose clients will connect again, or else a new password."""
+    """Returns the password of an earlier server in this directory, so that its clients can reconnect, or a new
+    password.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         return write_secret(path)
@@ -155,8 +153,14 @@ def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
         binary, "-", "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
         "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
     ]  # fmt: skip
-    # The server writes to stdout only that it reads from stdin. Everything else is written to its log.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=_die_with_parent())
+    # On stdout, the server writes only that it reads its configuration from stdin. It writes other lines to its log.
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent(),
+        start_new_session=True,  # Ctrl-C in the terminal must not end it before the services that use it
+    )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as config:  # broken: the server has ended, and its log says why
         config.write(user.encode())  # every user of the machine can read flags
@@ -171,7 +175,7 @@ def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
 
 
 def _answers(path: Path) -> bool:
-    """Returns whether the server is listening, which it does shortly after it has created the socket file."""
+    """Returns whether the server is listening. The server creates the socket file shortly before it listens."""
     with socketlib.socket(socketlib.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 

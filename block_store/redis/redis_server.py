@@ -1,7 +1,7 @@
 """The Redis server that stores the ledger: one that is given by URL, or a private `redis-server` (`private_redis`).
 
-Rejects a setup that would lose references (an evicting memory policy). Makes connections that accept only the server in
-which the ledger was built. Does not depend on the ledger's keys.
+Servers with an evicting memory policy are rejected, because they would lose references. A connection accepts only the
+server in which the ledger was built.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class RedisHandle:
     def __init__(self, url: str, run_id: str, version: str, private: PrivateServer | None) -> None:
         self.url = url
         self.run_id = run_id
-        """`run_id` of the server that `client` talks to. Connections to other servers fail until `follow` is called.
-        """
+        """Run ID of the only server that `client` accepts. `follow` changes it."""
         self.version = version
         self.client = open_client(url, lambda: self.run_id)
         self._any_server = open_client(url)
@@ -39,11 +38,11 @@ class RedisHandle:
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        """The current process of the private server, if this process started one."""
+        """The current process of the private server, or None if the server is not private."""
         return None if self._private is None else self._private.process
 
     def follow(self) -> bool:
-        """Makes `client` talk to the server that currently answers. Returns whether this is a different server. Raises
+        """Makes `client` accept the server that currently answers. Returns whether this is a different server. Raises
         redis.ConnectionError or redis.TimeoutError if no server answers.
         """
         info: dict[str, Any] = self._any_server.info("server")
@@ -59,9 +58,8 @@ class RedisHandle:
 
 
 def connect(url: str | None, directory: str | os.PathLike[str], *, confined: bool = True) -> RedisHandle:
-    """Connects to the Redis at `url`, or starts a private one with its socket in `directory` (`PrivateServer`).
-
-    Raises RedisUnusable, whose message gives the reason.
+    """Connects to the Redis server at `url`, or starts a private server with its socket in `directory`
+    (`PrivateServer`). Raises RedisUnusable, whose message gives the reason.
     """
     private, where = None, url
     if where is None:
@@ -86,7 +84,7 @@ def open_client(
     url: str, run_id: str | Callable[[], str] | None = None, call_timeout_s: float = CALL_TIMEOUT_S
 ) -> redis.Redis:
     """Returns a thread-safe client (a pool). With `run_id`, a connection is used only if the server has that run ID; if
-    `run_id` is a function, it is called for each connection.
+    `run_id` is a function, it is called for each new connection.
 
     The first call opens a connection. It raises redis.ConnectionError if that fails or reaches a different server.
     """

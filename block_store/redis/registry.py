@@ -1,9 +1,8 @@
-"""The registry of live workers and block stores: they publish records in Redis regularly, and gateways list the fresh
-ones.
+"""The registry of live workers and block stores, which publish records in Redis regularly. Gateways list the fresh
+records.
 
-Stamps are Redis' `TIME`, so the clocks of different machines are not compared. An unreadable entry is skipped and
-counted, and is removed when it is old; it does not hide the others. Does not depend on the ledger. Calls block; make
-them in a thread.
+Timestamps come from Redis' `TIME`, so the clocks of different machines are not compared. An unreadable entry is skipped
+and counted, and is removed when it is old. Calls block; make them in a thread.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ redis.call('HSETNX', KEYS[1], '#life', stamp .. ' ' .. ARGV[1])
 return redis.call('HSET', KEYS[1], ARGV[1], stamp .. ' ' .. ARGV[2])
 """
 # Returns the registry's incarnation, and then the fresh values. Values older than a minute are removed. A value without
-# a stamp, or with one more than a minute ahead, gets a new stamp, so that it ages like the others. Its first 200 bytes
-# are kept for inspection.
+# a stamp, or with a stamp more than a minute ahead, gets a new stamp, so that it ages like other values. Its first 200
+# bytes are kept for inspection.
 _LIST = f"""{_HASH_ONLY}
 local time, all = redis.call('TIME'), redis.call('HGETALL', KEYS[1])
 local fresh = {{ redis.call('HGET', KEYS[1], '#life') or '' }}
@@ -60,7 +59,7 @@ return fresh
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
-    """A block store's record: enough to open its ledger without its arena (gateways), or to attach (workers)."""
+    """A block store's record. With it, a gateway can open the store's ledger and a worker can attach."""
 
     arena_id: str
     address: str
@@ -71,7 +70,7 @@ class StoreRecord:
     num_blocks: int
     block_size: int
     pulls: bool = False
-    """Whether the store copies blocks from other hosts."""
+    """Whether the store copies blocks from other hosts' stores."""
 
 
 class WorkerRegistry:
@@ -92,7 +91,7 @@ class WorkerRegistry:
         self._run(self._publish, self._workers, record.worker_id, json.dumps(asdict(record)))
 
     def withdraw(self, worker_id: str) -> None:
-        """Removes a worker at once."""
+        """Removes a worker's record."""
         self._remove(self._workers, worker_id)
 
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:

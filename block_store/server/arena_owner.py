@@ -1,7 +1,6 @@
-"""Manages the store's arena: finds it, or sizes and creates it; opens its ledger; reaps silent holders; and removes it
-at the end.
+"""Creates or finds the store's arena, opens its ledger, reaps silent holders, and removes the arena at the end.
 
-Methods block; the service calls them in threads. Does not use gRPC.
+Methods block; the service calls them in threads.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class ArenaOwner:
     """
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
-        """Loads the CUDA driver if the setting `device` is "cuda". Raises CudaUnavailable if there is no GPU in this
-        case.
+        """Loads the CUDA driver if the setting `device` is "cuda", and raises CudaUnavailable if the driver cannot be
+        used or finds no GPU.
         """
         self._settings = settings
         self._redis = redis
@@ -67,8 +66,8 @@ class ArenaOwner:
         return self._redis.url
 
     def find(self) -> None:
-        """Maps the arena that an earlier store left behind, if there is one and its blocks still exist (device memory
-        is lost when its owner ends). Raises ArenaError or LedgerError.
+        """Maps the arena that an earlier store left behind. If its blocks were in device memory whose owner has ended,
+        removes the arena instead. Raises ArenaError, LedgerError or DiskTierError.
         """
         if not (self._directory / FILE_NAME).exists():
             self._take_ahead()
@@ -83,8 +82,8 @@ class ArenaOwner:
     def create(self, layout: KvLayout, needs: Sequence[WorkerNeeds], device_uuid: bytes) -> None:
         """Sizes and creates the arena, on the workers' device, or on the host if `device_uuid` is empty.
 
-        Raises CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable or LedgerError, or ArenaError if the
-        workers use a device other than `--device`.
+        Raises CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable, DiskTierError or LedgerError, or
+        ArenaError if the workers use a device other than `--device`.
         """
         self._check_place(device_uuid)
         device = self._open_device(device_uuid) if device_uuid else None
@@ -99,10 +98,9 @@ class ArenaOwner:
         self._begin(arena)
 
     def _take_ahead(self) -> None:
-        """Begins to allocate the memory of a host arena, if the setting `device` is "cpu".
-
-        Does nothing if the user gave a budget or a number of blocks: these may take nearly all memory, and workers need
-        some memory while they load.
+        """Begins to allocate the memory of a host arena in advance, if the setting `device` is "cpu". Does nothing if
+        the user gave a budget or a number of blocks: the arena may then take nearly all memory, some of which workers
+        need while they load.
         """
         settings = self._settings
         if settings.device != "cpu" or settings.memory_budget is not None or settings.num_blocks is not None:
@@ -126,9 +124,7 @@ class ArenaOwner:
             self._ahead = None
 
     def drop_dead(self) -> None:
-        """Gives up an arena whose blocks have been lost with the worker that owned their memory. The next arena is
-        empty.
-        """
+        """Removes the arena if the owner of its device memory has died. The next call of `create` makes a new arena."""
         with self._drop_lock:
             if self.arena is not None and not has_live_memory(self.arena):
                 self._stop_reaper()
@@ -136,8 +132,8 @@ class ArenaOwner:
                 self.arena = self.ledger = None
 
     def close(self) -> None:
-        """Ends the sweeps. Removes the arena, even if an earlier store created it, unless `keep_arena` is set. Device
-        memory of the store cannot be kept.
+        """Ends the disk tier and the sweeps. Removes the arena, even if an earlier store created it, unless
+        `keep_arena` is set. An arena in the store's device memory is always removed.
         """
         if self.disk is not None:
             self.disk.end()
@@ -191,8 +187,8 @@ class ArenaOwner:
         return self._device
 
     def _limits_of(self, device: CudaDevice | None, needs: Sequence[WorkerNeeds]) -> DeviceLimits:
-        """Returns the limits. The limits of a device are measured now, when the workers' contexts and weights are in
-        its memory.
+        """Returns the limits of `device`, whose memory now contains the workers' contexts and weights. If `device` is
+        None, returns the limits of the host.
         """
         if device is None:
             return self._limits

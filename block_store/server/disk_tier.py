@@ -1,7 +1,5 @@
-"""The disk tier of a store's arena: sealed blocks are copied to disk in the background, and restored when a prompt
+"""The disk tier of a store's arena. It copies sealed blocks to disk in the background, and restores them when a prompt
 needs them.
-
-Does not use protobuf.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from common.telemetry import Fallbacks
 
 logger = logging.getLogger("disk")
 JOIN_S = 2.0
-"""Maximum time that the first registration delays workers. It usually takes milliseconds."""
+"""Maximum time in seconds for which the first registration delays workers. It usually takes milliseconds."""
 
 
 class DiskTier:
@@ -43,7 +41,7 @@ class DiskTier:
         self._joining: Future[None] | None = None
         self._fallbacks = Fallbacks(logger)
         self.num_restored = 0
-        """Number of blocks that came back from disk."""
+        """Number of blocks that were restored from disk."""
 
     @property
     def num_blocks(self) -> int:
@@ -65,7 +63,7 @@ class DiskTier:
         Raises DiskTierError if the blocks are on a GPU or the file cannot be used.
         """
         if arena.placement.memory is not Memory.HOST:
-            raise DiskTierError("--kv-disk needs blocks in host memory; those of this arena are on a GPU")
+            raise DiskTierError("--kv-disk needs blocks in host memory; this arena's blocks are on a GPU")
         where = self._directory / arena.layout.fingerprint.hex()[:16]
         self._file = BlockFile(where, arena.block_bytes, self._max_bytes)
         self._writing = WriteBehind(arena, self._file)
@@ -88,7 +86,8 @@ class DiskTier:
 
     async def restore(self, prefix: Prefix) -> int:
         """Restores as many of the prefix's blocks as possible, and returns the number of blocks that came from disk.
-        Other prompts run meanwhile. If the ledger does not answer, nothing is restored.
+        The number is 0 if the ledger refuses or does not answer, or while the holder of restored blocks is not
+        registered.
         """
         if self._file is None or not is_on_disk(self._file, prefix):
             return 0
@@ -109,7 +108,7 @@ class DiskTier:
         return num_blocks
 
     def _join_soon(self) -> Future[None]:
-        """Registers the holder of restored blocks in a thread, because a registration waits while Redis does not
+        """Registers the holder of restored blocks in a thread, because a registration blocks while Redis does not
         answer.
         """
         if self._joining is None or self._joining.done():

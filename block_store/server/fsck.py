@@ -1,10 +1,10 @@
-"""Compares the ledger in Redis, the header of the arena, and the workers' reports of their blocks.
+"""Checks that the ledger in Redis, the header of the arena, and the workers' reports of their blocks agree.
 
 Run `python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
 
-Prints every difference. The ledger of a running store changes while it is read in parts, so it is read again a few
-times if there are differences (`invariants.lasting`). A repair is a rebuild (`rebuild`): the ledger is built from the
-header, and every worker asserts its blocks. Does not use gRPC.
+Prints every difference. The ledger of a running store changes while it is read in parts, so if there are differences,
+it is read again a few times, and only lasting differences are printed (`invariants.lasting`). A repair is a rebuild
+(`rebuild`): the ledger is built from the header, and every worker asserts its blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 
 REPORT_WAIT_S = 3.0
-"""Time to wait for reports, which workers send with a beat, once a second."""
+"""Maximum time in seconds to wait for the workers' reports. A worker reports after its next beat, within a second."""
 _READABLE = (BlockState.SEALED, BlockState.CACHED)
 
 
@@ -57,7 +57,7 @@ def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: 
 def repair(arena: Arena, ledger: LedgerScripts, timeout_s: float = 15.0) -> bool:
     """Asks the store to rebuild the ledger. Returns whether the store did so in time. Raises LedgerUnavailable."""
     before = arena.rebuild_count
-    with suppress(StaleDataset, LedgerDamaged):  # if the store has not found this out yet, its next sweep will
+    with suppress(StaleDataset, LedgerDamaged):  # the store's next sweep rebuilds the ledger in any case
         ledger.distrust()
     deadline = time.monotonic() + timeout_s
     while arena.rebuild_count == before and time.monotonic() < deadline:
@@ -90,8 +90,8 @@ def _headers(arena: Arena, moment: Inspection) -> list[str]:
 def _header(arena: Arena, block: int, view: BlockView) -> list[str]:
     """Returns the contradictions between one block's header and the ledger.
 
-    The header of a block without readers may be out of date, if the block has been allocated but not yet recorded
-    there.
+    The header of a block that is neither sealed nor cached may be behind the ledger, because a worker records an
+    allocation in the header only after the ledger has made it.
     """
     generation, state = int(arena.generations[block]), int(arena.states[block])
     if view.state not in _READABLE:
@@ -118,7 +118,7 @@ def _digests(arena: Arena) -> list[str]:
         generation, digest = int(arena.generations[block]), int(arena.digests[block])
         differs = arena.digest(block) != digest
         if differs and (int(arena.generations[block]), int(arena.states[block])) == (generation, HeaderState.SEALED):
-            found.append(f"block {block} (generation {generation}): its bytes are not what was sealed")
+            found.append(f"block {block} (generation {generation}): its bytes have changed since it was sealed")
     return found
 
 

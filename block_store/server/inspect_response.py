@@ -1,17 +1,56 @@
-"""Builds the block store's response to `Inspect`."""
+"""Reads the ledger for `Inspect`, and builds the response."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from block_store.arena.arena import Arena
-from block_store.ledger.inspection import BlockView, HolderView, Inspection
+from block_store.ledger.inspection import (
+    BlockView,
+    HolderView,
+    Inspection,
+    block_states,
+    inspect,
+    some_blocks,
+)
+from block_store.ledger.scripts import LedgerScripts
 from block_store.server.disk_tier import DiskTier
+from common.errors import InvalidArgument
 from protos.v1 import block_store_pb2 as pb
 
+MOST_NAMED = 256
+"""Maximum number of blocks that a request may name."""
 
-def inspect_response(arena: Arena, moment: Inspection, disk: DiskTier | None) -> pb.InspectResponse:
-    """Returns the response to `Inspect`. `disk` is None if the store keeps no blocks on disk."""
+
+def check_named(blocks: Sequence[int], num_blocks: int) -> None:
+    """Raises InvalidArgument if there are more than MOST_NAMED block numbers, or if one is not below `num_blocks`."""
+    if len(blocks) > MOST_NAMED:
+        raise InvalidArgument.of("blocks", f"must be at most {MOST_NAMED}, got {len(blocks)}")
+    if blocks and max(blocks) >= num_blocks:
+        raise InvalidArgument.of("blocks", f"must be below {num_blocks}, got {max(blocks)}")
+
+
+def is_long(request: pb.InspectRequest) -> bool:
+    """Returns whether the response takes a time that grows with the arena."""
+    return request.include_blocks or request.include_states
+
+
+def inspected(
+    request: pb.InspectRequest, arena: Arena, ledger: LedgerScripts, disk: DiskTier | None
+) -> pb.InspectResponse:
+    """Reads the ledger, and returns the response to `Inspect`. `disk` is None if the store keeps no blocks on disk.
+    Raises LedgerUnavailable, StaleDataset or LedgerDamaged.
+    """
+    response = _response(arena, inspect(ledger, request.include_blocks), disk)
+    if request.include_states:
+        response.states = block_states(ledger)
+    if request.blocks and not request.include_blocks:
+        response.blocks.extend(map(_block_info, request.blocks, some_blocks(ledger, request.blocks)))
+    return response
+
+
+def _response(arena: Arena, moment: Inspection, disk: DiskTier | None) -> pb.InspectResponse:
     counts = moment.counts
     return pb.InspectResponse(
         arena_id=arena.arena_id, num_blocks=arena.num_blocks, free=counts.free, reserved=counts.reserved,

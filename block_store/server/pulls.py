@@ -1,8 +1,4 @@
-"""Pulls copy blocks from other stores into this store's arena, if the store accepts pulls. The arena's puller is
-created with the first pull.
-
-Does not use protobuf.
-"""
+"""Pulls of blocks from other stores into this store's arena. The first pull creates the arena's puller."""
 
 from __future__ import annotations
 
@@ -17,8 +13,9 @@ from block_store.holder.attach import Attached, Needs
 from block_store.ledger.inspection import inspect
 from block_store.ledger.scripts import LedgerScripts
 from block_store.server.arena_owner import ArenaOwner
+from block_store.transfer.byte_transport import ByteTransport
 from block_store.transfer.pulled_blocks import Pulled
-from block_store.transfer.puller import Puller
+from block_store.transfer.puller import MAX_PULLS, Puller
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import GrpcTransport
 from common.errors import FailedPrecondition, Unavailable
@@ -28,13 +25,13 @@ from common.types import CacheQuota
 
 
 class Pulls:
-    """The pulls into one store's arena, which share one puller."""
+    """The entry point of pulls into one store's arena. All pulls use one puller."""
 
     def __init__(self, owner: ArenaOwner, trust: Trust) -> None:
         self._owner = owner
         self._trust = trust
         self._making: asyncio.Task[Puller] | None = None
-        """The task that creates the puller. All pulls wait for the same task."""
+        """The task that creates the puller. All pulls wait for this task."""
         self._upkeep: asyncio.Task[None] | None = None
 
     async def pull(
@@ -70,8 +67,9 @@ class Pulls:
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
 
     async def _make(self, arena: Arena, ledger: LedgerScripts) -> Puller:
-        """Registers the holder of pulled blocks. Its floor is the smallest of the workers, so that any group that a
-        decode worker accepts can be pulled, even if other workers take every other block.
+        """Registers the holder of pulled blocks, and returns its puller. The holder's floor is the smallest floor of a
+        worker, so that any group that a decode worker accepts can be pulled even if other workers use all blocks
+        outside this floor.
         """
         holders = (await asyncio.to_thread(inspect, ledger, False)).holders
         floor = min((holder.floor for holder in holders if holder.floor), default=0)
@@ -81,6 +79,7 @@ class Pulls:
         )  # fmt: skip
         attached = await asyncio.to_thread(Attached, arena, self._owner.redis_url, needs, floor)
         sources = SourceClient(self._trust)
-        puller = Puller(attached, sources, GrpcTransport(sources))
+        transport = ByteTransport(sources, GrpcTransport(sources), MAX_PULLS, self._trust)
+        puller = Puller(attached, sources, transport)
         self._upkeep = asyncio.create_task(puller.run())
         return puller

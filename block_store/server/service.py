@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,11 +15,10 @@ from block_store.arena.header import Memory
 from block_store.arena.placement import place_name
 from block_store.disk.restore import Prefix
 from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder, Stale
-from block_store.ledger.inspection import inspect
 from block_store.ledger.prefix_hash import HASH_BYTES
 from block_store.ledger.scripts import TICKET_LEASE_S
 from block_store.server.arena_owner import ArenaOwner
-from block_store.server.inspect_response import inspect_response
+from block_store.server.inspect_response import check_named, inspected, is_long
 from block_store.server.pulls import Pulls
 from block_store.server.sizing import CannotSize, WorkerNeeds, granted_floor
 from block_store.transfer.block_source import BlockSource
@@ -35,6 +34,7 @@ from common.errors import (
     Unavailable,
 )
 from common.ticket import TicketId
+from common.tracing import NO_TRACER, Tracer, traced
 from common.types import Epoch, KvLayout
 from protos.v1 import block_store_pb2 as pb
 
@@ -47,18 +47,23 @@ class BlockStoreServicer:
     """
 
     def __init__(
-        self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float, pulls: Pulls | None = None
-    ) -> None:
-        """Creates the service. `pulls` is None if the store does not accept pulls."""
+        self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float, pulls: Pulls | None = None,
+        byte_port: Callable[[], int] = lambda: 0, tracer: Tracer = NO_TRACER,
+    ) -> None:  # fmt: skip
+        """Creates the service. `pulls` is None if the store does not accept pulls. `byte_port` returns the port of the
+        store's byte channels, or 0 if it has none.
+        """
         self._owner = owner
         self._pulls = pulls
+        self._byte_port = byte_port
+        self._tracer = tracer
         self._expect_workers = expect_workers
         self._timeout_s = attach_timeout_s
         self._layout: KvLayout | None = None
         self._device_uuid = b""
         self._needs: dict[str, WorkerNeeds] = {}
         self._mapping = asyncio.Lock()
-        """Lock that lets only one caller at a time read the map of blocks."""
+        """A lock, so that only one call at a time reads the map or the states of all blocks."""
         self._making: asyncio.Task[None] | None = None
         self._made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -103,30 +108,30 @@ class BlockStoreServicer:
         )  # fmt: skip
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
-        """Returns the arena's block counts and holders, and with `include_blocks` also its map of blocks. Returns an
-        empty response before the arena is in use. Raises Unavailable if the ledger does not answer.
+        """Returns the arena's block counts and holders, and the blocks or states that the request asks for. Returns an
+        empty response if there is no arena. Fails with UNAVAILABLE if the ledger does not answer.
         """
         arena, ledger = self._owner.arena, self._owner.ledger
         if arena is None or ledger is None:
             return pb.InspectResponse()
+        check_named(request.blocks, arena.num_blocks)
         try:
-            async with self._mapping if request.include_blocks else nullcontext():
-                moment = await asyncio.to_thread(inspect, ledger, request.include_blocks)
+            async with self._mapping if is_long(request) else nullcontext():
+                return await asyncio.to_thread(inspected, request, arena, ledger, self._owner.disk)
         except BlockStoreError as error:
             _LOG.warning("inspect: %s", error)
             raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
-        return inspect_response(arena, moment, self._owner.disk)
 
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[bytes]:
-        """Streams the blocks that a ticket holds to the ticket's owner, as serialized messages
-        (`frames.add_to_server`). Each block is checked before and after it is read.
+        """Streams the requested blocks of a ticket as serialized messages (`frames.add_to_server`).
 
         Fails with ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
         does not hold a block.
         """
-        source, ticket = self._source(request.arena_id), _ticket_id(request)
+        source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
-        with _as_statuses():
+        with traced(self._tracer, "read_blocks") as span, _as_statuses():
+            span.set({"looseleaf.blocks": len(refs)})
             frames = source.frames(ticket, refs)
             while (frame := await asyncio.to_thread(next, frames, None)) is not None:
                 yield frame
@@ -137,17 +142,18 @@ class BlockStoreServicer:
         Fails with ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
         does not hold a block.
         """
-        source, ticket = self._source(request.arena_id), _ticket_id(request)
+        source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
-        with _as_statuses():
+        with traced(self._tracer, "keep_ticket"), _as_statuses():
             hashes = await asyncio.to_thread(source.keep, ticket, refs)
-        return pb.KeepTicketResponse(prefix_hashes=hashes, lease_ms=round(TICKET_LEASE_S * 1000))
+        lease_ms = round(TICKET_LEASE_S * 1000)
+        return pb.KeepTicketResponse(prefix_hashes=hashes, lease_ms=lease_ms, byte_port=self._byte_port())
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> pb.PullResponse:
         """Copies the blocks of another host's ticket into this arena, and returns a ticket for the copies.
 
-        Fails with FAILED_PRECONDITION if this store cannot accept pulls, ABORTED if the source no longer has the
-        blocks, and UNAVAILABLE if the source or the ledger does not answer.
+        Fails with FAILED_PRECONDITION if this store cannot pull, ABORTED if the source no longer has the blocks, and
+        UNAVAILABLE if the source or the ledger does not answer.
         """
         if self._pulls is None:
             raise FailedPrecondition("this block store does not pull blocks; start it with --pull-blocks")
@@ -156,7 +162,10 @@ class BlockStoreServicer:
             quota = convert.quota_from_pb(request.cache_quota) if request.HasField("cache_quota") else None
         except ValueError as error:
             raise InvalidArgument.of("ticket or cache_quota", str(error)) from None
-        pulled = await self._pulls.pull(ticket, request.source, quota, request.public_tokens)
+        with traced(self._tracer, "pull") as span:
+            pulled = await self._pulls.pull(ticket, request.source, quota, request.public_tokens)
+            counts = {"blocks": pulled.num_pulled, "blocks_found": pulled.num_found, "bytes": pulled.num_bytes}
+            span.set({f"looseleaf.pulled.{name}": count for name, count in counts.items()})
         return pb.PullResponse(
             ticket=convert.ticket_to_pb(pulled.ticket), num_pulled=pulled.num_pulled, num_found=pulled.num_found,
             num_bytes=pulled.num_bytes, num_tokens=pulled.num_tokens,
@@ -178,20 +187,9 @@ class BlockStoreServicer:
         prefix = Prefix(request.prefix_hashes, quota, request.num_public_blocks)
         return pb.RestoreResponse(num_blocks=await disk.restore(prefix))
 
-    def _source(self, arena_id: str) -> BlockSource:
-        """Returns the blocks of `arena_id` for other hosts. Raises NotFound if this store does not serve that arena,
-        and FailedPrecondition if its blocks are in a worker's device memory.
-        """
-        arena, ledger = self._owner.arena, self._owner.ledger
-        if arena is None or ledger is None or arena_id != arena.arena_id:
-            raise NotFound(f"arena_id {arena_id} is not served here")
-        if arena.placement.memory is Memory.WORKER_DEVICE:
-            raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
-        return BlockSource(arena, ledger)
-
     @property
     def _num_holders(self) -> int:
-        """The number of workers, including the puller, which needs room as a prefill worker does."""
+        """The expected number of holders: the workers and, if this store pulls blocks, the puller."""
         return self._expect_workers + (self._pulls is not None)
 
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
@@ -222,10 +220,8 @@ class BlockStoreServicer:
             self._needs.pop(request.worker_id, None)
 
     async def _make(self, layout: KvLayout) -> None:
-        """Creates the arena, or sends all waiting workers the reason why it cannot be created. Later workers may try
-        again.
-
-        Runs as a separate task, since the worker whose call started it may be gone before the task ends.
+        """Creates the arena. If this fails, all waiting calls fail with the reason, and later workers may try again.
+        Runs as a separate task, because the call that started it may end first.
         """
         error: LooseleafError | None = None
         try:
@@ -244,6 +240,18 @@ class BlockStoreServicer:
         _LOG.error("no arena: %s", error)
         self._made = asyncio.get_running_loop().create_future()
         made.set_exception(error)
+
+
+def source_of(owner: ArenaOwner, arena_id: str) -> BlockSource:
+    """Returns the blocks of `arena_id` for other hosts. Raises NotFound if this store does not serve that arena, and
+    FailedPrecondition if its blocks are in a worker's device memory.
+    """
+    arena, ledger = owner.arena, owner.ledger
+    if arena is None or ledger is None or arena_id != arena.arena_id:
+        raise NotFound(f"arena_id {arena_id} is not served here")
+    if arena.placement.memory is Memory.WORKER_DEVICE:
+        raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
+    return BlockSource(arena, ledger)
 
 
 @contextmanager

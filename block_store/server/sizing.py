@@ -1,7 +1,7 @@
-"""Computes how many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Also reads
-the memory limits of a node or a device.
+"""Computes how many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Also
+determines the memory limits of a node or a device.
 
-Does not use gRPC. All sizes are in bytes.
+All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ from common.types import KvLayout
 
 DEFAULT_MEMORY_SHARE = 0.5
 DEFAULT_ARENA_BYTES = 4 << 30
-"""Maximum size of an arena if no budget is given. There is a maximum because all of the arena's memory is allocated, on
-a machine that may have other uses.
+"""Maximum size of an arena if no budget is given. It is limited because all of an arena's memory is allocated at
+startup, and the machine may have other uses.
 """
 SHARED_MEMORY_SHARE = 0.9
 HEADER_BYTES_PER_BLOCK = 53
 
 
 class CannotSize(ValueError):
-    """Raised if the workers do not fit into the memory, whose numbers the text states, or if the memory cannot be
-    determined.
-    """
+    """Raised if the workers do not fit into the memory, or if the size of the memory cannot be determined."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerNeeds:
-    """A record of one worker's memory outside the arena, and of its requirements for the arena."""
+    """One worker's memory outside the arena, and its requirements for the arena."""
 
     weights_bytes: int
     peak_activation_bytes: int
@@ -50,7 +48,7 @@ class DeviceLimits:
     """Maximum size of the blocks: the shared memory, or the device's free memory."""
     reserve_bytes: int
     others_bytes: int = 0
-    """Memory of the device that is used for anything other than the workers' weights: their contexts, and other
+    """Memory of the device in use for other purposes than the workers' weights, such as CUDA contexts and other
     programs.
     """
     on_device: bool = False
@@ -58,7 +56,7 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The size of an arena, and the numbers that led to it."""
+    """The size of an arena, and the numbers from which it was computed."""
 
     layout: KvLayout
     limits: DeviceLimits
@@ -75,7 +73,7 @@ class Sizing:
 
     @property
     def num_tokens(self) -> int:
-        """Number of token positions, in sequences of full length."""
+        """Number of token positions that the blocks can hold if all sequences have full length."""
         return self.num_blocks * self.max_model_len // self.blocks_of_sequence
 
     @property
@@ -84,7 +82,7 @@ class Sizing:
         return self.num_blocks / self.blocks_of_sequence
 
     def lines(self) -> list[str]:
-        """Returns lines for the log."""
+        """Returns a description in two lines, for the log."""
         kv_bytes = self.num_blocks * self.layout.block_bytes
         per_token = sum(group.bytes_per_token for group in self.layout.groups)
         limits = self.limits
@@ -101,7 +99,7 @@ class Sizing:
 def size_arena(
     layout: KvLayout, needs: Sequence[WorkerNeeds], limits: DeviceLimits, num_blocks: int | None = None
 ) -> Sizing:
-    """Sizes the arena for these workers; `num_blocks` overrides the arithmetic.
+    """Returns the size of an arena for these workers. `num_blocks` overrides the computed number of blocks.
 
     Raises CannotSize if no blocks remain, or fewer than the floors need.
     """
@@ -139,7 +137,7 @@ def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int, larg
 
 
 def _room(limits: DeviceLimits) -> str:
-    """Returns the end of an error message: the limits that it has not named yet, and advice."""
+    """Returns the part of the error message that differs between a host and a device: remaining limits, and advice."""
     if limits.on_device:
         others, free = gib(limits.others_bytes), gib(limits.room_bytes)
         return f"others {others}, free on the device {free}; raise --gpu-memory-utilization, free the GPU,"
@@ -149,7 +147,8 @@ def _room(limits: DeviceLimits) -> str:
 def device_limits(
     free_bytes: int, total_bytes: int, weights_bytes: int, utilization: float, reserve_bytes: int
 ) -> DeviceLimits:
-    """Returns the limits of a device whose workers have loaded `weights_bytes` and returned the memory of profiling.
+    """Returns the limits of a device whose workers have loaded `weights_bytes` and freed the memory of their profiling
+    runs.
 
     The budget is a share `utilization` of the device's memory, including the use by other processes (vLLM's
     `--gpu-memory-utilization`).
@@ -171,8 +170,8 @@ def node_limits(directory: Path, budget_bytes: int | None, reserve_bytes: int) -
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns MemAvailable in bytes, or what remains of the control group's limit (version 1 or 2, if any) if that is
-    less.
+    """Returns MemAvailable in bytes, or the unused part of the control group's limit (version 1 or 2) if it is smaller.
+    Raises CannotSize if /proc/meminfo has no MemAvailable.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
     if found is None:

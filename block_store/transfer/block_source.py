@@ -1,31 +1,46 @@
 """The sending side of a transfer: reads sealed blocks of this arena for a host whose ticket holds them.
 
-Every method blocks; the service calls them in threads. Does not use gRPC.
+All methods are blocking, so the service calls them in threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from block_store.arena.arena import Arena, ref_arrays
 from block_store.arena.header import HeaderState
 from block_store.errors import Stale
 from block_store.ledger.prefix_hash import HASH_BYTES
-from block_store.ledger.scripts import LedgerScripts, chunks
+from block_store.ledger.scripts import CHUNK, LedgerScripts, chunks
 from block_store.transfer import frames
 from common.ticket import TicketId
 from common.types import BlockRef
 
-FRAME_BYTES = 4 << 20
-"""Maximum number of bytes of blocks in a message. A larger block is sent in a separate message."""
+FRAME_BYTES = 1 << 20
+"""Maximum number of bytes of blocks in a frame of a byte channel. Larger blocks take a frame each."""
+MESSAGE_BYTES = 4 << 20
+"""Maximum number of bytes of blocks in a message of `ReadBlocks`, whose fixed costs are higher."""
 _NO_HASH = bytes(HASH_BYTES)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The bytes and digests of blocks that are being copied."""
+
+    pieces: Sequence[bytes | memoryview]
+    """The bytes of all blocks, in order. A piece may hold several blocks."""
+    digests: npt.NDArray[np.uint64]
+    """The digest of each block."""
+
+
 class BlockSource:
-    """A reader of the blocks of one arena that tickets hold."""
+    """A reader of one arena's blocks for the owners of tickets."""
 
     def __init__(self, arena: Arena, ledger: LedgerScripts) -> None:
         self.arena = arena
@@ -35,14 +50,9 @@ class BlockSource:
         """Extends the ticket's lease. Returns the prefix hash of each block; the hash of a partial block is empty.
         Raises Gone, NotHolder or Stale.
         """
-        self._ledger.keep(ticket)
-        self.authorize(ticket, refs)
+        for part in chunks(refs) if refs else [refs]:
+            self._ledger.keep(ticket, part)
         return self.prefix_hashes(refs)
-
-    def authorize(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
-        """Checks that the ticket holds all of these blocks. Raises Gone or NotHolder."""
-        for part in chunks(refs):
-            self._ledger.check_readable(ticket, part)
 
     def prefix_hashes(self, refs: Sequence[BlockRef]) -> list[bytes]:
         """Returns the prefix hash of each block; the hash of a partial block is empty. Raises Stale."""
@@ -53,29 +63,47 @@ class BlockSource:
 
     def frames(self, ticket: TicketId, refs: Sequence[BlockRef]) -> Iterator[bytes]:
         """Checks the ticket, and then yields the blocks in serialized frames. Raises Gone, NotHolder or Stale."""
-        self.authorize(ticket, refs)
-        size = max(1, FRAME_BYTES // self.arena.block_bytes)
-        for index in range(0, len(refs), size):
-            yield self.read(index, refs[index : index + size])
+        for first, part in self.parts(ticket, refs, MESSAGE_BYTES):
+            yield self.read(first, part)
+
+    def parts(
+        self, ticket: TicketId, refs: Sequence[BlockRef], frame_bytes: int = FRAME_BYTES
+    ) -> Iterator[tuple[int, Sequence[BlockRef]]]:
+        """Yields the blocks of each frame, with the position of its first block, once the ledger has confirmed that the
+        ticket holds them. The confirmation extends the ticket's lease. Raises Gone or NotHolder.
+        """
+        size = max(1, min(CHUNK, frame_bytes // self.arena.block_bytes))
+        for chunk_first in range(0, len(refs), CHUNK):
+            chunk = refs[chunk_first : chunk_first + CHUNK]
+            self._ledger.keep(ticket, chunk)
+            for first in range(0, len(chunk), size):
+                yield chunk_first + first, chunk[first : first + size]
 
     def read(self, index: int, refs: Sequence[BlockRef]) -> bytes:
         """Returns a serialized frame (`frames`) with the blocks and their digests. `index` is the position of the first
-        block in the ticket's table.
+        block in the ticket's table. Raises Stale.
+        """
+        with self.reading(refs) as reading:
+            return frames.encode(index, reading.pieces, reading.digests.tolist())
 
-        A digest is the one that was computed when the block was sealed. If the block has no digest
-        (`Arena.seal_digests`), the digest is computed from the copy, and protects the bytes only during the transfer.
-        Raises Stale if a block is not sealed, or does not have this generation before and after the copy.
+    @contextmanager
+    def reading(self, refs: Sequence[BlockRef]) -> Iterator[Reading]:
+        """Yields the blocks, which the body of the `with` statement copies. A block's digest was computed when the
+        block was sealed. If the block has none (`Arena.seal_digests`), a digest of the copy is sent, which protects the
+        bytes only during the transfer. Raises Stale if a block is not sealed, or does not have this generation before
+        and after the body.
         """
         ids, generations = ref_arrays(refs)
         if not self.arena.check(ids, generations) or (self.arena.states[ids] != HeaderState.SEALED).any():
             raise Stale("a block is not sealed in the requested generation")
         digests = self.arena.digests[ids]
-        blocks = [self.arena.view(ref.block) for ref in refs]
+        pieces: Sequence[bytes | memoryview] = self.arena.views(ids)
         if not digests.all():
-            blocks = list(map(bytes, blocks))  # so that a digest made here is that of the bytes that are sent
-            pairs = zip(digests.tolist(), blocks, strict=True)
+            pieces = [
+                bytes(self.arena.view(ref.block)) for ref in refs
+            ]  # so that the digests match the bytes that are sent
+            pairs = zip(digests.tolist(), pieces, strict=True)
             digests = np.array([digest or xxhash.xxh3_64_intdigest(block) for digest, block in pairs], np.uint64)
-        frame = frames.encode(index, blocks, digests.tolist())
+        yield Reading(pieces, digests)
         if not self.arena.check(ids, generations):
             raise Stale("a block changed while it was read")
-        return frame

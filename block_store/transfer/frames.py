@@ -37,7 +37,7 @@ class Frame:
 
 
 def encode(index: int, blocks: Sequence[bytes | memoryview], digests: Sequence[int]) -> bytes:
-    """Returns the serialized message. This copies the blocks once, and holds the interpreter lock meanwhile."""
+    """Returns the serialized message. Copies the blocks once, with the interpreter lock held."""
     head = pb.ReadBlocksResponse(index=index, digests=digests).SerializeToString()
     size = sum(map(len, blocks))
     return b"".join([head, bytes([_DATA]), _varint(size), *blocks])

@@ -1,25 +1,30 @@
-"""Finds or allocates, seals, hands over and releases the blocks of one pull in the ledger.
+"""The ledger operations of one pull: find or allocate its blocks, seal them, hand them over, and release them.
 
 Every function that calls the ledger runs in the puller's one thread.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, TypeVar
 
-from block_store.errors import Exhausted, Fenced
+from block_store.errors import BlockStoreError, Exhausted, Fenced
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.codec import SealItem
-from block_store.ledger.scripts import chunks
+from block_store.ledger.lane import Attempt
+from block_store.ledger.scripts import CHUNK
 from common.group_need import blocks_of
 from common.ticket import Ticket
 from common.types import BlockRef
 
+DELIVERED_BYTES = 16 << 20
+"""Blocks are delivered as soon as there are this many bytes of them, or CHUNK blocks."""
+DELIVER_S = 2.0
+"""Interval in seconds after which even fewer blocks are delivered, to extend the lease of the local ticket."""
 Name = TypeVar("Name")
 """The type of a source's names for its blocks."""
 
@@ -41,9 +46,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[Name]):
-    """The blocks of this arena that were taken for the blocks of a source. Each block is counted once in
-    `HeldBlocks`.
-    """
+    """The record of the local blocks for a source's blocks. `HeldBlocks` counts each of them once."""
 
     found: dict[Name, BlockRef]
     """For each of the source's blocks that is cached here, the local block."""
@@ -52,10 +55,9 @@ class Taken(Generic[Name]):
 
 
 def take(held: HeldBlocks, hashes: dict[Name, bytes]) -> Taken[Name] | None:
-    """Takes references to the blocks that are cached here, and allocates the others. Takes nothing, and returns None,
-    if there is no room.
-
-    `hashes` has the prefix hash of each of the source's blocks; it is empty for a partial block.
+    """Takes references to the blocks that are cached in this arena, and allocates the others. Returns None, and takes
+    nothing, if there is no room. `hashes` maps the name of each block at the source to its prefix hash, which is empty
+    for a partial block.
     """
     full = [name for name, one in hashes.items() if one]
     present = held.present([hashes[name] for name in full])
@@ -74,44 +76,95 @@ def take(held: HeldBlocks, hashes: dict[Name, bytes]) -> Taken[Name] | None:
 
 
 def _runs(names: Sequence[Name], present: Sequence[bool]) -> Iterator[list[Name]]:
-    """Yields the runs of consecutive blocks that are present."""
+    """Yields each run of consecutive names whose blocks are present."""
     for is_present, run in groupby(zip(names, present, strict=True), lambda pair: pair[1]):
         if is_present:
             yield [name for name, _ in run]
 
 
-def finish(
-    held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem], digests: Sequence[int]
-) -> Pulled:
-    """Seals the copies, whose digests have been compared, and hands all blocks over to a new ticket. If a step fails,
-    releases all blocks.
+class Delivery:
+    """The delivery of one pull's blocks to a ticket of this arena. Copies are sealed and delivered while later blocks
+    arrive.
     """
-    local, unsealed = dict(taken.found), dict(taken.fresh)
-    counted: Counter[BlockRef] = Counter()
-    try:
-        fresh = list(taken.fresh)
-        for part, names, made in zip(chunks(items), chunks(fresh), chunks(digests), strict=True):
-            for ref, final in zip(names, held.seal(part, made), strict=True):
-                local[ref] = final
-                del unsealed[ref]
-        counted.update(local.values())
-        tables = tuple(tuple(tuple(local[ref] for ref in table) for table in branch) for branch in ticket.tables)
-        times = Counter(ref for branch in tables for table in branch for ref in table)
-        for ref in (times - counted).elements():  # a block that several tables name is counted once for each
-            held.share([ref])
-            counted[ref] += 1
-        ticket_id = held.hand_over(tables)
-    except BaseException:
-        left = counted.elements() if counted else local.values()
-        release_each(held, [*left, *unsealed.values()])
-        raise
-    copies = Ticket(held.arena.arena_id, ticket_id, tables, ticket.num_tokens)
-    num_tokens = copied_tokens(ticket, taken.fresh.keys(), held.arena.layout.block_size)
-    return Pulled(copies, len(items), len(taken.found), len(items) * held.arena.block_bytes, num_tokens)
+
+    def __init__(self, held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem]) -> None:
+        """Creates a delivery. `ticket` is the source's ticket. `items` describes `taken.fresh`, in the same order."""
+        self._held = held
+        self._ticket = ticket
+        self._taken = taken
+        self._items = items
+        self._local = dict(taken.found)
+        """For each of the source's blocks that is in the local ticket or cached here, the local block."""
+        self._digests: list[int] = []
+        self._num_delivered = 0
+        self._delivered_at = time.monotonic()
+        self._attempt = Attempt()
+        self._is_opened = False
+        self._failure: BlockStoreError | None = None
+
+    def store(self, digests: Sequence[int]) -> None:
+        """Records the digests of the next blocks, which have been stored and compared. Delivers blocks if there are
+        enough of them, or if the lease of the local ticket must be extended. If that fails, `finish` raises the error.
+        """
+        self._digests += digests
+        waiting = len(self._digests) - self._num_delivered
+        is_enough = waiting >= CHUNK or waiting * self._held.arena.block_bytes >= DELIVERED_BYTES
+        is_due = time.monotonic() > self._delivered_at + DELIVER_S
+        is_over = self._failure is not None or self._attempt.is_over  # a cancelled copy may still store a frame
+        if not is_over and (is_enough or is_due):
+            try:
+                self._deliver()
+            except BlockStoreError as error:
+                self._failure = error
+
+    def finish(self) -> Pulled:
+        """Delivers the remaining blocks, and returns the local ticket. If that fails, releases all blocks."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._deliver()
+        except BaseException:
+            self.abandon()
+            self.release_fresh()
+            raise
+        return self._pulled()
+
+    def abandon(self) -> None:
+        """Ends the local ticket, and releases the blocks that were found here. Blocks that have not been delivered stay
+        allocated until `release_fresh` is called.
+        """
+        self._held.forget(self._attempt)
+        if not self._is_opened:
+            release_each(self._held, list(self._taken.found.values()))
+
+    def release_fresh(self) -> None:
+        """Releases the blocks that have not been delivered."""
+        release_each(self._held, [item.ref for item in self._items[self._num_delivered :]])
+
+    def _deliver(self) -> None:
+        if not self._is_opened and (self._taken.found or not self._items):
+            self._held.hand_over([[list(self._taken.found.values())]], self._attempt)
+        self._is_opened = True
+        names = list(self._taken.fresh)
+        while self._num_delivered < len(self._digests):
+            part = slice(self._num_delivered, min(len(self._digests), self._num_delivered + CHUNK))
+            refs = self._held.deliver(self._items[part], self._digests[part], self._attempt)
+            self._local.update(zip(names[part], refs, strict=True))
+            self._num_delivered += len(refs)
+        self._delivered_at = time.monotonic()
+
+    def _pulled(self) -> Pulled:
+        arena, ticket, copied = self._held.arena, self._ticket, self._taken.fresh
+        assert self._attempt.ticket is not None
+        tables = tuple(tuple(tuple(self._local[ref] for ref in table) for table in branch) for branch in ticket.tables)
+        copies = Ticket(arena.arena_id, self._attempt.ticket, tables, ticket.num_tokens)
+        num_tokens = copied_tokens(ticket, copied.keys(), arena.layout.block_size)
+        num_found = len(self._taken.found)
+        return Pulled(copies, len(copied), num_found, len(copied) * arena.block_bytes, num_tokens)
 
 
 def _numbered(table: Sequence[BlockRef], num_tokens: int, block_size: int) -> Iterator[tuple[int, BlockRef]]:
-    """Yields a table's blocks with their numbers in the sequence. The last block is that of the last position."""
+    """Yields each block of the table with its number in the sequence. The last block contains the last position."""
     return enumerate(table, blocks_of(num_tokens, block_size) - len(table))
 
 
@@ -126,8 +179,8 @@ def leading_blocks(ticket: Ticket, num_tokens: int, block_size: int) -> set[Bloc
 
 
 def copied_tokens(ticket: Ticket, copied: Collection[BlockRef], block_size: int) -> int:
-    """Returns the number of token positions of a ticket whose blocks, for at least one KV group, are among `copied`.
-    Positions in blocks that branches share count once.
+    """Returns the number of token positions that have a block in `copied`, for at least one KV group. Positions in
+    blocks that branches share count once.
     """
     seen: set[BlockRef] = set()
     total = 0

@@ -1,11 +1,11 @@
 """The receiving side of a transfer: copies the blocks of another host's ticket into this arena.
 
-The puller is a separate holder, with a lease and a writer slot, as a prefill worker is. A pull looks up which of the
-ticket's blocks are already cached here, allocates blocks for the others, copies them, seals them under the same prefix
-hashes, and hands everything over to a local ticket, which a decode worker claims. Until the source's ticket has been
-read, its lease is extended.
+The puller is a holder with a lease and a writer slot, like a prefill worker. A pull looks up which of the ticket's
+blocks are already cached here, allocates blocks for the others, copies them, seals them under the same prefix hashes,
+and delivers everything to a local ticket, which a decode worker claims. Until the source's ticket has been read, its
+lease is extended.
 
-    ask for hashes -> take (found + allocated, all or none) -> copy -> seal -> hand over
+    ask for hashes -> take (found + allocated, all or none) -> copy, and deliver what has arrived to a local ticket
                                                                (keep the source's ticket)
 
 If anything fails, the blocks are released, but only once the transport is quiescent (`transport`); until then they stay
@@ -26,7 +26,7 @@ from block_store.errors import BlockStoreError, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.codec import SealItem
-from block_store.transfer.pulled_blocks import Pulled, Taken, finish, leading_blocks, release, release_each, take
+from block_store.transfer.pulled_blocks import Delivery, Pulled, Taken, leading_blocks, release, take
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy, Transport
 from common.errors import Aborted, LooseleafError, Unavailable
@@ -36,7 +36,7 @@ from common.types import BlockRef, CacheQuota
 logger = logging.getLogger("pull")
 T = TypeVar("T")
 KEEP_S = 2.0
-"""Interval at which the lease of the source's ticket is extended."""
+"""Interval in seconds at which the lease of the source's ticket is extended."""
 ROOM_POLL_S = 0.02
 MAX_ROOM_POLL_S = 0.25
 MAX_UNANSWERED = 2
@@ -45,7 +45,7 @@ UPKEEP_S = 0.25
 CLOSE_S = 3.0
 """Maximum number of seconds to wait at the end for stores into blocks."""
 MAX_PULLS = 16
-"""Maximum number of pulls that copy at the same time. It bounds the memory of the frames that are under way."""
+"""Maximum number of pulls that copy at the same time, which bounds the memory of received frames."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class _SourceLease:
 
 
 class Puller:
-    """A puller of blocks into one arena. `run` must run as a separate task. One thread makes all calls to the
-    ledger.
+    """The receiver of other hosts' blocks for one arena. `run` must run as a separate task. One thread makes all calls
+    to the ledger.
     """
 
     def __init__(self, attached: Attached, sources: SourceClient, transport: Transport) -> None:
@@ -70,13 +70,13 @@ class Puller:
         """Held while a pull waits for room, so that pulls are served in the order of their arrival."""
         self._copying = asyncio.Semaphore(MAX_PULLS)
         self._num_pulls = 0
-        self._withheld: list[Copy] = []
-        """Failed copies to which the transport may still write."""
+        self._withheld: list[tuple[Copy, Delivery]] = []
+        """Failed copies whose destination the transport may still write."""
 
     @property
     def num_withheld(self) -> int:
-        """Number of blocks to which a transport may still write after its copy has failed."""
-        return sum(len(copy.into) for copy in self._withheld)
+        """Number of blocks of failed copies that the transport may still write."""
+        return sum(len(copy.into) for copy, _ in self._withheld)
 
     async def pull(
         self, ticket: Ticket, source: str, quota: CacheQuota | None = None, public_tokens: int = 0
@@ -84,7 +84,7 @@ class Puller:
         """Returns a local ticket for copies of a ticket's blocks. Cancelling the call ends the pull. `quota` is the
         tenant's quota; the blocks of the first `public_tokens` tokens do not count against it.
 
-        Waits for room as long as necessary. Raises Aborted if the source no longer has the blocks or the bytes are
+        Waits for room without a time limit. Raises Aborted if the source no longer has the blocks or the bytes are
         wrong, and Unavailable if the source or the ledger does not answer.
         """
         if self._attached.is_fenced:
@@ -104,8 +104,8 @@ class Puller:
             self._num_pulls -= 1
 
     async def run(self) -> None:
-        """Releases withheld blocks once nothing writes to them, and registers again after a fence. Runs until
-        cancelled.
+        """Releases withheld blocks once the transport no longer writes to them, and registers again after a fence. Runs
+        until cancelled.
         """
         while True:
             await asyncio.sleep(UPKEEP_S)
@@ -116,25 +116,27 @@ class Puller:
 
     async def _upkeep(self) -> None:
         await self._sources.refresh()
-        for copy in [copy for copy in self._withheld if self._transport.is_quiescent(copy)]:
-            self._withheld.remove(copy)
-            self._thread.submit(release_each, self._attached.held, copy.into)
+        for copy, delivery in [pair for pair in self._withheld if self._transport.is_quiescent(pair[0])]:
+            self._withheld.remove((copy, delivery))
+            self._thread.submit(delivery.release_fresh)
         if self._attached.is_fenced and not self._num_pulls and not self._withheld:
             await self._renew()
 
     async def close(self) -> None:
-        """Ends the holder. If something may still write into its blocks, it ends with the process instead: its lease
-        expires, and the blocks stay in quarantine until the lock of its writer slot is free.
+        """Ends the holder. If a pull is still running after CLOSE_S seconds, or the transport may still write to the
+        holder's blocks, the holder ends only with the process: its lease expires, and the blocks stay in quarantine
+        until the lock of the holder's writer slot is free.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CLOSE_S
-        while self._num_pulls or not all(map(self._transport.is_quiescent, self._withheld)):
+        while self._num_pulls or not all(self._transport.is_quiescent(copy) for copy, _ in self._withheld):
             if loop.time() > deadline:
                 return
             await asyncio.sleep(0.01)
         self._attached.withdraw()  # ends the retries of a registration
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._attached.close)
+        await self._transport.close()
         await self._sources.close()
 
     async def _pull(self, ticket: Ticket, source: str, quota_of: Callable[[BlockRef], CacheQuota | None]) -> Pulled:
@@ -144,16 +146,24 @@ class Puller:
             hashes = dict(zip(names, await self._sources.prefix_hashes(source, ticket, names), strict=True))
             async with self._copying:
                 taken = await self._take(held, hashes, lease)
-                copy = Copy(source, ticket, list(taken.fresh), list(taken.fresh.values()), self._attached.arena)
-                try:
-                    await self._transport.fetch(copy)
-                except BaseException:
-                    self._undo(held, copy, taken)
-                    raise
-        items = [SealItem(local, hashes[ref] or None, quota_of(ref)) for ref, local in taken.fresh.items()]
-        return await self._whole(
-            lambda: finish(held, ticket, taken, items, copy.digests), lambda pulled: held.decline(pulled.ticket)
-        )
+                items = [SealItem(local, hashes[ref] or None, quota_of(ref)) for ref, local in taken.fresh.items()]
+                delivery = Delivery(held, ticket, taken, items)
+                await self._copy(source, ticket, taken, delivery)
+        return await self._whole(delivery.finish, lambda pulled: held.decline(pulled.ticket))
+
+    async def _copy(self, source: str, ticket: Ticket, taken: Taken[BlockRef], delivery: Delivery) -> None:
+        """Copies the blocks. The ledger's thread delivers the blocks that have arrived. If the copy fails, releases all
+        blocks.
+        """
+        copy = Copy(
+            source, ticket, list(taken.fresh), list(taken.fresh.values()), self._attached.arena,
+            lambda digests: self._thread.submit(delivery.store, digests),
+        )  # fmt: skip
+        try:
+            await self._transport.fetch(copy)
+        except BaseException:
+            self._undo(copy, delivery)
+            raise
 
     async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: _SourceLease) -> Taken[BlockRef]:
         """Waits until there is room for the blocks of the whole ticket, and takes them. Holds no blocks while it waits.
@@ -170,13 +180,15 @@ class Puller:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_ROOM_POLL_S)
 
-    def _undo(self, held: HeldBlocks, copy: Copy, taken: Taken[BlockRef]) -> None:
-        """Releases the blocks of a copy that has failed, if nothing can write to them any more."""
+    def _undo(self, copy: Copy, delivery: Delivery) -> None:
+        """Releases the blocks of a copy that has failed. Blocks that have not been delivered are released once nothing
+        can write to them any more.
+        """
+        self._thread.submit(delivery.abandon)
         if self._transport.is_quiescent(copy):
-            self._thread.submit(release, held, taken)
+            self._thread.submit(delivery.release_fresh)
         else:
-            self._thread.submit(release, held, Taken(taken.found, {}))
-            self._withheld.append(copy)
+            self._withheld.append((copy, delivery))
 
     async def _renew(self) -> None:
         try:
@@ -186,8 +198,8 @@ class Puller:
 
     @asynccontextmanager
     async def _kept(self, ticket: Ticket, source: str) -> AsyncIterator[_SourceLease]:
-        """Keeps extending the source's lease on the ticket while the body of the `with` statement runs. Sets `lost` of
-        the yielded lease if the source refuses, or fails to answer MAX_UNANSWERED times in a row.
+        """Extends the lease of the source's ticket while the body of the `with` statement runs. Sets the yielded
+        lease's `lost` if the source refuses, or if it fails to answer MAX_UNANSWERED times in a row.
         """
         lease = _SourceLease()
 

@@ -1,4 +1,4 @@
-"""Calls to the block stores of other hosts, for a pull. Translates protobuf and statuses."""
+"""A client of other hosts' block stores, for pulls. It translates between protobuf messages, statuses and our types."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from common.errors import Aborted, LooseleafError, Unavailable
 from common.rpc import ChannelPool
 from common.status import error_of
 from common.ticket import Ticket
+from common.tracing import CURRENT
 from common.trust import NO_TRUST, Trust
 from common.types import BlockRef
 from protos.v1 import block_store_pb2 as pb
@@ -41,6 +42,7 @@ class SourceClient:
     def __init__(self, trust: Trust = NO_TRUST) -> None:
         self._trust = trust
         self._channels = ChannelPool(trust, _OPTIONS)
+        self._byte_ports: dict[str, int] = {}
 
     async def prefix_hashes(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> list[bytes]:
         """Extends the ticket's lease, and returns the blocks' prefix hashes (empty for a partial block)."""
@@ -53,33 +55,35 @@ class SourceClient:
         """Extends the ticket's lease. Returns its length in seconds."""
         return (await self._keep(source, ticket, ())).lease_ms / 1000
 
+    def byte_port(self, source: str) -> int:
+        """Returns the port of the source's byte channels that the source last reported, or 0 if it has none."""
+        return self._byte_ports.get(source, 0)
+
     async def read(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> AsyncGenerator[Frame, None]:
         """Yields the blocks in frames."""
-        request = pb.ReadBlocksRequest(
-            arena_id=ticket.arena_id,
-            table=convert.table_to_pb(refs),
-            ticket_epoch=ticket.id.epoch,
-            ticket_secret=ticket.id.secret,
-        )
         with self._channels.use(source) as channel:
             read: Any = channel.unary_stream(frames.METHOD, pb.ReadBlocksRequest.SerializeToString)
-            call = read(request, metadata=self._trust.metadata)
+            call = read(read_request(ticket, refs), metadata=self._metadata)
             try:
                 async for message in call:
                     yield frames.decode(message)
             except ValueError as error:
-                raise Aborted(f"the source sent no frame: {error}") from None
+                raise Aborted(f"the source sent an invalid frame: {error}") from None
             except grpc.aio.AioRpcError as error:
                 raise _translated(error) from None
             finally:
                 call.cancel()
 
     async def refresh(self) -> None:
-        """Closes channels that use old certificates."""
+        """Closes channels whose certificates have been replaced."""
         await self._channels.keep()
 
     async def close(self) -> None:
         await self._channels.close()
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (*self._trust.metadata, *CURRENT.get().metadata)
 
     async def _keep(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> pb.KeepTicketResponse:
         request = pb.KeepTicketRequest(
@@ -92,11 +96,22 @@ class SourceClient:
             stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
             try:
                 response: pb.KeepTicketResponse = await stub.KeepTicket(
-                    request, timeout=KEEP_TIMEOUT_S, metadata=self._trust.metadata
+                    request, timeout=KEEP_TIMEOUT_S, metadata=self._metadata
                 )
+                self._byte_ports[source] = response.byte_port
                 return response
             except grpc.aio.AioRpcError as error:
                 raise _translated(error) from None
+
+
+def read_request(ticket: Ticket, refs: Sequence[BlockRef]) -> pb.ReadBlocksRequest:
+    """Returns the request for blocks that a ticket holds."""
+    return pb.ReadBlocksRequest(
+        arena_id=ticket.arena_id,
+        table=convert.table_to_pb(refs),
+        ticket_epoch=ticket.id.epoch,
+        ticket_secret=ticket.id.secret,
+    )
 
 
 def _translated(error: grpc.aio.AioRpcError) -> LooseleafError:

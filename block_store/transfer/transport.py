@@ -1,4 +1,4 @@
-"""Transports copy the bytes of blocks from one host's arena into another's. gRPC is the only transport so far.
+"""Transports, which copy the bytes of blocks from one host's arena into another host's arena.
 
 A one-sided transport (RDMA) may still write into its destination after a transfer was cancelled or has failed. The
 receiving side therefore asks `is_quiescent` before it gives the destination's blocks to another holder.
@@ -7,7 +7,7 @@ receiving side therefore asks `is_quiescent` before it gives the destination's b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,7 +24,7 @@ from common.types import BlockRef
 
 @dataclass(slots=True)
 class Copy:
-    """A transfer of a source's blocks into blocks of this arena."""
+    """The record of a transfer of a source's blocks into blocks of this arena."""
 
     source: str
     """host:port of the source's block store."""
@@ -34,34 +34,49 @@ class Copy:
     into: Sequence[BlockRef]
     """Blocks of `arena`, one for each of `refs`, whose header generations have been raised."""
     arena: Arena
+    on_stored: Callable[[Sequence[int]], object] = field(default=lambda digests: None, repr=False)
+    """Called in the storing thread with the digests of the next stored blocks, after they have been compared."""
     writing: asyncio.Future[None] | None = field(default=None, repr=False)
-    """The store into the arena that is under way or has ended."""
-    digests: list[int] = field(default_factory=list, repr=False)
-    """The digests of the blocks that have been stored, in the order of `into`. They have been compared."""
+    """The store into the arena that is in progress or has ended."""
+    num_stored: int = 0
+    """Number of blocks that have been stored, in the order of `into`."""
 
-    def write(self, frame: Frame) -> None:
-        """Stores the bytes of the next blocks and compares their digests. Raises Aborted if the bytes are not those
+    def places(self, first: int, count: int) -> list[memoryview]:
+        """Returns the memory of the next blocks, in order. Raises Aborted if the source sends other blocks."""
+        into = self.into[first : first + count]
+        if first != self.num_stored or not into or len(into) != count:
+            raise Aborted(f"the source sent {count} blocks at {first} instead of {self.num_stored}")
+        return self.arena.places(np.fromiter((ref.block for ref in into), np.int64, count))
+
+    def accept(self, digests: Sequence[int]) -> None:
+        """Compares the digests of the next blocks, whose bytes are in place. Raises Aborted if the bytes are not those
         that the source sealed.
         """
-        into = self.into[frame.index : frame.index + len(frame.digests)]
-        if len(into) != len(frame.digests) or len(frame.data) != len(into) * self.arena.block_bytes:
+        into = self.into[self.num_stored : self.num_stored + len(digests)]
+        if any(self.arena.digest(ref.block) != digest for ref, digest in zip(into, digests, strict=True)):
+            raise Aborted("a block arrived with other bytes than the source sealed")
+        self.num_stored += len(into)
+        self.on_stored(digests)
+
+    def write(self, frame: Frame) -> None:
+        """Stores the bytes of the next blocks and compares their digests. Raises Aborted."""
+        places = self.places(frame.index, len(frame.digests))
+        if len(frame.data) != sum(map(len, places)):
             raise Aborted(f"the source sent {len(frame.data)} bytes in {len(frame.digests)} blocks at {frame.index}")
-        rows = np.frombuffer(frame.data, np.uint8).reshape(len(into), self.arena.block_bytes)
-        for ref, row, digest in zip(into, rows, frame.digests, strict=True):
-            self.arena.data[ref.block] = row
-            if self.arena.digest(ref.block) != digest:
-                raise Aborted("a block arrived with other bytes than the source sealed")
-        self.digests += frame.digests
+        at = 0
+        for place in places:
+            place[:] = frame.data[at : at + len(place)]
+            at += len(place)
+        self.accept(frame.digests)
 
 
 class Transport(Protocol):
     """The interface of a transport, which copies blocks from another host."""
 
     async def fetch(self, copy: Copy) -> None:
-        """Copies all blocks, and returns when all of them have arrived, their digests are right and `copy.digests` has
-        all of them.
+        """Copies all blocks, and returns when all of them have arrived and their digests are right.
 
-        Raises Aborted if the source no longer has the blocks or if bytes are wrong, and Unavailable if the source does
+        Raises Aborted if the source no longer has the blocks or the bytes are wrong, and Unavailable if the source does
         not answer.
         """
         ...
@@ -72,11 +87,13 @@ class Transport(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Closes connections. Must not be called while a copy is running."""
+        ...
+
 
 class GrpcTransport:
-    """A transport that uses `BlockStoreService.ReadBlocks`. This process makes all stores, so nothing can be written
-    once its thread has finished.
-    """
+    """A transport that uses `BlockStoreService.ReadBlocks`. Only this process writes to the destination."""
 
     def __init__(self, sources: SourceClient) -> None:
         self._sources = sources
@@ -84,22 +101,22 @@ class GrpcTransport:
     async def fetch(self, copy: Copy) -> None:
         if not copy.refs:
             return
-        loop, num_received = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
         async with aclosing(self._sources.read(copy.source, copy.ticket, copy.refs)) as frames:
             async for frame in frames:
-                if frame.index != num_received:
-                    raise Aborted(f"the source sent block {frame.index} instead of {num_received}")
                 await self._written(copy)
                 copy.writing = loop.run_in_executor(None, copy.write, frame)
-                num_received += len(frame.digests)
         await self._written(copy)
-        if num_received != len(copy.refs):
-            raise Aborted(f"the source sent {num_received} of {len(copy.refs)} blocks")
+        if copy.num_stored != len(copy.refs):
+            raise Aborted(f"the source sent {copy.num_stored} of {len(copy.refs)} blocks")
 
     def is_quiescent(self, copy: Copy) -> bool:
         return copy.writing is None or copy.writing.done()
 
+    async def close(self) -> None:
+        """Does nothing: the connections belong to the `SourceClient`."""
+
     async def _written(self, copy: Copy) -> None:
-        """Waits for the store that is under way. A cancelled wait does not end the store."""
+        """Waits for the current write to the arena. Cancelling the wait does not end the write."""
         if copy.writing is not None:
             await asyncio.shield(copy.writing)

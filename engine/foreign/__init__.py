@@ -1,1 +1,1 @@
-"""The backend over transformers: its model definitions, with our attention over blocks and our linear layers."""
+"""The transformers backend: model definitions of transformers, with our attention over blocks and our linear layers."""

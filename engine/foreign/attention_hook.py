@@ -27,7 +27,7 @@ HARMLESS = {
     "attention_mask", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "max_length_k", "max_length_q",
     "output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-"""Arguments that change nothing in a causal pass without transformers' own cache."""
+"""Arguments that have no effect in a causal pass without transformers' own cache."""
 
 
 _RUNNING = threading.local()
@@ -63,13 +63,15 @@ class StateFacts:
 
 
 class Call(Protocol):
-    """A protocol of implementations of a layer's attention and recurrence: `Pass` and `Recorder`."""
+    """The interface of an implementation of a layer's attention and recurrence (`Pass`, `Recorder`)."""
 
     layer: int
     """Index of the recurrent layer that is running."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """Computes the attention of a layer. Maps q [T, H, D], k [T, KVH, D] and v [T, KVH, DV] to [T, H, DV]."""
+        """Maps q [T, H, D], k [T, KVH, D] and v [T, KVH, DV] to the attention [T, H, DV] of a layer. `asked` contains
+        the other arguments that the layer passes.
+        """
         ...
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -96,13 +98,13 @@ def attend(
 
 
 def running() -> Call | None:
-    """Returns the implementation that this thread has set, or None if it is not running one of our models."""
+    """Returns the implementation that this thread has set, or None if the thread is not running one of our models."""
     return getattr(_RUNNING, "call", None)
 
 
 @contextlib.contextmanager
 def answered_by(call: Call) -> Iterator[None]:
-    """Sets this thread's implementation inside a `with` block."""
+    """Makes `call` the implementation for this thread inside a `with` block."""
     _RUNNING.call = call
     try:
         yield
@@ -111,7 +113,7 @@ def answered_by(call: Call) -> Iterator[None]:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Returns None for the mask: our attention is causal, and the layer passes its window."""
+    """Returns None for the mask: our attention is causal, and the layer passes its window as an argument."""
 
 
 def register() -> None:
@@ -131,7 +133,9 @@ class Recorder:
         self.states: dict[int, StateFacts] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-        """Records an attention call (see `Call.attend`). Raises UnsupportedModel for unknown arguments."""
+        """Records an attention call (see `Call.attend`). Raises UnsupportedModel if the layer makes several calls, has
+        unknown arguments or is not causal.
+        """
         if layer in self.layers:
             raise UnsupportedModel(f"layer {layer} computes attention twice")
         scale, window, softcap = (
@@ -143,7 +147,7 @@ class Recorder:
         causal = asked.pop("is_causal", None)
         unknown = sorted(name for name, value in asked.items() if value is not None and name not in HARMLESS)
         if unknown or causal is False:
-            raise UnsupportedModel(f"the attention of layer {layer} takes {', '.join(unknown) or 'no causal mask'}")
+            raise UnsupportedModel(f"the attention of layer {layer} has {', '.join(unknown) or 'is_causal=False'}")
         self.layers[layer] = LayerFacts(
             q.shape[1], k.shape[1], k.shape[2], v.shape[2],
             float(scale if scale is not None else q.shape[2] ** -0.5),
@@ -182,7 +186,7 @@ class Pass:
     step: StepMetadata
     caches: Mapping[int, LayerCache]
     facts: Mapping[int, StateFacts]
-    """Sizes of the states of each layer that has one."""
+    """Sizes of the states of each layer that has states."""
     layer: int = -1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
@@ -213,7 +217,9 @@ class Pass:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Pads with zeros up to `width`. The zeros do not affect scores or sums. The last dimension is contiguous."""
+    """Returns `x` with its last dimension padded to `width` with zeros, which do not affect scores or sums. The last
+    dimension of the result is contiguous.
+    """
     if x.shape[2] < width:
         return F.pad(x, (0, width - x.shape[2]))
     return x if x.stride(2) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""The sizes of a model that only transformers defines. Checks whether our blocks can store its state.
+"""The sizes of a model that transformers defines, and checks that our blocks can store its state.
 
 transformers' own configuration classes read `config.json`, with their defaults and names. The model is not built here.
 """
@@ -19,11 +19,11 @@ from engine.kv_groups import LayerMemory
 from engine.rope_config import stretched
 
 ATTENDING = ("full_attention", "sliding_attention", "hybrid")
-"""Kinds of layers that remember keys and values by position."""
+"""Kinds of layers that store keys and values by position."""
 RECURRENT = ("linear_attention", "conv", "hybrid")
 """Kinds of layers that have a recurrent state."""
 OTHERS = ("mlp", "moe")
-"""Kinds of layers that remember nothing."""
+"""Kinds of layers that store nothing."""
 UNLIMITED = 32_768
 """The maximum number of positions of a model whose configuration has no limit, because its states have no limit."""
 OLDEST = "5.21.1"
@@ -31,14 +31,16 @@ OLDEST = "5.21.1"
 replace. Before 5.21, rotary modules do not accept frequencies by position (`steady_rope`).
 """
 STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic")
-"""Kinds of rotary positions that rotate a position the same way in every step, or are made to (`steady_rope`)."""
+"""Kinds of rotary positions that rotate a position the same way in every step, some of them only with `steady_rope`."""
 
 
 def read(directory: Path) -> Any:
-    """Returns transformers' configuration of a decoder-only language model. Raises ModelError and UnsupportedModel."""
+    """Returns transformers' configuration of a decoder-only language model. Raises ModelError if transformers is
+    missing or too old, and UnsupportedModel for any other model or for a feature that is not supported.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
-            "this architecture is run by transformers, which is not installed: pip install 'looseleaf[transformers]'"
+            "this architecture needs transformers, which is not installed: pip install 'looseleaf[transformers]'"
         )
     import transformers
     from packaging.version import Version  # which transformers needs too
@@ -59,13 +61,13 @@ def read(directory: Path) -> Any:
 
 
 def text_of(config: Any) -> Any:
-    """Returns the language model's part of a configuration."""
+    """Returns the part of a configuration that describes the language model."""
     return config.get_text_config(decoder=True)
 
 
 def head_sizes(config: Any) -> tuple[int, int, int]:
-    """Returns (query heads, KV heads, the larger of a key's and a value's width) as they are cached, or (1, 1, 8) if no
-    layer attends.
+    """Returns the number of query heads, the number of KV heads, and the larger of a cached key's and value's width.
+    Returns (1, 1, 8) if no layer has attention.
     """
     text = text_of(config)
     if not any(layer.attends for layer in layer_memories(config)):
@@ -82,8 +84,8 @@ def head_sizes(config: Any) -> tuple[int, int, int]:
 
 
 def longest(config: Any) -> int:
-    """Returns the maximum number of positions of the model, including what a scaling adds. Raises ModelError if the
-    model has attention and its configuration has no maximum.
+    """Returns the maximum number of positions of the model, including the extension by RoPE scaling. Raises ModelError
+    if the model has attention and its configuration has no maximum.
     """
     text = text_of(config)
     length = getattr(text, "max_position_embeddings", None)
@@ -92,7 +94,7 @@ def longest(config: Any) -> int:
     if not length:
         raise ModelError("config.json has no max_position_embeddings")
     ropes = _ropes(text)
-    if len(ropes) > 1:  # max_position_embeddings includes any scaling of some layers but that of dynamic NTK
+    if len(ropes) > 1:  # if layers differ, max_position_embeddings includes all scaling except dynamic NTK
         ropes = [rope for rope in ropes if rope.get("rope_type") == "dynamic"]
     return max([int(length), *(_stretched(rope, int(length)) for rope in ropes)])
 
@@ -103,15 +105,14 @@ def _stretched(rope: dict[str, Any], length: int) -> int:
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
-    """Returns the parameters of the rotary positions: one entry, or one for each type of layer."""
+    """Returns the parameters of the rotary positions: one entry for all layers, or one for each type of layer."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 
 
 def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
-    """Returns what each layer stores for a sequence, according to the configuration. (For a loaded model, a `Recorder`
-    records this.) The sizes of states come from a model without weights. Raises UnsupportedModel for a recurrent state
-    that is not supported.
+    """Returns the memory of each layer for a sequence, according to the configuration. Raises UnsupportedModel for a
+    recurrent state that is not supported.
     """
     text = text_of(config)
     num_layers, window = int(text.num_hidden_layers), getattr(text, "sliding_window", None) or None

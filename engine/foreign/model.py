@@ -1,5 +1,5 @@
-"""A model whose definition comes from transformers. It runs over our blocks with our linear layers. No code from a
-checkpoint is executed.
+"""A model whose definition comes from transformers, and which runs over our blocks with our linear layers. No code from
+a checkpoint is executed.
 
 A forward pass runs transformers' code over one packed row of tokens, without a cache. `attention_hook` computes its
 attention, and `packed_weight` its products. Positions, norms, activations and routers are unchanged.
@@ -38,16 +38,16 @@ class TransformersModel:
     """A model of transformers that maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
 
     sites: ClassVar[Sequence[Site]] = ()
-    """The products that adapters can correct: none in this model."""
+    """Empty: this model does not support adapters."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
     ) -> None:
-        """Builds the model. Raises ModelError, and UnsupportedModel for a feature that would give wrong numbers."""
+        """Builds the model. Raises ModelError, or UnsupportedModel for a feature that would give wrong numbers."""
         import transformers
 
         self.is_variant = False
-        """Whether rows depend on the other rows of their batch."""
+        """Whether a row depends on the other rows of its batch."""
         self._version = transformers.__version__
         attention_hook.register()
         found = foreign_config.read(directory)
@@ -57,7 +57,7 @@ class TransformersModel:
         self.num_bytes = sum(map(_bytes, self._model.parameters())) + sum(map(_bytes, (m.raw for m in matrices)))
         state_hook.install(self._model)
         self.layers, self.states = self._recorded(config, target.device)
-        """Requirements of each layer that attends, and the size of the state of each recurrent layer."""
+        """The requirements of each attention layer, and the state size of each recurrent layer."""
         for each in matrices:
             each.settle()
         self._num_layers = config.num_layers
@@ -70,7 +70,7 @@ class TransformersModel:
 
     @property
     def memories(self) -> tuple[LayerMemory, ...]:
-        """The memory of each layer, which describes what the layer stores for a sequence."""
+        """The memory of each layer for a sequence."""
         return tuple(
             LayerMemory(
                 index in self.layers,
@@ -91,7 +91,7 @@ class TransformersModel:
     def hidden(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the last hidden states [R, h] of `rows`, as transformers' model without its head returns them."""
+        """Returns the last hidden states [R, h] of `rows`: the output of transformers' model without its head."""
         with attention_hook.answered_by(Pass(step, caches, self.states)), Steady():
             answer = self._model.base_model(
                 input_ids=token_ids[None], position_ids=step.positions[None], use_cache=False
@@ -127,7 +127,7 @@ class TransformersModel:
     def _recorded(
         self, config: ModelConfig, device: torch.device
     ) -> tuple[dict[int, LayerFacts], dict[int, StateFacts]]:
-        """Records the requirements of each layer, by a pass over two tokens without attention and recurrence."""
+        """Records the requirements of each layer during a pass over RECORDED_TOKENS tokens."""
         recorder = Recorder()
         tokens = torch.arange(RECORDED_TOKENS, device=device)
         try:
@@ -139,14 +139,14 @@ class TransformersModel:
         attending = {index for index, layer in enumerate(config.memories) if layer.attends}
         if missing := sorted(attending ^ set(recorder.layers)):
             raise UnsupportedModel(
-                f"{type(self._model).__name__} does not pass the attention of {len(missing)} of its "
-                f"{config.num_layers} layers to us (the first is layer {missing[0]})"
+                f"{type(self._model).__name__} does not call our attention in {len(missing)} of its "
+                f"{config.num_layers} layers (the first is layer {missing[0]})"
             )
         sizes = {index: layer.state_bytes for index, layer in enumerate(config.memories) if layer.state_bytes}
         if sizes != (found := {index: facts.num_bytes for index, facts in recorder.states.items()}):
             layer = min(index for index in sizes.keys() | found if sizes.get(index) != found.get(index))
             raise UnsupportedModel(
-                f"layer {layer} of {type(self._model).__name__} keeps a state of {found.get(layer, 0)} bytes where "
+                f"layer {layer} of {type(self._model).__name__} has a state of {found.get(layer, 0)} bytes, but "
                 f"{sizes.get(layer, 0)} were expected"
             )
         for index, layer in recorder.layers.items():
@@ -201,15 +201,13 @@ def _build(directory: Path, config: Any, target: Target, load_format: LoadFormat
     except Exception as error:
         if error.args == (attention_hook.NAME,):  # the architecture has a list of implementations without ours
             name = (config.architectures or [config.model_type])[0]
-            raise UnsupportedModel(f"architecture {name} of transformers computes attention in its own way") from error
+            raise UnsupportedModel(f"architecture {name} of transformers has no attention interface") from error
         raise UnsupportedModel(f"transformers cannot load {directory}: {error!r}"[:500]) from error
     return model.to(target.device).eval().requires_grad_(False)
 
 
 def _refuse_gaps(said: dict[str, Any]) -> None:
-    """Raises ModelError for tensors that are missing, unknown or of a different shape, because the checkpoint does not
-    match its config.
-    """
+    """Raises ModelError if a tensor is missing, is unknown or has the wrong shape."""
     for what, text in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has unexpected tensor")):
         if names := sorted(said.get(what) or ()):
             raise ModelError(f"the checkpoint {text} {names[0]} ({len(names)} in all)")
@@ -218,7 +216,7 @@ def _refuse_gaps(said: dict[str, Any]) -> None:
 
 
 def _layers_of(model: nn.Module, num_layers: int) -> str:
-    """Returns the path of the list of layers."""
+    """Returns the name of the model's list of layers. Raises UnsupportedModel if there is none."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return name

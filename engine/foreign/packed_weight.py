@@ -1,9 +1,9 @@
-"""A model's matrices as tensors whose products `PackedLinear` computes, at every place where the model's code
-multiplies.
+"""Matrices whose products `PackedLinear` computes, wherever a model's code multiplies by them.
 
 Model definitions in transformers multiply in many ways: with `nn.Linear`, with `Conv1D`, with one expert from a stack
-of matrices, with a router's bare parameter. torch calls a tensor subclass first (`__torch_function__`), so all of these
-products arrive here, at no cost for other operations. With torch's own product, a row's bits could depend on its batch.
+of matrices, or with a router's bare parameter. torch calls a tensor subclass first (`__torch_function__`), so all of
+these products arrive here, and operations on other tensors have no overhead. With torch's own product, a row's bits
+could depend on its batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.linear import PackedLinear
 from kernels.quantization import Bits, QuantizedWeight, quantize
 
 NOT_ROUNDED = ("gate.weight", "router.weight")
-"""Routers of experts. They are small, and a small error in them selects different experts."""
+"""Names of routers, which are not rounded: they are small, and a small error in them selects different experts."""
 
 _CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half}
 _TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
@@ -33,7 +33,9 @@ _PROPERTIES = {
 
 
 class _Matrices:
-    """The values of a weight and its views. They are raw until their first use, and then packed for that use."""
+    """The values of a weight, which its views share. They are raw until their first use, which determines how they are
+    packed.
+    """
 
     def __init__(self, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> None:
         self.name = name
@@ -42,16 +44,16 @@ class _Matrices:
         self.deterministic = deterministic
         self.packed: dict[tuple[torch.dtype, bool], list[PackedLinear]] = {}
         self.is_plain = False
-        """Whether the weight is also used in other ways than as a matrix. If so, the raw values are kept."""
+        """Whether the raw values are kept, because an operation other than a product has used them."""
 
     def product(self, dtype: torch.dtype, outputs_first: bool, index: int) -> PackedLinear:
-        """Returns the product of matrix `index`. The first call packs the whole stack, so that no request waits for it
-        later.
+        """Returns the linear layer of matrix `index`. `outputs_first` says whether the raw matrices are [out, in]. The
+        first call packs the whole stack, so that no request has to wait for it later.
         """
         key = (dtype, outputs_first)
         if key not in self.packed:
             if self.raw is None:
-                raise UnsupportedModel(f"tensor {self.name} is used in a way that was not seen at startup")
+                raise UnsupportedModel(f"tensor {self.name} is used in a way that did not occur at startup")
             stack = self.raw if self.raw.dim() == 3 else self.raw[None]
             self.packed[key] = [self._pack(matrix if outputs_first else matrix.T, dtype) for matrix in stack]
         return self.packed[key][index]
@@ -64,26 +66,26 @@ class _Matrices:
 
     def plain(self) -> Tensor:
         if self.raw is None:
-            raise UnsupportedModel(f"tensor {self.name} is used in a way that was not seen at startup")
+            raise UnsupportedModel(f"tensor {self.name} is used in a way that did not occur at startup")
         self.is_plain = True
         return self.raw
 
     def settle(self) -> None:
-        """Frees raw values that are no longer needed. After this, the weights must not be used in new ways."""
+        """Frees the raw values if they are no longer needed. Afterwards, new kinds of use raise UnsupportedModel."""
         if not self.is_plain:
             self.raw = None
 
 
 class PackedWeight(Tensor):
-    """A parameter [out, in], [in, out] or a stack of these, whose products a `PackedLinear` computes. Other operations
-    (adding a two-dimensional bias, looking up a table) use the plain values.
+    """A parameter [out, in] or [in, out], or a stack of such matrices, whose products `PackedLinear` computes. Other
+    operations use the plain values.
     """
 
     matrices: _Matrices
     index: int | None
     """Index of the matrix within a stack; None for the whole stack."""
     outputs_first: bool
-    """Whether the weight is [out, in], which means that the model's code has not transposed it."""
+    """Whether the weight has the order of its raw values; False if the model's code has transposed it."""
 
     @staticmethod
     def __new__(
@@ -96,7 +98,7 @@ class PackedWeight(Tensor):
 
     @classmethod
     def of(cls, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> Self:
-        """Wraps `raw` and takes ownership of its memory."""
+        """Returns a packed weight, which takes ownership of `raw`."""
         return cls(_Matrices(raw, name, deterministic, bits), raw.shape, raw.dtype, raw.device)
 
     def _like(self, shape: Sequence[int], **changes: Any) -> PackedWeight:
@@ -104,7 +106,9 @@ class PackedWeight(Tensor):
         return PackedWeight(self.matrices, shape, found["dtype"], self.device, found["index"], found["outputs_first"])
 
     def times(self, x: Tensor, outputs_first: bool) -> Tensor:
-        """Maps x [..., in] to [..., out]. With `outputs_first`, the weight is [out, in], otherwise [in, out]."""
+        """Maps x [..., in] to [..., out]. The shape of this weight is [out, in] with `outputs_first`,
+        and otherwise [in, out].
+        """
         index = self.index or 0
         return self.matrices.product(self.dtype, outputs_first == self.outputs_first, index)(x)
 
@@ -127,7 +131,9 @@ class PackedWeight(Tensor):
 
 
 def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of a product or a view of a weight, or None if `func` is neither."""
+    """Returns the result of `func` if `func` is a product with a weight or with a view of a weight. Returns None
+    otherwise.
+    """
     if func is F.linear:
         x, weight, bias = _linear_arguments(*args, **kwargs)
         if _is_matrix(weight) and not isinstance(x, PackedWeight):
@@ -177,7 +183,7 @@ def _cast(
 
 
 def _plain(value: Any) -> Any:
-    """Replaces packed weights in a value with plain tensors."""
+    """Returns a value in which packed weights are replaced with plain tensors."""
     if isinstance(value, PackedWeight):
         raw = value.matrices.plain()
         raw = raw if value.index is None else raw[value.index]
@@ -188,8 +194,8 @@ def _plain(value: Any) -> Any:
 
 
 def pack(model: nn.Module, deterministic: bool, bits: Bits | None = None) -> list[_Matrices]:
-    """Replaces the matrices, and stacks of matrices, of every module except embeddings with packed weights. Returns
-    their values; call `settle` on each once every kind of use has occurred.
+    """Replaces the matrices and stacks of matrices of a model, except embeddings, with packed weights. Returns the
+    values of the packed weights. Call `settle` on each value after every kind of use has occurred.
     """
     found = []
     for prefix, module, name, parameter in _matrices_of(model):

@@ -26,9 +26,9 @@ BATCH = 3
 
 
 def check_rows(runner: ModelRunner) -> None:
-    """Checks before a transformers model serves whether its rows are independent. Does nothing for other models, and on
-    a GPU without `deterministic`. Raises UnsupportedModel if a row depends on others, unless `allow_variant_numerics`
-    is set; in that case, the numerics fingerprint records the dependence.
+    """Checks whether the rows of a transformers model are independent. Does nothing for other models, or on a GPU
+    without `deterministic`. If a row depends on other rows, raises UnsupportedModel, or, with `allow_variant_numerics`,
+    marks the model as variant.
     """
     model, settings = runner.model, runner.settings
     on_gpu = runner.device.compute_capability is not None
@@ -46,8 +46,8 @@ def check_rows(runner: ModelRunner) -> None:
 
 
 def variation(runner: ModelRunner) -> float:
-    """Computes the same logits one token at a time, in chunks of CHUNK tokens, and in such chunks for BATCH sequences
-    at once. Returns the largest difference of the second and third results from the first; 0 means that there is none.
+    """Returns the largest difference between logits that were computed one token at a time, in chunks of CHUNK tokens,
+    and in such chunks of BATCH sequences at once. 0 means that all bits are equal.
     """
     layout = runner.layout
     blocks = -(-NUM_TOKENS // layout.block_size)
@@ -66,8 +66,7 @@ def _rows(runner: ModelRunner, steps: Iterator[StepInput]) -> torch.Tensor:
 
 
 def _steps(tokens: npt.NDArray[np.int64], chunk: int, num_seqs: int, layout: KvLayout) -> Iterator[StepInput]:
-    """Runs the same tokens for every sequence, `chunk` at a time. Each sequence has its own blocks in every KV
-    group."""
+    """Yields steps that run the same tokens for every sequence, `chunk` tokens at a time. Sequences share no blocks."""
     size, num_groups = layout.block_size, len(layout.groups)
     blocks = -(-len(tokens) // size)
     tables = np.arange(num_groups * num_seqs * blocks, dtype=np.int32).reshape(num_groups, num_seqs, blocks)

@@ -1,8 +1,9 @@
-"""Replaces the functions in which transformers' recurrent layers combine positions, and records the size of their
+"""Replaces the functions in which transformers' recurrent layers combine positions, and determines the sizes of their
 states.
 
 These layers call functions of their own Python module: a causal convolution, and one of three recurrences. `install`
-replaces these functions in the modules of a model's layers. Outside our own forward passes, the original functions run.
+replaces these functions in the modules of a model's layers. Outside Looseleaf's forward passes, the original functions
+run.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from engine.foreign.steady import steady
 from kernels.recurrence import Recurrence
 
 IGNORED = {"chunk_size", "use_mambapy", "use_associative_scan"}
-"""Arguments that choose how a result is computed."""
+"""Arguments that affect only how a result is computed."""
 _STATE_ARGUMENTS = ("output_final_state", "return_final_states", "return_last_state")
 
 
 def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """Returns the modules with a recurrent state (those with a causal convolution), by the index of their layer."""
+    """Returns the modules with a recurrent state, which have a causal convolution, by the index of their layer."""
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         if convolution_of(module) is not None:
@@ -44,9 +45,7 @@ def convolution_of(module: nn.Module) -> nn.Conv1d | None:
 
 
 def facts_of(mixer: nn.Module) -> StateFacts:
-    """Returns the size of a recurrent layer's state, from attributes that have the same names in all families of
-    transformers.
-    """
+    """Returns the size of a recurrent layer's state, computed from the layer's attributes."""
     convolution = convolution_of(mixer)
     assert convolution is not None
     kept = (convolution.kernel_size[0] - 1) * convolution.out_channels
@@ -89,16 +88,16 @@ def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Calla
 
 
 def _refuse_unknown(function: str, asked: dict[str, Any]) -> None:
-    """Raises UnsupportedModel for an argument that would change the numbers."""
+    """Raises UnsupportedModel if an argument could change the result."""
     allowed = {*HARMLESS, *IGNORED, *_STATE_ARGUMENTS}
     if unknown := sorted(name for name, value in asked.items() if value is not None and name not in allowed):
-        raise UnsupportedModel(f"{function} takes {', '.join(unknown)}")
+        raise UnsupportedModel(f"{function} has unsupported arguments: {', '.join(unknown)}")
     if any(asked.get(name) for name in _STATE_ARGUMENTS):
         raise UnsupportedModel(f"{function} requests the final state, which is not supported")
 
 
 def _recur(inputs: Recurrence) -> Tensor:
-    """Returns the outputs fp32 [T, H, P] of the layer that is running."""
+    """Returns the outputs fp32 [T, H, P] of the current layer's recurrence."""
     call = running()
     assert call is not None
     return call.recur(call.layer, inputs)
@@ -107,7 +106,7 @@ def _recur(inputs: Recurrence) -> Tensor:
 def _convolve(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **asked: Any
 ) -> Tensor:
-    """Replaces `causal_conv1d_fn`. Maps [1, C, T] to the same shape. weight: [C, taps]."""
+    """Replaces `causal_conv1d_fn`. Maps [1, C, T] to [1, C, T]; `weight` is [C, taps]."""
     _refuse_unknown("causal_conv1d_fn", asked)
     if activation not in (None, "silu", "swish"):
         raise UnsupportedModel(f"causal_conv1d_fn takes activation {activation}")
@@ -149,7 +148,7 @@ def _mamba(
 
 
 def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """Returns the lengths of the steps of a discretized state space, in fp32."""
+    """Returns the step sizes of a discretized state space, in fp32."""
     dt = dt.float() if bias is None else dt.float() + bias.float()
     return steady(F.softplus, dt) if softplus else dt
 
@@ -172,7 +171,7 @@ def _gated_delta(
 
 
 def _normalized(x: Tensor) -> Tensor:
-    """Normalizes vectors to length 1, like transformers' `l2norm`."""
+    """Normalizes vectors to length 1, as transformers' `l2norm` does."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 

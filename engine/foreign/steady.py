@@ -1,8 +1,8 @@
 """Elementwise functions on a CPU whose results depend only on the element.
 
-torch computes `exp` and similar functions in SIMD vectors. It computes the remaining elements at the end of a thread's
-share one by one, with a different library. The last bits of a row would therefore depend on the number of rows before
-it and on the number of threads. This module pads the input to whole vectors and computes it on one thread.
+torch computes `exp` and similar functions in SIMD vectors. It computes the remaining elements of a thread's share one
+by one, with a different library. The last bits of a row would therefore depend on the number of rows before it and on
+the number of threads. This module pads the input to whole vectors and computes on one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 PIECE = 16_384
 """The number of elements in a piece. torch uses a second thread from 32,768 elements on."""
 VECTORS = 64
-"""Elements of two vectors of bf16 in AVX-512, the most that torch takes at once."""
+"""Number of elements in two AVX-512 vectors of bf16, the most that torch computes at once."""
 ELEMENTWISE: frozenset[Callable[..., Any]] = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor, F)

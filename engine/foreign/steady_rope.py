@@ -1,5 +1,5 @@
-"""Makes transformers' rotary positions a function of the position alone, so that a cached key never depends on the
-other tokens of its pass.
+"""Makes transformers' rotary positions a function of the position alone. A cached key then does not depend on the other
+tokens of its pass.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 LayerType = str | None
-"""A type of layers with rotary positions of their own; None in models whose layers are all rotated alike."""
+"""A type of layers with separate rotary positions; None in models whose layers all have the same rotary positions."""
 
 
 def steady_rope(model: nn.Module, max_len: int) -> None:
-    """Fixes the frequencies that transformers would choose in every pass, by the highest position in it.
-
-    LongRoPE chooses its table once, by the maximum sequence length, as vLLM does. Dynamic NTK gives position p the base
-    of a sequence of p + 1 tokens, as transformers does when it decodes token by token and keeps the rotated keys.
+    """Fixes the frequencies that transformers would otherwise choose in every pass, by the pass's highest position.
+    LongRoPE chooses its table once, by the maximum sequence length, as in vLLM. With dynamic NTK, position p has the
+    base of a sequence of p + 1 tokens, as in transformers when it decodes token by token and keeps the rotated keys.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -32,8 +31,8 @@ def steady_rope(model: nn.Module, max_len: int) -> None:
 
 
 def _frequencies(module: nn.Module, kind: str, layer_type: LayerType, length: int | Tensor) -> tuple[Tensor, float]:
-    """Returns the frequencies for sequences of `length` tokens, fp32 [D/2] for an int, or [L, D/2] for int64 [L, 1],
-    and the factor of cosine and sine.
+    """Returns the frequencies for sequences of `length` tokens, fp32 [D/2] for an int or [L, D/2] for int64 [L, 1], and
+    the factor by which cosine and sine are multiplied.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -52,9 +51,8 @@ def _choose_once(module: nn.Module, layer_type: LayerType, max_len: int) -> None
 
 
 def _by_position(module: nn.Module, tables: Mapping[LayerType, Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns the module's `forward` with a row of `tables`, fp32 [max_len, D/2] by type of layers, for each position.
-    Types without a table keep their frequencies. `forward` does not change the module, because two threads may run it
-    at once.
+    """Returns a `forward` for the module that looks up the frequencies of each position in `tables`, fp32 [max_len,
+    D/2] for each type of layer. Types without a table keep their frequencies. `forward` is thread-safe.
     """
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: LayerType = None) -> tuple[Tensor, Tensor]:
@@ -71,7 +69,7 @@ def _by_position(module: nn.Module, tables: Mapping[LayerType, Tensor]) -> Calla
 
 
 def _prefix(layer_type: LayerType) -> str:
-    """Returns the beginning of the names under which a module stores the settings of one type of layers."""
+    """Returns the prefix of the names of a module's attributes for one type of layers."""
     return "" if layer_type is None else f"{layer_type}_"
 
 

@@ -1,5 +1,4 @@
-"""The attention part of a layer: rotates q and k, writes K and V to their slots, and computes attention over the
-blocks. All models share it."""
+"""The attention of a layer: rotates q and k, writes K and V to their slots, and computes attention over the blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Projection = PackedLinear | RowParallelLinear
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """The slots that the layers of one KV group write in a step, and the blocks that they read."""
+    """The part of a step that concerns one KV group: the slots that its layers write, and the blocks that they read."""
 
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
     batch: AttentionBatch
@@ -27,13 +26,13 @@ class GroupStep:
 
 @dataclass(slots=True)
 class StepMetadata:
-    """The data of a step that layers need, for T tokens of B sequences, and the providers of their attention."""
+    """The data of a step that layers need, for T tokens of B sequences, and the attention providers of the layers."""
 
     positions: torch.Tensor  # int64 [T]
     group: GroupStep  # that of the first KV group
     attention: AttentionProvider
     by_layer: Mapping[int, tuple[AttentionProvider, GroupStep]] = field(default_factory=dict)
-    """One entry for each layer that attends, if there are several groups or layers attend in different ways."""
+    """One entry for each attention layer if layers differ in their KV groups or their attention, otherwise empty."""
     states: Mapping[int, tuple[torch.Tensor, GroupStep]] = field(default_factory=dict)
     """For each layer with a recurrent state, its view of the arena: fp32 [num_blocks, numbers of a state], strided."""
     block_size: int = 0
@@ -41,7 +40,7 @@ class StepMetadata:
     """The adapters of the step; None if no sequence has one."""
 
     def linear(self, linear: Projection, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product of x [T, in], with the corrections of adapters."""
+        """Returns x [T, in] times the layer's weight, with the corrections of adapters."""
         return self._corrected(linear, x, of_rows=False)
 
     def linear_of_rows(self, linear: Projection, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +56,7 @@ class StepMetadata:
         return out
 
     def of_layer(self, layer: int) -> tuple[AttentionProvider, GroupStep]:
-        """Returns the provider of a layer's attention, and where the layer writes and reads."""
+        """Returns the provider of a layer's attention, and the slots and blocks that the layer uses."""
         return self.by_layer.get(layer) or (self.attention, self.group)
 
 
@@ -75,7 +74,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The sizes of a layer's attention; no parameters."""
+    """The sizes of a layer's attention, which has no parameters."""
 
     num_heads: int
     num_kv_heads: int
@@ -96,7 +95,8 @@ class Attention:
         cos_sin: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes the step's K and V, and returns attention over all K and V so far: [T, H * D]. q is rotated in
-        place."""
+        place.
+        """
         q, k, v = qkv
         provider, group = step.of_layer(layer)
         write_blocks(q, k, v, step.positions, group.slot_mapping, cache.keys, cache.values, cos_sin)

@@ -76,13 +76,15 @@ def _load_mlp(c: ModelConfig, weights: Weights, index: int, at: str) -> Mlp | Mi
 
 
 def load_norm(c: ModelConfig, weights: Weights, name: str, size: int | None = None) -> torch.Tensor:
-    """Returns the weight of an RMS norm [size or h]. An fp32 weight multiplies before the result is rounded."""
+    """Returns the weight of an RMS norm [size or h]. It is in fp32 if the norm multiplies before it rounds (Gemma)."""
     weight = weights.tensor(f"{name}.weight", size or c.hidden_size)
     return 1.0 + weight.float() if c.norm_offset else weight
 
 
 class Decoder:
-    """A model that maps token ids [T] to logits of the requested rows [R, vocab], with K and V in blocks."""
+    """A model that maps token ids [T] to logits of the requested rows [R, vocab], with K and V in blocks; or a stage of
+    one (`engine.ranks.stage`).
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
         c = config
@@ -93,52 +95,67 @@ class Decoder:
             return cos_sin_table(rope, c.head_dim, max_len).to(weights.device)
 
         tables = [table(c.window_rope or c.rope if layer.window else c.rope) for layer in c.layers]
-        self.eps = c.norm_eps
+        self.eps, self.dtype = c.norm_eps, weights.dtype
         self._embed_scale = c.embed_scale
         size = weights.shard.size
         self.attention = Attention(c.num_heads // size, c.num_kv_heads // size, c.head_dim)
         self._logits_softcap = c.logits_softcap
-        self.embed = weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        self.layers = [DecoderLayer.load(c, weights, i, tables[i]) for i in range(c.num_layers)]
-        self.norm = load_norm(c, weights, "model.norm")
-        tied = c.tie_embeddings
+        own, is_last, tied = weights.stage.layers(c.num_layers), weights.stage.is_last, c.tie_embeddings
+        self.embed = self._load_embed(c, weights) if weights.stage.is_first else None
+        self.first_layer = own.start
+        self.layers = [DecoderLayer.load(c, weights, i, tables[i]) for i in own]
+        self.norm = load_norm(c, weights, "model.norm") if is_last else None
         self.sites = weights.sites
-        self.lm_head = (
-            weights.pack(self.embed) if tied else weights.columns(["lm_head"], [[c.vocab_size]], c.hidden_size)
-        )
-        weights.finish(allowed=["lm_head.weight"] if tied else [])
+        self.lm_head = self._load_head(c, weights) if is_last else None
+        others = [f"model.layers.{i}." for i in range(c.num_layers) if i not in own]
+        ends = [] if weights.stage.is_whole else ["model.embed_tokens.", "model.norm.", "lm_head."]
+        weights.finish(allowed=["lm_head.weight"] if tied else [], elsewhere=(*others, *ends))
+
+    @staticmethod
+    def _load_embed(c: ModelConfig, weights: Weights) -> torch.Tensor:
+        return weights.tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+
+    def _load_head(self, c: ModelConfig, weights: Weights) -> PackedLinear:
+        if not c.tie_embeddings:
+            return weights.columns(["lm_head"], [[c.vocab_size]], c.hidden_size)
+        embed = self._load_embed(c, weights) if self.embed is None else self.embed
+        return weights.pack(embed, is_kept=self.embed is not None)
 
     def shallow(self, num_layers: int) -> Self:
-        """Returns a model of the first `num_layers` layers with the same weights. Its steps need the same amount of
-        memory, but have different results.
+        """Returns a model of the first `num_layers` layers with the same weights. Its steps have
+        the same peak memory, but different results.
         """
         model = copy.copy(self)
         model.layers = self.layers[:num_layers]
         return model
 
     def forward(
-        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
+        self, inputs: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns logits [R, vocab] of `rows` (int64 [R], indices into T; None: all), in the model's dtype, or in fp32
-        if they have a softcap. A rank returns those of its share of the vocabulary.
+        """Returns logits [R, vocab] of `rows`, in the model's dtype, or in fp32 if the logits have a softcap. `rows`
+        contains indices into T (int64 [R]); None means all rows. A rank returns only the columns of its share of the
+        vocabulary. A stage other than the last stage returns the result of `hidden`.
         """
-        x = self.hidden(token_ids, step, caches, rows)
+        x = self.hidden(inputs, step, caches, rows)
+        if self.lm_head is None:
+            return x
         logits = self.lm_head(x) if len(x) else x.new_empty((0, self.lm_head.out_features))
         return logits if self._logits_softcap is None else softcap_(logits.float(), self._logits_softcap)
 
     def hidden(
-        self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
+        self, inputs: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the hidden states [R, h] of `rows` after the last norm, from which `forward` computes the logits."""
-        residual = embedding(token_ids, self.embed)  # [T, h]
-        if self._embed_scale != 1.0:
-            residual = residual * torch.tensor(self._embed_scale, dtype=residual.dtype)
+        """Returns the hidden states [R, h] of `rows` after the last norm, from which `forward` computes the logits. A
+        stage other than the last stage returns the residual [T, h] after its layers, which the next stage takes as
+        `inputs` instead of token ids.
+        """
+        residual = self._embedded(inputs)  # [T, h]
         x = rms_norm(residual, self.layers[0].input_norm, self.eps)
         last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            x = self._attend(index, step.linear(layer.qkv, x), caches[index], step)  # [T, q]
+        for number, layer in enumerate(self.layers):
+            x = self._attend(self.first_layer + number, step.linear(layer.qkv, x), caches, step)  # [T, q]
             product = step.linear
-            if index == last and rows is not None:  # drop the rows without requested logits
+            if number == last and self.norm is not None and rows is not None:  # drop the rows without requested logits
                 product = step.linear_of_rows
                 if not len(rows):
                     return residual[:0]
@@ -146,16 +163,28 @@ class Decoder:
             x = self._normed(product(layer.o, x), layer.attention_norm)
             x, residual = rms_norm(x, layer.mlp_norm, self.eps, residual)
             x = self._normed(layer.mlp(x, product), layer.output_norm)
-            norm = self.norm if index == last else self.layers[index + 1].input_norm
+            norm = self.norm if number == last else self.layers[number + 1].input_norm
+            if norm is None:
+                return residual + x
             x, residual = rms_norm(x, norm, self.eps, residual)
         return x
+
+    def _embedded(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.embed is None:
+            return inputs
+        embedded = embedding(inputs, self.embed)
+        if self._embed_scale == 1.0:
+            return embedded
+        return embedded * torch.tensor(self._embed_scale, dtype=embedded.dtype)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else rms_norm(x, weight, self.eps)
 
-    def _attend(self, index: int, qkv: torch.Tensor, cache: LayerCache, step: StepMetadata) -> torch.Tensor:
-        layer, (q, k, v) = self.layers[index], self.attention.split(qkv)
+    def _attend(
+        self, index: int, qkv: torch.Tensor, caches: Mapping[int, LayerCache], step: StepMetadata
+    ) -> torch.Tensor:
+        layer, (q, k, v) = self.layers[index - self.first_layer], self.attention.split(qkv)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q.reshape(-1, q.shape[-1]), layer.q_norm, self.eps).view(q.shape)
             k = rms_norm(k.reshape(-1, k.shape[-1]), layer.k_norm, self.eps).view(k.shape)
-        return self.attention((q, k, v), cache, step, index, layer.cos_sin)
+        return self.attention((q, k, v), caches[index], step, index, layer.cos_sin)

@@ -1,15 +1,13 @@
-"""A decoder's whole pass over one arena in one C call, if all of its parts are our own. The call runs the same kernels
-as `Decoder.forward`, with the same bits.
+"""Runs a decoder's whole pass over one arena in one C call, with the kernels and the bits of `Decoder.forward`.
 
-`Decoder.forward` is the readable version; this module contains only the addresses. A pass without it makes some thirty
-calls per layer. Python and torch between these calls cost more than a small model's arithmetic, and between any two of
-them, threads that answer RPCs may take the interpreter lock.
+Without this module, a pass makes some thirty calls per layer. The time that Python and torch take between these calls
+exceeds the time of a small model's arithmetic, and threads that answer RPCs may take the interpreter lock.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -28,10 +26,10 @@ from kernels.row_parallel import RowParallelLinear
 
 
 def objection(decoder: Decoder) -> str | None:
-    """Returns the reason why a decoder cannot be run in one call, or None if one call can run it."""
+    """Returns the reason why a decoder cannot run in one call, or None if it can."""
     if entry(current()) is None:
         return "no C++ kernels are in use"
-    dtype = decoder.embed.dtype
+    dtype = decoder.dtype
     if dtype not in (torch.bfloat16, torch.float32):
         return f"it does not take {dtype}"
     found = {linear.how for linear in _linears(decoder)} - {"amx", "simd", "int4", "int8"}
@@ -40,31 +38,35 @@ def objection(decoder: Decoder) -> str | None:
 
 def _linears(decoder: Decoder) -> list[Projection]:
     layers = [linear for layer in decoder.layers for linear in (layer.qkv, layer.o, *layer.mlp.linears)]
-    return [*layers, decoder.lm_head]
+    return layers if decoder.lm_head is None else [*layers, decoder.lm_head]
 
 
 class FusedDecoder:
-    """A decoder that runs over the blocks of one arena in one C call. Only one thread at a time may use it."""
+    """A decoder, or a stage of one, that runs over the blocks of one arena in one C call. Only one thread at a time may
+    use it.
+    """
 
     def __init__(
-        self, decoder: Decoder, config: ModelConfig, caches: Sequence[LayerCache], groups: Sequence[LayerGroup]
+        self, decoder: Decoder, config: ModelConfig, caches: Mapping[int, LayerCache], groups: Sequence[LayerGroup]
     ) -> None:
-        """Prepares the call. Must be used only if `objection` returns None."""
+        """Prepares the call. `objection` must return None for the decoder."""
         self._library = current()
         run = entry(self._library)
         assert run is not None
         self._run = run
-        self._kept = (decoder, list(caches))  # keeps the memory behind the addresses alive
+        indices = range(decoder.first_layer, decoder.first_layer + len(decoder.layers))
+        own = [caches[index] for index in indices]
+        self._kept = (decoder, own)  # keeps the memory behind the addresses alive
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        places = [group_of[index] for index in range(len(decoder.layers))]
+        places = [group_of[index] for index in indices]
         self._experts = [_experts(layer) for layer in decoder.layers]
-        self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, caches, places, self._experts))
-        self._model = _model(decoder, config, caches[0].keys, self._layers)
+        self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, own, places, self._experts))
+        self._model = _model(decoder, config, own[0].keys, self._layers)
         self._groups = (Group * len(groups))()
         self._pass = Pass(groups=ctypes.addressof(self._groups))
         self._room_for = (0, 0)
         self._scratch = scratch(0)
-        self._logits = torch.empty((0, decoder.lm_head.out_features))
+        self._logits = None if decoder.lm_head is None else torch.empty((0, decoder.lm_head.out_features))
 
     def takes(self, batch: StepInput) -> bool:
         """Returns whether the requested rows are ascending rows of the batch, and the kernels have not changed since
@@ -74,11 +76,14 @@ class FusedDecoder:
         inside = not len(wanted) or (wanted[0] >= 0 and wanted[-1] < len(batch.token_ids))
         return inside and current() is self._library and bool((wanted[1:] > wanted[:-1]).all())
 
-    def run(self, batch: StepInput, lora: LoraStep | None = None) -> torch.Tensor:
-        """Returns logits fp32 [R, vocab], valid until the next run. `takes` must have allowed the batch. Raises
-        ValueError if a value is out of range.
+    def run(self, batch: StepInput, lora: LoraStep | None = None, states: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns logits fp32 [R, vocab], valid until the next run. `takes` must be True for the batch. Raises
+        ValueError if a value is out of range. `states` [T, h] are the inputs of a stage other than the first stage, and
+        may be overwritten. A stage other than the last stage returns the inputs of the next stage.
         """
         num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
+        if states is None and self._logits is None:
+            states = torch.empty((num_tokens, self._model.hidden), dtype=self._kept[0].dtype)
         self._make_room(num_tokens, num_rows)
         self._point_to(batch)
         step = self._pass
@@ -86,8 +91,12 @@ class FusedDecoder:
         step.threads = torch.get_num_threads()
         step.lora = None if lora is None else ctypes.addressof(lora.of_tokens.step)
         step.lora_of_rows = None if lora is None else ctypes.addressof(lora.of_rows.step)
+        step.states = pointer(states)
         self._run(self._model, step)
-        return self._logits[:num_rows]
+        if self._logits is not None:
+            return self._logits[:num_rows]
+        assert states is not None
+        return states
 
     def _point_to(self, batch: StepInput) -> None:
         step = self._pass
@@ -109,7 +118,7 @@ class FusedDecoder:
             self._scratch = scratch(0)  # frees the old memory before the new memory is allocated
             self._scratch = scratch(need)
             self._pass.scratch = self._scratch.data_ptr()
-        if num_rows > len(self._logits):
+        if self._logits is not None and num_rows > len(self._logits):
             self._logits = torch.empty((num_rows, self._logits.shape[1]))
             self._pass.logits = self._logits.data_ptr()
 
@@ -117,20 +126,21 @@ class FusedDecoder:
 def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.Array[Layer]) -> Model:
     max_pos, rotary = decoder.layers[0].cos_sin.shape
     block, head, slot, _ = keys.stride()
-    dtype, experts, o = decoder.embed.dtype, c.experts, decoder.layers[0].o
+    dtype, experts, o = decoder.dtype, c.experts, decoder.layers[0].o
     num_sums = o.num_sums if isinstance(o, RowParallelLinear) else 0
     ranks = ctypes.addressof(o.ranks) if isinstance(o, RowParallelLinear) and o.ranks is not None else None
     return Model(
         embed=pointer(decoder.embed), layers=ctypes.addressof(layers), norm=pointer(decoder.norm),
-        ranks=ranks, num_sums=num_sums, lm_head=_linear(decoder.lm_head), num_layers=len(layers), vocab=c.vocab_size,
+        ranks=ranks, num_sums=num_sums, lm_head=Linear() if decoder.lm_head is None else _linear(decoder.lm_head),
+        num_layers=len(layers), hidden=c.hidden_size, vocab=c.vocab_size,
         heads=decoder.attention.num_heads, kv_heads=decoder.attention.num_kv_heads, d=c.head_dim, max_pos=max_pos,
         rotary=rotary, is_bf16=dtype == torch.bfloat16,
         inner=max(layer.mlp.linears[-1].in_features for layer in decoder.layers),
-        gelu=c.activation == "gelu_tanh", wide_norms=decoder.norm.dtype == torch.float32,
+        gelu=c.activation == "gelu_tanh", wide_norms=decoder.layers[0].input_norm.dtype == torch.float32,
         num_experts=experts.count if experts else 0, per_token=experts.per_token if experts else 0,
         renormalize=experts.renormalize if experts else 0, round_weights=experts.round_weights if experts else 0,
         num_blocks=keys.shape[0], block_size=keys.shape[2], cache_block=block, cache_head=head, cache_slot=slot,
-        kv_type=kv_type(keys, decoder.embed), eps=c.norm_eps, scale=c.scale_of_scores, softcap=c.softcap or 0.0,
+        kv_type=kv_type(keys.dtype, dtype), eps=c.norm_eps, scale=c.scale_of_scores, softcap=c.softcap or 0.0,
         logits_softcap=c.logits_softcap or 0.0, embed_scale=torch.tensor(c.embed_scale, dtype=dtype).item(),
     )  # fmt: skip
 

@@ -52,9 +52,8 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts, which computes the weighted sum of each token's experts. An expert computes all tokens that
-    chose it at once. The results are added in the order of the experts' numbers, so that a token's bits do not depend
-    on the other tokens.
+    """A mixture of experts. It computes, for each token, a weighted sum of the outputs of the chosen experts. Results
+    are added in the order of the experts' numbers, so that a token's bits do not depend on other tokens.
     """
 
     router: PackedLinear  # h -> experts
@@ -80,7 +79,7 @@ class Mixture:
         return self.router, *(linear for expert in self.experts for linear in expert.linears)
 
     def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
-        """Maps [T, h] to [T, h]. Adapters do not change routers and experts, so `product` is not used."""
+        """Maps [T, h] to [T, h]. `product` is ignored, because adapters do not change routers and experts."""
         how = self.how
         weights, chosen = route(
             self.router(x), how.per_token, renormalize=how.renormalize, round_weights=how.round_weights

@@ -16,12 +16,12 @@ from engine.models.attention import Attention, LayerCache, StepMetadata
 from kernels.linear import PackedLinear
 
 POSITION_OFFSET = 2
-"""OPT's position table starts two rows late (an effect of fairseq's padding index)."""
+"""Row of position 0 in OPT's position table (an effect of fairseq's padding index)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """A LayerNorm with weight and bias [h]. torch computes each row separately, in fp32 also for bf16."""
+    """A LayerNorm with weight and bias [h]. torch computes each row separately, and in fp32 even for bf16."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -38,7 +38,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class OptLayer:
-    """Parameters of one layer."""
+    """The parameters of one layer."""
 
     attention_norm: LayerNorm
     qkv: PackedLinear  # h -> 3 h

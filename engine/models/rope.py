@@ -1,7 +1,7 @@
 """Rotary position tables, computed once per model in fp32. The formulas are those of transformers'
 `modeling_rope_utils`.
 
-A table is a pure function of the position, so cached KV never depends on how a prompt was divided into chunks.
+A row depends only on its position, so cached KV does not depend on how a prompt was divided into chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Returns the rotations of positions 0..max_len-1: fp32 [max_len, D], D/2 cosines, then as many sines, where D is
+    """Returns the rotations of positions 0..max_len-1: fp32 [max_len, D], with D/2 cosines followed by D/2 sines. D is
     the number of rotated dimensions.
     """
     positions, width = torch.arange(max_len, dtype=torch.float32), rope.rotated(head_dim)
@@ -26,8 +26,9 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor
 
 
 def inverse_frequencies(rope: RopeConfig, width: int, max_len: int) -> torch.Tensor:
-    """Returns the radians per position of each pair of `width` dimensions, fp32 [width/2] (not for dynamic scaling,
-    where they grow with position). `max_len` is the longest sequence that will be served.
+    """Returns the radians per position of each pair of `width` dimensions, fp32 [width/2]. `max_len` is the length of
+    the longest sequence that will be served. Does not support dynamic scaling, whose frequencies depend on the
+    position.
     """
     plain = _plain(rope.theta, width)
     if rope.kind == "linear":
@@ -43,8 +44,8 @@ def inverse_frequencies(rope: RopeConfig, width: int, max_len: int) -> torch.Ten
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Returns the factor of cosine and sine: YaRN's (eq. 22 of arXiv 2309.00071), LongRoPE's (sec. 3.3 of
-    arXiv 2402.13753), or 1.
+    """Returns the factor by which cosine and sine are multiplied: YaRN's (eq. 22 of arXiv 2309.00071), LongRoPE's (sec.
+    3.3 of arXiv 2402.13753), or 1.
     """
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
@@ -62,7 +63,7 @@ def _plain(theta: float, head_dim: int) -> torch.Tensor:
 
 
 def _wavelengths(theta: float, head_dim: int) -> torch.Tensor:
-    """Returns the positions per radian of each pair, fp32 [head_dim/2]."""
+    """Returns the number of positions per radian of each pair of dimensions, fp32 [head_dim/2]."""
     exponents: torch.Tensor = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     return exponents
 
@@ -74,8 +75,8 @@ def _mscale(factor: float, mscale: float) -> float:
 def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.Tensor:
     """Returns the frequencies of dynamic NTK, [max_len, head_dim/2], whose base grows with the sequence.
 
-    Position p gets the base of a sequence of p + 1 tokens, as in transformers when it decodes with a cache. If all
-    positions of a pass used the base of the last one, KV would depend on the division of the prompt into chunks.
+    Position p gets the base of a sequence of p + 1 tokens, as in transformers with a cache. If all positions of a pass
+    used the base of the last position, KV would depend on how a prompt was divided into chunks.
     """
     length = (positions.double() + 1).clamp(min=rope.original_max_len)
     growth = rope.factor * length / rope.original_max_len - (rope.factor - 1)
@@ -85,8 +86,8 @@ def _dynamic(rope: RopeConfig, head_dim: int, positions: torch.Tensor) -> torch.
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Returns the frequencies of Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, others
-    interpolated.
+    """Returns the frequencies of Llama 3.1. Low frequencies are divided by `factor`, high frequencies are kept, and
+    frequencies between them are interpolated.
     """
     wavelen = 2 * math.pi / plain
     smooth = (rope.original_max_len / wavelen - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -96,8 +97,8 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Returns the frequencies of YaRN: slow dimensions are interpolated, fast ones kept, with a linear ramp between
-    them.
+    """Returns the frequencies of YaRN. Low frequencies are interpolated, and high frequencies are kept, with a linear
+    ramp between them.
     """
     frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 

@@ -1,1 +1,1 @@
-"""The ranks of a worker: processes that share its model by tensor parallelism (docs/parallel.md)."""
+"""The ranks of a worker: processes that share its model by tensor or pipeline parallelism (docs/parallel.md)."""

@@ -1,4 +1,4 @@
-"""Refusals of tensor parallelism that depend on the worker's settings and machine, not on the model's sizes."""
+"""Checks that a worker's settings and machine support several ranks. `Place.check` checks the model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Protocol
 import kernels.row_parallel
 from engine.device import Device
 from engine.errors import ModelError
+from engine.ranks.place import Place
 from engine.ranks.shard import Shard
 from kernels.environment import linear_provider
 
 
 class Asked(Protocol):
-    """The settings that tensor parallelism excludes."""
+    """The settings that cannot be combined with every division of a model."""
 
     @property
     def quantization(self) -> str | None: ...
@@ -21,16 +22,25 @@ class Asked(Protocol):
     def enable_lora(self) -> bool: ...
 
 
-def check_ranks(shard: Shard, settings: Asked, device: Device) -> None:
-    """Raises ModelError, which names the setting."""
-    if shard.is_whole:
+def check_ranks(place: Place, settings: Asked, device: Device) -> None:
+    """Raises ModelError if the worker has several ranks and a setting or the device does not support them. The message
+    names the setting.
+    """
+    shard, stage = place.shard, place.stage
+    if shard.is_whole and stage.is_whole:
         return
+    asked = stage.asked if shard.is_whole else shard.asked
     if device.compute_capability is not None:
-        raise ModelError(f"{shard.asked} needs device cpu: exchanges between GPUs have not been written")
+        raise ModelError(f"{asked} needs device cpu: exchanges between GPUs are not implemented")
+    if settings.enable_lora:
+        raise ModelError(f"{asked} does not support enable_lora")
+    if not shard.is_whole:
+        _check_products(shard, settings)
+
+
+def _check_products(shard: Shard, settings: Asked) -> None:
     if settings.quantization is not None:
         raise ModelError(f"{shard.asked} does not support quantization {settings.quantization}")
-    if settings.enable_lora:
-        raise ModelError(f"{shard.asked} does not support enable_lora")
     if kernels.row_parallel.entry() is None:
         raise ModelError(f"{shard.asked} needs the C++ kernels, which are not in use")
     if (provider := linear_provider()) in ("onednn", "torch"):

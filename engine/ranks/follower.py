@@ -1,7 +1,6 @@
-"""`python -m engine.ranks.follower`: a rank of a worker other than the first. It loads its share of the model, and runs
-the forward passes that the first rank sends.
-
-It ends with the first rank: at once, whatever it is doing, when the connection of the beats is closed.
+"""The process of a rank other than the worker's first rank (`python -m engine.ranks.follower`). It loads its share of
+the model, and runs the forward passes that the first rank sends. It ends at once when the first rank closes the socket
+for beats.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from engine.errors import RankLost
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.ranks.leader import BEAT_S
 from engine.ranks.messages import Kind, Loaded, SharedBlocks, receive, send_json, unpack
+from engine.ranks.place import Place
 from engine.ranks.seat import Seat
-from engine.ranks.shard import Shard
 
 
 def main() -> None:
-    rank, messages_fd, life_fd, *peer_fds = map(int, sys.argv[2:])
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first rank decides when it is time
+    level, log_format = sys.argv[1:3]
+    rank, messages_fd, life_fd, *peer_fds = map(int, sys.argv[3:])
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first rank ends this process
         signal.signal(number, signal.SIG_IGN)
-    configure_logging(sys.argv[1])
+    configure_logging(level, "json" if log_format == "json" else "text", service=f"rank {rank}")
     threading.Thread(target=_beat, args=(socket.socket(fileno=life_fd),), name="beat", daemon=True).start()
     peers = [None if fd < 0 else socket.socket(fileno=fd) for fd in peer_fds]
     with contextlib.suppress(RankLost, OSError):  # the first rank has ended
@@ -49,7 +49,7 @@ def _beat(life: socket.socket) -> None:
 
 
 def serve(messages: socket.socket, rank: int, peers: list[socket.socket | None]) -> None:
-    """Loads the model, and follows messages until the first rank ends. Raises RankLost or OSError then."""
+    """Loads the model, and handles messages until the first rank ends. Then raises RankLost or OSError."""
     runner = _load(messages, rank, peers)
     guards: dict[int, int] = {}
     bound: SharedBlocks | None = None
@@ -73,8 +73,7 @@ def _load(messages: socket.socket, rank: int, peers: list[socket.socket | None])
     asked = receive(messages).json
     settings = RunnerSettings(**{**asked, "model": Path(asked["model"])})
     try:
-        shard = Shard.of(rank, settings.tensor_parallel_size, settings.reduction_parts)
-        runner = ModelRunner(settings, seat=Seat(shard, peers))
+        runner = ModelRunner(settings, seat=Seat(Place.of(rank, settings), peers))
     except StartupError as error:
         send_json(messages, Kind.LOADED, Loaded(error=str(error)))
         raise RankLost(str(error)) from None

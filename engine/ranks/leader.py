@@ -1,8 +1,7 @@
-"""The first rank of a worker: starts the others, sends them every step, and notices the loss of one.
-
-The other ranks are child processes (`engine.ranks.follower`). They only run forward passes over the same arena; blocks,
-references, sampling and RPC are this process's. Each follower has two more sockets than the ones between ranks: one for
-messages, and one on which it sends a beat twice a second, and whose end tells either side that the other is gone.
+"""The first rank of a worker. It starts the other ranks, sends them every step, and detects the loss of a rank. The
+other ranks are child processes (`engine.ranks.follower`). They only run forward passes over the same arena; this
+process handles blocks, references, sampling and RPC. In addition to the sockets between ranks, each follower has a
+socket for messages, and one on which it sends a beat twice a second. If the latter closes, the other side has ended.
 """
 
 from __future__ import annotations
@@ -15,34 +14,38 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from common.telemetry import log_format_of
 from engine.errors import ModelError, RankLost
 from engine.ranks.messages import Kind, Loaded, SharedBlocks, pack, receive, send, send_json
+from engine.ranks.place import Place
 from engine.ranks.seat import Seat
-from engine.ranks.shard import Shard
 from engine.step import StepInput
 
 logger = logging.getLogger("ranks")
 BEAT_S = 0.5
 SILENT_BEATS = 8
-"""A follower counts as frozen when this many beats in a row are missing: after 4 to 4.5 s. Beats are counted, not
-seconds, so that a pause of this process is not taken for one of the follower. A step may take as long as it likes.
+"""Number of consecutive missing beats after which a follower counts as frozen (4 to 4.5 s). Beats are counted instead
+of seconds, so that a pause of this process does not count. A step may take longer.
 """
 
 
 class Follower:
-    """The process of another rank, as the first rank sees it."""
+    """The first rank's handle to the process of another rank."""
 
     def __init__(self, rank: int, seats: Sequence[socket.socket | None], settings: Mapping[str, Any]) -> None:
-        """`seats`: the follower's socket to each rank, None at its own place. They are closed here. `settings`: the
-        fields of a `RunnerSettings`.
+        """Starts the process. `seats` are the follower's sockets to each rank (None for itself), which are closed in
+        this process. `settings` are the fields of a `RunnerSettings`.
         """
         self.rank = rank
+        self.weights_bytes = 0
+        """Bytes of the weights that it has loaded."""
         self.messages, theirs = socket.socketpair()
         self._life, their_life = socket.socketpair()
         peers = [-1 if peer is None else peer.fileno() for peer in seats]
         fds = [theirs.fileno(), their_life.fileno(), *peers]
-        level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-        command = [sys.executable, "-m", "engine.ranks.follower", level, *map(str, (rank, *fds))]
+        root = logging.getLogger()
+        logs = (logging.getLevelName(root.getEffectiveLevel()), log_format_of(root))
+        command = [sys.executable, "-m", "engine.ranks.follower", *logs, *map(str, (rank, *fds))]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd for fd in fds if fd >= 0])
         for end in (theirs, their_life, *seats):
             if end is not None:
@@ -50,7 +53,7 @@ class Follower:
         send_json(self.messages, Kind.SETTINGS, {**settings, "model": str(settings["model"])})
 
     def loaded(self) -> Loaded:
-        """Waits for the follower's answer. Raises ModelError, also if it ends without one."""
+        """Waits until the follower has loaded its share. Raises ModelError if it fails or ends."""
         try:
             answer = Loaded(**receive(self.messages).json)
         except (RankLost, OSError) as error:
@@ -60,7 +63,7 @@ class Follower:
         return answer
 
     def watch(self) -> str:
-        """Returns the reason when the follower has ended or is frozen."""
+        """Waits until the follower has ended or is frozen, and returns the reason."""
         self._life.settimeout(BEAT_S)
         silent = 0
         while silent < SILENT_BEATS:
@@ -75,7 +78,7 @@ class Follower:
         return f"rank {self.rank} (process {self.process.pid}) is frozen: no beat for {silent * BEAT_S:.0f} s"
 
     def end(self) -> None:
-        """Kills the process, if it is still there. Its connections to the other ranks end."""
+        """Kills the process if it is still running."""
         self.process.kill()
         self.process.wait()
         for own in (self.messages, self._life):
@@ -90,40 +93,39 @@ class Follower:
 
 
 class Leader(Seat):
-    """The place of the first rank, and the other ranks."""
+    """The seat of the first rank, which manages the other ranks."""
 
-    def __init__(self, shard: Shard, settings: Mapping[str, Any]) -> None:
+    def __init__(self, place: Place, settings: Mapping[str, Any]) -> None:
         """Starts the followers, which load their share of the model while this process loads its own."""
-        table: list[list[socket.socket | None]] = [[None] * shard.size for _ in range(shard.size)]
-        for one in range(shard.size):
+        table: list[list[socket.socket | None]] = [[None] * place.size for _ in range(place.size)]
+        for one in range(place.size):
             for other in range(one):
                 table[one][other], table[other][one] = socket.socketpair()
-        super().__init__(shard, table[0])
-        self.followers = [Follower(rank, table[rank], settings) for rank in range(1, shard.size)]
+        super().__init__(place, table[0])
+        self.followers = [Follower(rank, table[rank], settings) for rank in range(1, place.size)]
         self.lost: str | None = None
-        """Why the worker must end; None while all ranks are there."""
+        """The reason why the worker must end; None while all ranks are running."""
         self._on_lost: list[Callable[[], object]] = []
         self._is_closed = False
 
     def wait_loaded(self, own: Loaded) -> int:
-        """Waits until every follower has loaded its share, and begins to watch them. Returns their weights' bytes.
-
-        Raises ModelError if one has failed, or computes with other kernels or weights than this process (`own`).
+        """Waits until every follower has loaded its share, and begins to watch them. Returns the bytes of their
+        weights. Raises ModelError if a follower has failed, or if its kernels or weights differ from those of this
+        process (`own`).
         """
-        total = 0
         for follower in self.followers:
             answer = follower.loaded()
             for name in ("numerics", "model_fingerprint"):
                 if (theirs := getattr(answer, name)) != (ours := getattr(own, name)):
                     raise ModelError(f"rank {follower.rank} has {name} {theirs!r}, the first rank has {ours!r}")
-            total += answer.weights_bytes
+            follower.weights_bytes = answer.weights_bytes
         for follower in self.followers:
             name = f"rank-{follower.rank}"
             threading.Thread(target=self._watch, args=(follower,), name=name, daemon=True).start()
-        return total
+        return sum(follower.weights_bytes for follower in self.followers)
 
     def on_lost(self, call: Callable[[], object]) -> None:
-        """Calls `call`, in any thread, when a rank is lost."""
+        """Registers a function to call, in any thread, when a rank is lost."""
         self._on_lost.append(call)
 
     def check(self) -> None:
@@ -132,13 +134,13 @@ class Leader(Seat):
             raise RankLost(self.lost)
 
     def share(self, blocks: SharedBlocks) -> None:
-        """Makes every follower bind the arena of the following steps."""
+        """Tells every follower to bind the arena of the following steps."""
         for follower in self.followers:
             send_json(follower.messages, Kind.ARENA, blocks)
 
     def guard(self, key: int, fd: int) -> None:
-        """Makes every follower keep an open file until another one with the same key replaces it, or until it ends.
-        This is how a writer slot stays locked until no rank can write any more (docs/parallel.md).
+        """Makes every follower keep a file open until a file with the same key replaces it, or the follower ends. A
+        writer slot therefore stays locked until no rank can write any more (docs/parallel.md).
         """
         for follower in self.followers:
             send(follower.messages, Kind.GUARD, key=key, fd=fd)
@@ -151,6 +153,8 @@ class Leader(Seat):
         for peer in self._peers:
             if peer is not None:
                 peer.close()
+        if self._sender is not None:
+            self._sender.close()
 
     # --- inside
 

@@ -1,7 +1,5 @@
-"""The messages from a worker's first rank to the others: the arrays of a step, and where the arena is.
-
-A message is a header of three 64-bit numbers (kind, key, bytes of the body), possibly with a file descriptor, and a
-body. JSON and arrays only: nothing that is received runs.
+"""The messages between a worker's first rank and the others. A message is a header of three 64-bit numbers (kind, key,
+bytes of the body), possibly with a file descriptor, and a body. A body is JSON or arrays, never code.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ _HEADER = struct.Struct("<QQQ")
 
 
 class Kind(enum.IntEnum):
-    """What a message asks for, or answers."""
+    """The kind of a message."""
 
     SETTINGS = 1
-    """Load the model of these settings (JSON)."""
+    """Loads the model with these settings (JSON)."""
     LOADED = 2
-    """The answer: a `Loaded` (JSON)."""
+    """Answers SETTINGS with a `Loaded` (JSON)."""
     ARENA = 3
-    """Bind this arena: `SharedBlocks` (JSON)."""
+    """Binds this arena: `SharedBlocks` (JSON)."""
     GUARD = 4
-    """Keep this open file instead of the last one with the same key: the lock of a writer slot."""
+    """Makes the receiver keep a file open, the lock of a writer slot. It replaces the last file with the same key."""
     STEP = 5
-    """Compute this step (`pack`). The key says whether logits are wanted, or hidden states."""
+    """Computes this step (`pack`). The key is 1 for logits, or 0 for hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
-    """The blocks of an arena in a file that every rank can map: uint8 [num_blocks, block_bytes] from `offset`."""
+    """The location of an arena's blocks, uint8 [num_blocks, block_bytes], in a file that every rank can map."""
 
     path: str
     offset: int
@@ -65,7 +63,7 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A rank's answer once it has loaded its share of the model, or the reason why it cannot."""
+    """A rank's message after it has loaded its share of the model or has failed to load it (`error`)."""
 
     weights_bytes: int = 0
     numerics: str = ""
@@ -74,7 +72,7 @@ class Loaded:
 
 
 def send_json(to: socket.socket, kind: Kind, value: Any) -> None:
-    """`value`: a dict or a dataclass."""
+    """Sends `value`, a dict or a dataclass, as JSON."""
     send(to, kind, json.dumps(value if isinstance(value, dict) else asdict(value)).encode())
 
 
@@ -99,20 +97,23 @@ def receive(of: socket.socket) -> Message:
 
 
 def receive_exactly(of: socket.socket, size: int) -> bytearray:
-    """Raises RankLost if the sender is gone."""
+    """Returns the next `size` bytes. Raises RankLost if the sender is gone."""
     body = bytearray(size)
-    rest = memoryview(body)
+    receive_into(of, memoryview(body))
+    return body
+
+
+def receive_into(of: socket.socket, rest: memoryview) -> None:
+    """Fills `rest`. Raises RankLost if the sender has ended."""
     while rest:
         if not (count := of.recv_into(rest)):
             raise RankLost("the connection was closed")
         rest = rest[count:]
-    return body
 
 
 def pack(batch: StepInput) -> bytes:
-    """Returns the arrays of a step end to end, first the 64-bit ones. `unpack` returns equal arrays.
-
-    The first numbers are T, B, R, the number of KV groups, and the width of each group's block table.
+    """Returns the arrays of a step end to end, 64-bit arrays first. `unpack` is the inverse. The first numbers are T,
+    B, R, the number of KV groups, and the width of each group's block table.
     """
     widths = [table.shape[1] for table in batch.block_tables]
     sizes = [len(batch.token_ids), len(batch.context_lens), len(batch.logits_rows), len(widths), *widths]

@@ -1,82 +1,151 @@
-"""A process's place among the ranks of its worker: its share of the model, and its connections to the other ranks.
-
-The kernels exchange partial sums over these connections in the middle of a step (kernels/cpu/row_parallel.cpp); here,
-the ranks hand their part of the logits to the first one at the end of it. They are sockets of one machine, because all
-ranks map the same arena.
+"""A process's place among the ranks of its worker, and its connections to the other ranks. The kernels exchange partial
+sums with the ranks of the same stage over these connections (kernels/cpu/row_parallel.cpp). After each micro-batch, a
+rank sends hidden states to the next stage, and the ranks of the last stage send their parts of the result to the first
+rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.errors import RankLost
-from engine.ranks.messages import receive_exactly
-from engine.ranks.shard import Shard
+from engine.ranks.messages import receive_exactly, receive_into
+from engine.ranks.micro_batches import MicroBatch, how_many, split
+from engine.ranks.place import Place
+from engine.ranks.sender import Data, Sender
 from engine.step import StepInput
 from kernels.cpu.ranks import Ranks
 
 _DONE = b"\0"
+Compute = Callable[[StepInput, Tensor | None], Tensor]
+"""Computes a micro-batch, from its tokens in the first stage, and from the hidden states [T, h] of the previous stage
+in later stages. Returns hidden states [T, h] for the next stage, or, in the last stage, this rank's part of the result.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The kind of result that a step computes. Logits are divided into columns among the ranks of the last stage.
+    Hidden states after the last norm are complete in each of these ranks.
+    """
+
+    has_head: bool
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    """The compute dtype, in which stages pass on hidden states."""
+
+    @property
+    def width(self) -> int:
+        """The number of columns of the result."""
+        return self.vocab_size if self.has_head else self.hidden_size
 
 
 class Seat:
-    """One rank. A step runs on all ranks at the same time, and only one step at a time."""
+    """A rank's seat: its place among the ranks, and its connections to them. All ranks run a step at the same time."""
 
-    def __init__(self, shard: Shard, peers: Sequence[socket.socket | None]) -> None:
-        """peers: a stream socket to each rank, None for this one."""
-        self.shard = shard
-        self.ranks = Ranks.of([-1 if peer is None else peer.fileno() for peer in peers], shard.rank)
+    def __init__(self, place: Place, peers: Sequence[socket.socket | None]) -> None:
+        """Creates the seat. `peers` contains a stream socket to each rank, and None for this rank."""
+        self.place = place
+        of_stage = [peers[rank] for rank in place.ranks_of(place.stage.index)]
+        self.ranks = Ranks.of([-1 if peer is None else peer.fileno() for peer in of_stage], place.shard.rank)
         self._peers = peers
+        self._sender = None if place.stage.is_whole else Sender()
         self._lock = threading.Lock()
 
-    def run(self, batch: StepInput, compute: Callable[[], Tensor], vocab_size: int | None, *, alone: bool) -> Tensor:
-        """Computes a step on all ranks, of which this one runs `compute`. If `vocab_size` is given, the results are the
-        ranks' parts of logits, fp32 [R, part], and the first rank returns logits [R, vocab]. When it returns, no rank
-        reads or writes blocks for this step any more.
-
-        alone: the step is a rehearsal over memory of this rank alone. Nothing is exchanged, and the values of the
-        result mean nothing.
-
-        Raises RankLost for any error, because the ranks are then no longer at the same place.
+    def run(self, batch: StepInput, compute: Compute, wanted: Wanted, *, alone: bool) -> Tensor:
+        """Computes a step on all ranks; this rank runs `compute`. The first rank returns the result, fp32 [R, width].
+        When it returns, no rank reads or writes blocks for this step any more. If `alone` is True, the step is a
+        rehearsal on this rank alone. Nothing is exchanged, and the values of the result are meaningless. Raises
+        RankLost for any error, because the ranks may then be at different steps.
         """
         with self._lock:
             self.ranks.rehearses = int(alone)
+            parts = split(batch, how_many(len(batch.token_ids), self.place.stage.count))
             if alone:
-                return self._padded(compute(), vocab_size)
+                return self._rehearsed(parts, compute, wanted)
             try:
-                self._announce(batch, vocab_size is not None)
-                return self._collect(compute(), vocab_size)
+                self._announce(batch, wanted.has_head)
+                own = [self._pass_on(compute(part.step, self._received(part, wanted)), wanted) for part in parts]
+                if self.place.rank:
+                    self._send(0, _DONE)
+                    return own[-1]
+                return self._collected(parts, own, wanted)
             except Exception as error:
-                raise RankLost(f"a step of {self.shard.size} ranks failed ({error})") from error
+                raise RankLost(f"a step of {self.place.size} ranks failed ({error})") from error
 
     def _announce(self, batch: StepInput, has_head: bool) -> None:
-        """The first rank sends the step to the others. They have received it already."""
+        """Sends the step to the other ranks, if this is the first rank."""
 
-    def _collect(self, own: Tensor, vocab_size: int | None) -> Tensor:
-        """Ends a step: waits until every rank is done, and puts logits together."""
-        if self.shard.rank:
-            first = self._peers[0]
-            assert first is not None
-            part = own.contiguous().numpy().tobytes() if vocab_size is not None else b""
-            first.sendall(_DONE + part)
-            return own
-        logits = own if vocab_size is None else own.new_empty((len(own), vocab_size))
-        if vocab_size is not None:
-            logits[:, self.shard.span(vocab_size)] = own
-        for rank, peer in enumerate(self._peers):
+    def _received(self, part: MicroBatch, wanted: Wanted) -> Tensor | None:
+        """Returns the hidden states [T, h] of the previous stage."""
+        if self.place.stage.is_first:
+            return None
+        states = torch.empty((len(part.step.token_ids), wanted.hidden_size), dtype=wanted.dtype)
+        receive_into(self._peer(self.place.rank - self.place.shard.size), _bytes_of(states))
+        return states
+
+    def _pass_on(self, own: Tensor, wanted: Wanted) -> Tensor:
+        """Sends this rank's result to the rank that continues with it, which may be the rank itself."""
+        if not self.place.stage.is_last:
+            self._send(self.place.rank + self.place.shard.size, _bytes_of(own.contiguous()))
+        elif self.place.rank and self.place.rank in self._owners(wanted):
+            self._send(0, bytes(_bytes_of(own.contiguous())))  # a copy: logits are valid until the next micro-batch
+        return own
+
+    def _send(self, rank: int, data: Data) -> None:
+        if self._sender is None:
+            self._peer(rank).sendall(data)
+        else:
+            self._sender.send(self._peer(rank), data)
+
+    def _collected(self, parts: Sequence[MicroBatch], own: Sequence[Tensor], wanted: Wanted) -> Tensor:
+        """Returns the result of a step, from the parts of the last stage's ranks, when every rank is done."""
+        owners = self._owners(wanted)
+        result = torch.empty((sum(part.num_rows for part in parts), wanted.width))
+        bounds = [wanted.width * number // len(owners) for number in range(len(owners) + 1)]  # as `Shard.span`
+        for part, mine in zip(parts, own, strict=True):
+            for rank, (begin, end) in zip(owners, itertools.pairwise(bounds), strict=True):
+                found = self._part_of(rank, (part.num_rows, end - begin)) if rank else mine
+                result[part.places, begin:end] = found
+        for peer in self._peers:
             if peer is not None:
                 receive_exactly(peer, len(_DONE))
-                if vocab_size is not None and len(own):
-                    span = self.shard.span(vocab_size, rank)
-                    body = receive_exactly(peer, len(own) * (span.stop - span.start) * own.element_size())
-                    logits[:, span] = torch.frombuffer(body, dtype=own.dtype).view(len(own), -1)
-        return logits
+        return result
 
-    def _padded(self, own: Tensor, vocab_size: int | None) -> Tensor:
-        if vocab_size is None:
-            return own
-        return torch.nn.functional.pad(own, (0, vocab_size - own.shape[1]))
+    def _owners(self, wanted: Wanted) -> range:
+        """Returns the ranks that have the result. Each rank has some columns of logits, or one rank has all hidden
+        states.
+        """
+        last = self.place.ranks_of(self.place.stage.count - 1)
+        return last if wanted.has_head else last[:1]
+
+    def _part_of(self, rank: int, size: tuple[int, int]) -> Tensor:
+        found = torch.empty(size)
+        receive_into(self._peer(rank), _bytes_of(found))
+        return found
+
+    def _rehearsed(self, parts: Sequence[MicroBatch], compute: Compute, wanted: Wanted) -> Tensor:
+        """Computes a rehearsal, and returns zeros with the shape of a real result. The memory of the zeros has been
+        written, like that of a real result.
+        """
+        for part in parts:
+            compute(part.step, None)
+        return torch.full((sum(part.num_rows for part in parts), wanted.width), 0.0)
+
+    def _peer(self, rank: int) -> socket.socket:
+        peer = self._peers[rank]
+        assert peer is not None
+        return peer
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Returns a view of a contiguous tensor's memory."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

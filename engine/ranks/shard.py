@@ -1,4 +1,4 @@
-"""A rank's share of a model, as in Megatron: heads, columns of the MLP, rows of the vocabulary. No tensors, no I/O."""
+"""A rank's share of a model, as in Megatron: heads, columns of the MLP, and rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from engine.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `size` equal shares."""
+    """A share of a model: one of `size` equal parts."""
 
     rank: int = 0
     size: int = 1
     parts: int = 1
-    """Parts, over all ranks, of the products that add up a layer's heads and its MLP (`kernels.row_parallel`)."""
+    """Number of parts, over all ranks, in which the output projections of attention and MLP are summed
+    (`kernels.row_parallel`).
+    """
 
     @classmethod
     def of(cls, rank: int, size: int, parts: int | None) -> Shard:
-        """`parts` None: 1 for a single rank, else as `default_parts` says. Raises ModelError."""
+        """Returns the share of a rank. If `parts` is None, it is `default_parts(size)`. Raises ModelError if a number
+        is not allowed.
+        """
         chosen = parts or default_parts(size)
         for name, value in (("tensor_parallel_size", size), ("reduction_parts", chosen)):
             if value not in (1, 2, 4, MOST_RANKS):
@@ -31,7 +35,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether products are whole, as without tensor parallelism anywhere in the deployment."""
+        """Whether products are summed in one part, as without tensor parallelism."""
         return self.parts == 1
 
     @property
@@ -39,12 +43,12 @@ class Shard:
         return self.parts // self.size
 
     def span(self, count: int, rank: int | None = None) -> slice:
-        """Returns the rank's range of `count` things, by default that of this rank."""
+        """Returns the range of a rank among `count` items. If `rank` is None, returns the range of this rank."""
         rank = self.rank if rank is None else rank
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     def check(self, c: ModelConfig) -> None:
-        """Raises ModelError, which names the field, for a model that cannot be divided in this way."""
+        """Raises ModelError, which names the field, if the model cannot be divided in this way."""
         if self.is_whole:
             return
         if c.family in ("opt", "transformers"):
@@ -66,7 +70,7 @@ class Shard:
 
     @property
     def asked(self) -> str:
-        """The settings that ask for this shard, as an error names them."""
+        """The settings that request this shard, for error messages."""
         return f"tensor_parallel_size {self.size} (reduction_parts {self.parts})"
 
 

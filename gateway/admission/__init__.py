@@ -1,1 +1,1 @@
-"""Decides when a request starts, by its tenant's share, the queue and the predicted wait."""
+"""Decides whether a request is admitted, by the queue, predicted wait and tenant limits, and when it starts."""

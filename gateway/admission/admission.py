@@ -1,8 +1,9 @@
-"""The admission control, which admits a request or refuses it at once. Does no I/O.
+"""The admission control, which admits a request or refuses it at once. This module does no I/O.
 
-There are two checks: one when a request's headers have arrived (`Admission.enter`: its tenant, the queue, its predicted
-wait), and one when its body has been read (`Entry.take`: its samples, priority and tokens). The limit on the queue
-counts the sequences of all tenants. While the queue is full, only tenants that exceed an even share of it are refused.
+There are two checks. When a request's headers have arrived, `Admission.enter` checks its tenant, the queue and the
+predicted wait. When its body has been read, `Entry.take` checks its samples, priority and tokens. The limit on the
+queue counts the sequences of all tenants. While the queue is full, a tenant within an even share of the queue is still
+admitted.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Admission:
         on_refusal: Callable[[Reason], None] = lambda reason: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit` counts sequences. A request whose predicted wait for a place exceeds `max_wait_s` is refused."""
+        """`limit` is a number of sequences. A request is refused if its predicted wait for a place exceeds
+        `max_wait_s`.
+        """
         self._limit = limit
         self._max_wait_s = max_wait_s
         self._gate = gate
@@ -65,9 +68,7 @@ class Admission:
         self.answers = OpenAnswers()
 
     def check(self, tenant: str) -> None:
-        """Makes the checks of `enter`, and raises its errors, without admitting a request. A caller can use it before
-        it has received a message.
-        """
+        """Makes the same checks as `enter` and raises the same errors, but admits no request."""
         if self.draining:
             raise self._refusal(
                 Reason.DRAINING, Unavailable("this gateway is shutting down", retry_after_s=RETRY_AFTER_S)
@@ -89,11 +90,13 @@ class Admission:
         return Entry(self, tenant)
 
     def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
-        """Returns the seconds that a request that arrives now is likely to wait, or None until a rate is known."""
+        """Returns the longest time, in seconds, that a request that arrives now is likely to wait, or None until a rate
+        has been measured.
+        """
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Charges tokens, computed or found in the cache, to the tenant's budget. A negative number is credited."""
+        """Charges tokens to the tenant's budget, whether computed or cached. A negative number is credited."""
         self._take(self._tenants.tokens(tenant), num_tokens)
 
     # --- for entries
@@ -127,8 +130,8 @@ class Admission:
     # --- inside
 
     def _check_room(self, tenant: str, count: int) -> None:
-        """Raises ResourceExhausted if `count` more sequences exceed both the limit and the tenant's share. The share is
-        an even part of the limit among the tenants that have sequences.
+        """Raises ResourceExhausted if `count` more sequences would exceed both the limit and the tenant's share. The
+        limit is shared evenly among the tenants that have sequences.
         """
         present = len(self._sequences) + (tenant not in self._sequences)
         share = min(self._limit, max(1, self._limit // present))
@@ -162,7 +165,7 @@ class Admission:
     def _check_priority(self, tenant: str, priority: int) -> None:
         best = self._tenants.best_priority(tenant)
         if best is not None and priority < best:
-            text = f"priority {priority} is better than your key may claim: at least {best}"
+            text = f"priority {priority} is below {best}, the lowest that your key may use"
             raise self._refusal(Reason.PRIORITY, PermissionDenied(text))
 
     def _add(self, tenant: str, count: int) -> None:
@@ -172,7 +175,7 @@ class Admission:
             del self._sequences[tenant]
 
     def _has_come(self, entry: Entry) -> None:
-        """Notes that the request has reached the gate, or that it will never reach it."""
+        """Notes that the request has reached the gate, or that it will not reach the gate."""
         if entry.is_coming:
             entry.is_coming = False
             self._coming[entry.tenant] -= 1
@@ -198,7 +201,8 @@ class Entry:
         """Tokens taken from the tenant's budget in advance. `close` credits them."""
 
     def take(self, requests: Sequence[ResolvedRequest]) -> None:
-        """Admits all sequences of a request that has been read, or none of them.
+        """Admits all sequences of an HTTP or gRPC request that has been read, or none of them. `requests` contains one
+        request for each of its prompts.
 
         Raises PermissionDenied (priority) or ResourceExhausted with a retry time (queue, wait, quota).
         """

@@ -1,8 +1,10 @@
-"""A queue with deficit round robin between tenants (Shreedhar and Varghese, 1996). A tenant's items leave in order.
+"""A queue with deficit round robin between tenants (Shreedhar and Varghese, 1996). A tenant's items leave in the order
+of their arrival.
 
 Tenants take turns. Each turn adds a quantum to a tenant's credit, and the tenant keeps unused credit while it has
 waiting items. While two tenants both wait, the numbers of tokens that they get therefore differ by at most a quantum
-and two requests, regardless of the size and number of their requests. Does not depend on asyncio, places or priorities.
+and two requests, regardless of the size and number of their requests. This module does not depend on asyncio, places or
+priorities.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A queue that serves several tenants in turn. The tenant whose turn it is has already received its quantum."""
+    """A queue that serves several tenants by deficit round robin. The tenant whose turn it is has already received its
+    quantum.
+    """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
@@ -39,8 +43,8 @@ class FairQueue(Generic[T]):
         return bool(self._lines)
 
     def push(self, tenant: str, cost: int, item: T) -> None:
-        """Adds an item behind all others of its tenant. A tenant that had no items gets its turn after all other
-        tenants.
+        """Adds an item behind the tenant's other items. A tenant that had no items gets its turn after the tenants that
+        wait.
         """
         line = self._lines.get(tenant)
         if line is None:
@@ -57,12 +61,12 @@ class FairQueue(Generic[T]):
         return {tenant: line.cost for tenant, line in self._lines.items()}
 
     def first(self, tenant: str) -> T | None:
-        """Returns a tenant's first item, or None if it has none."""
+        """Returns a tenant's first item, or None if the tenant has no items."""
         line = self._lines.get(tenant)
         return None if line is None else line.items[0][1]
 
     def head(self) -> T:
-        """Returns the item whose turn it is. Adding other items does not change which item that is.
+        """Returns the item whose turn it is. The head does not change when items are added.
 
         Raises IndexError if the queue is empty.
         """
@@ -76,15 +80,15 @@ class FairQueue(Generic[T]):
         return line.items[0][1]
 
     def pop(self) -> T:
-        """Removes and returns the head, and subtracts its cost from its tenant's credit. Raises IndexError if the queue
-        is empty.
+        """Removes and returns the item whose turn it is, and subtracts its cost from its tenant's credit. Raises
+        IndexError if the queue is empty.
         """
         self.head()
         return self.take(next(iter(self._lines)))
 
     def take(self, tenant: str) -> T:
-        """Removes and returns a tenant's first item, even before its turn, and subtracts its cost from the tenant's
-        credit.
+        """Removes and returns the tenant's first item, even if it is not the tenant's turn, and subtracts the item's
+        cost from the tenant's credit.
         """
         line = self._lines[tenant]
         cost, item = line.items.popleft()

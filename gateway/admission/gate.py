@@ -1,7 +1,8 @@
-"""The gate to the workers, where a request waits until decode has room for it. Does no I/O.
+"""The gate to the workers, where a request waits until decode has room for it. This module does no I/O.
 
-Requests pass in order of priority, and tenants share the places fairly. A prompt that is prefilled too early takes
-blocks that running requests need. The gate also predicts how long a request that arrives now will wait.
+Requests wait here because a prompt that is prefilled too early takes blocks that running requests need. They pass in
+order of priority, and tenants share the places fairly. The gate also predicts how long a request that arrives now will
+wait.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RESERVED_RANK = -(1 << 32)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The record of a request's places at the workers: one place per sequence that the request runs at once."""
+    """The record of a request's places at the workers: one place for each sequence that the request runs at a time."""
 
     priority: int
     tenant: str
@@ -71,12 +72,13 @@ class _Returning:
 
 
 class Gate:
-    """The queue in front of the workers. It lets requests through while there are places, one for each sequence.
+    """The queue in front of the workers. A request passes when there is a place for each of its sequences. The lowest
+    priority number goes first. Within a priority, deficit round robin decides between tenants, and the order of arrival
+    decides within a tenant.
 
-    The lowest priority number goes first. Within a priority, deficit round robin decides between tenants, and the order
-    of arrival decides within a tenant. The request whose turn it is waits until it fits. A smaller request overtakes it
-    only with a better priority, or with a place reserved for a tenant that has less than its share (`Shares`). Groups
-    that were given back precede new requests of the same rank.
+    The request whose turn it is waits until it fits. A smaller request overtakes it only with a better priority, or
+    with a place reserved for a tenant that has less than its share (`Shares`). Groups that were given back precede new
+    requests of the same rank.
     """
 
     def __init__(
@@ -97,12 +99,12 @@ class Gate:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for a place, or, after they have been given back, for blocks."""
+        """Number of requests that wait for a place, including requests that were given back and wait for blocks."""
         return sum(map(len, self._queues.values())) + len(self._returning)
 
     @property
     def num_running(self) -> int:
-        """Number of requests that have a place and are not waiting."""
+        """Number of requests that have a place and are not waiting to come back."""
         return self._num_places - len(self._returning)
 
     def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
@@ -136,7 +138,9 @@ class Gate:
         return max(0.0, before) / rate
 
     async def enter(self, priority: int, tenant: str, weight: int, cost: int) -> Place:
-        """Waits for places for `weight` sequences. `cost` is in tokens. The caller must pass the place to `leave`."""
+        """Waits until there are places for `weight` sequences, and returns their record, which the caller must pass to
+        `leave`. `cost` is in tokens.
+        """
         self._arrivals += 1
         self._rate.note_cost(cost, weight)
         wanted = Place(priority, tenant, weight, cost, self._arrivals)
@@ -152,7 +156,7 @@ class Gate:
         except asyncio.CancelledError:
             if waiter.future.cancelled():
                 self._drop(waiter)
-            else:  # let in and cancelled at the same moment
+            else:  # the request was let in and cancelled at the same moment
                 self.leave(waiter.future.result())
             raise
 
@@ -187,8 +191,8 @@ class Gate:
                 self.wake()
 
     def wake(self) -> None:
-        """Lets in the first group that was given back if it fits, and otherwise the requests whose turn it is. Call it
-        also when workers have joined or reported.
+        """Lets in the first group that was given back if it fits, and otherwise the requests whose turn it is. The
+        owner must also call this method when workers have joined or reported.
         """
         self._let_in()
         self._note_time()
@@ -211,8 +215,8 @@ class Gate:
             self._admit(waiter, reserved=False)
 
     def _with_reserve(self) -> Iterator[_Waiter]:
-        """Removes from their queues, and yields one by one, the waiters that may enter although all places
-        are taken.
+        """Yields the waiters that may enter although all places are taken. Removes each of these waiters from its
+        queue.
         """
         if self._shares.num_tenants < 2:
             return
@@ -236,14 +240,14 @@ class Gate:
         return capacity > 0 and reserve and self._may_enter(wanted.priority + RESERVED_RANK)
 
     def _may_enter(self, rank: int) -> bool:
-        """Returns False while a group of this rank or a better one waits to come back, because the waiter would take
-        that group's blocks.
+        """Returns whether requests of this rank may enter. They may not while a group of the same or a better rank
+        waits to come back, because they would take that group's blocks.
         """
         return not self._returning or rank < self._returning[0].place.rank
 
     def _fits(self, weight: int) -> bool:
-        """Returns whether a waiter fits. A waiter that needs more than all places fits when no other request has one;
-        otherwise it would never be let in.
+        """Returns whether a request of `weight` sequences fits. A request with more sequences than there are places
+        fits when no other request has a place. Without this exception, it would never be let in.
         """
         capacity = self._capacity()
         return self.inside + weight <= capacity or (self.inside == 0 and capacity > 0)
@@ -271,8 +275,8 @@ class Gate:
             del self._queues[priority]
 
     def _note_time(self) -> None:
-        """Updates the busy time. The service counts as busy before all places are taken, because decode's batches are
-        full earlier.
+        """Updates the busy time. The service counts as busy even before all places are taken, because decode's batches
+        are full earlier.
         """
         busy = bool(self._queues) or self.inside >= BUSY_SHARE * self._capacity()
         self._rate.pass_time(self._clock(), busy=busy)

@@ -1,4 +1,4 @@
-"""Ends answers that take too long to write, or all open answers at once. Does no I/O.
+"""Ends answers that take too long to write, or all open answers at once. This module does no I/O.
 
 To end an answer, this module raises an error inside the answer's scope. The code that writes the answer then informs
 the client.
@@ -24,8 +24,8 @@ class OpenAnswers:
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
-        """A scope in which one task writes an answer. Raises DeadlineExceeded after `timeout_s`, when the client has
-        not read its answer in time, and Unavailable when `end` is called.
+        """A context manager for the task that writes an answer. Raises DeadlineExceeded if the client has not read the
+        answer within `timeout_s`, and Unavailable when `end` is called.
         """
         scope = asyncio.timeout(0.0 if self._ended else timeout_s)
         try:

@@ -1,10 +1,12 @@
-"""Predicts how long a request will wait for its place: the work ahead of it, divided by the rate of work. Uses no
-clock.
+"""Predicts how long a request will wait for its place: the work ahead of the request, divided by the rate of work.
+Callers pass the current time.
 
-A request's work is the largest number of tokens that it may take, both in the queue and in the rate. If this estimate
-is too high, it is too high in both. The rate counts time only while the service is busy, so an idle service neither
-forgets its rate nor appears slow. Places do not become free evenly, and prompts wait for each
-other at the workers. A margin, which is learned from the waits of earlier requests, is therefore added to the mean.
+A request's work is the largest number of tokens that it may use. Both the queue and the rate count this number, so
+estimates that are too high largely cancel out. The rate counts time only while the service is busy, so an idle service
+neither forgets its rate nor appears slow.
+
+Places do not become free evenly, and prompts wait for each other at the workers. The prediction therefore includes a
+margin, which is learned from the waits of earlier requests.
 """
 
 from __future__ import annotations
@@ -90,8 +92,8 @@ class ServiceRate:
 
 
 class Margin:
-    """The margin that is added to predictions, so that nearly all requests wait no longer than predicted. It follows a
-    quantile, one step per request.
+    """The number of seconds that is added to predictions, so that nearly all requests wait no longer than predicted.
+    After each request, it moves by one step towards the quantile `_QUANTILE` of the prediction errors.
     """
 
     def __init__(self) -> None:
@@ -106,8 +108,7 @@ class Margin:
 
 def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:
     """Returns how much of the waiting `work` (in tokens, by tenant) is done before a new request of `tenant` begins.
-
-    Tenants take turns of one `quantum` each. Of every other tenant's work, the request waits for at most as much as
+    Tenants take turns of one `quantum` each. The request waits for at most as much of each other tenant's work as
     `tenant` itself has waiting, plus one turn.
     """
     own = work.get(tenant, 0.0)

@@ -1,5 +1,5 @@
-"""The places of each tenant at the gate. Decides which tenants may start requests although all places are taken. Uses
-no clock.
+"""Counts the places of each tenant at the gate, and decides which tenants may start requests although all places are
+taken.
 
 A tenant that has less than an even share of the places may start requests beyond the limit, with a reserved place.
 Workers preempt requests without a reserved place first. A tenant can have only a few sequences, or one request, with
@@ -39,8 +39,8 @@ class Shares:
     def may_reserve(self, tenant: str, priority: int, weight: int, capacity: int) -> bool:
         """Returns whether the tenant may start `weight` more sequences even if all `capacity` places are taken.
 
-        It may not if there is no other tenant, if `priority` is above 0 (the request can wait), or if the tenant would
-        exceed its even share or a limit on reserved places.
+        The tenant may not if there is no other tenant, if `priority` is above 0 (the request can wait), or if an even
+        share or a limit on reserved places would be exceeded.
         """
         holding = self._holdings.get(tenant) or _Holding()
         present = len(self._holdings) + (tenant not in self._holdings)
@@ -55,7 +55,7 @@ class Shares:
         self._holding(tenant).waiting += weight
 
     def wait_no_more(self, tenant: str, weight: int) -> None:
-        """Notes that a request no longer waits: it has been let in (call `enter` first), or it has given up."""
+        """Notes that a request no longer waits, because it has been let in (call `enter` first) or has given up."""
         self._holdings[tenant].waiting -= weight
         self._drop_if_empty(tenant)
 

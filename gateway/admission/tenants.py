@@ -1,4 +1,5 @@
-"""The limits of tenants: requests and tokens per minute, priority, cached blocks. The time is an argument.
+"""The limits of tenants: requests and tokens per minute, priority, cached blocks. Callers pass the current time, in
+seconds of a monotonic clock.
 
 The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant that the file does not
 list has no limits. If no key is required, no client has limits.
@@ -15,7 +16,9 @@ _NO_LIMITS = TenantLimits()
 
 
 class Bucket:
-    """A token bucket of one tenant. It holds at most one minute's worth and fills evenly. Its level may be negative."""
+    """A token bucket of one tenant. It contains at most the quota of one minute and fills evenly. Its level can be
+    negative.
+    """
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -23,8 +26,8 @@ class Bucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Returns the seconds until `amount` may be taken. More than a minute's worth may be taken when the bucket is
-        full.
+        """Returns the seconds until `amount` may be taken. More than the quota of one minute may be taken when the
+        bucket is full.
         """
         self._fill(now)
         missing = min(amount, self.per_minute) - self._level
@@ -36,7 +39,7 @@ class Bucket:
         self._level = min(self._level - amount, float(self.per_minute))
 
     def limit(self, per_minute: int, now: float) -> None:
-        """Changes the limit. Tokens that have been used stay used."""
+        """Changes the limit. The amount taken so far does not change."""
         self._fill(now)
         self._level = min(self._level + per_minute - self.per_minute, float(per_minute))
         self.per_minute = per_minute
@@ -80,7 +83,9 @@ class Tenants:
         return self._limits.get(tenant, _NO_LIMITS).cache_percent
 
     def is_operator(self, tenant: str) -> bool:
-        """Returns whether the tenant may load and unload adapters. A tenant that the key file does not list may."""
+        """Returns whether the tenant may load and unload adapters, and see the holders and hashes of blocks. A tenant
+        that the key file does not list may.
+        """
         return tenant not in self._limits or self._limits[tenant].operator == 1
 
     def requests(self, tenant: str) -> Bucket | None:

@@ -1,1 +1,1 @@
-"""The interfaces that clients use: an OpenAI-compatible HTTP API, gRPC, API keys and the listening server."""
+"""The interfaces for clients: HTTP APIs compatible with OpenAI's, Anthropic's and vLLM's, and a gRPC API."""

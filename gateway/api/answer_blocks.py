@@ -1,7 +1,5 @@
-"""Blocks of text, reasoning and tool calls, of which the answers of the Responses and Messages APIs are built.
-
-At most one block is open at a time. Complete answers and streams go through the same steps, so they have the same
-blocks.
+"""Lists of blocks (text, reasoning and tool calls), from which answers of the Responses and Messages APIs are built. At
+most one block is open at a time. Complete answers and streams go through the same steps, so they have the same blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP parts below the API: bounded bodies, disconnected clients, event streams, errors in OpenAI's JSON format."""
+"""What all HTTP endpoints share: bounded bodies, disconnected clients, event streams, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def expected(error: Exception) -> LooseleafError:
 
 
 def guarded(endpoint: Endpoint, on_error: OnError, content_of: ContentOf = error_body) -> Endpoint:
-    """Wraps an endpoint so that its exceptions become responses with the body that `content_of` returns."""
+    """Wraps an endpoint so that its exceptions become responses with the body that `content_of` returns. `on_error` is
+    called with each error.
+    """
 
     @functools.wraps(endpoint)
     async def run(request: Request) -> Response:
@@ -74,8 +76,8 @@ def guarded(endpoint: Endpoint, on_error: OnError, content_of: ContentOf = error
 async def read_body(request: Request, limit: int, take: Callable[[int], None]) -> bytearray:
     """Reads the body. `take` is called with each chunk's size and may raise an error to refuse the chunk.
 
-    Raises BodyTooLarge above `limit` bytes, BodyTooSlow after `BODY_TIMEOUT_S`, and Cancelled if the client
-    disconnects.
+    Raises BodyTooLarge above `limit` bytes, BodyTooSlow after `BODY_TIMEOUT_S`, Cancelled if the client disconnects,
+    and the errors of `take`.
     """
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:
@@ -161,7 +163,7 @@ class EventStream(Response):
         on_error: OnError,
         at_end: contextlib.ExitStack,
     ) -> None:
-        """`form` defines how the stream ends. `at_end` is closed when there is nothing more to send."""
+        """`form` defines how the stream ends. `at_end` is closed when the response is complete."""
         self._form = form
         self._work = work
         self._on_error = on_error

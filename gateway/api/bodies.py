@@ -36,8 +36,8 @@ class BodyBudget:
 
     @contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
-        """A context that yields a function for one body. The function takes bytes from the budget, or raises
-        ResourceExhausted if too few are left. The end of the context returns the bytes to the budget.
+        """A context manager that yields a function for one body. The function takes a number of bytes from the budget,
+        or raises ResourceExhausted if too few are left. Leaving the context returns the bytes.
         """
         taken = 0
 
@@ -45,7 +45,7 @@ class BodyBudget:
             nonlocal taken
             if self.in_flight + num_bytes > self._limit:
                 raise ResourceExhausted(
-                    f"too much is sent at once: the limit is {self._limit} bytes of all bodies (body_budget_bytes)",
+                    f"the limit is {self._limit} bytes for all bodies that are being received (body_budget_bytes)",
                     retry_after_s=RETRY_AFTER_S,
                 )
             self.in_flight += num_bytes

@@ -1,4 +1,4 @@
-"""Finds the fields of a request body without creating objects: the first pass of `openai_parse`."""
+"""Finds the fields of a request body without decoding their values: the first pass of `openai_parse`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def fields_of(
 
 
 def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None]) -> Any:
-    """Returns the outline of a body that has unknown fields. A limit on the total size of these fields also bounds the
-    number of names to report.
+    """Returns the raw fields of a body that has unknown fields, and reports the unknown names. Raises InvalidArgument
+    if the unknown fields exceed `MAX_FIELD_BYTES`, which also bounds the number of names.
     """
     found = _outline(kind, strict=False).decode(raw)
     parts = [getattr(found, name) for name in found.__struct_fields__]
@@ -65,7 +65,9 @@ def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Calla
 
 @cache
 def _outline(kind: type[Body], *, strict: bool = True) -> msgspec.json.Decoder[Any]:
-    """Returns a decoder that finds the fields of a kind of body. It fails at an unknown field if `strict`."""
+    """Returns a decoder that finds the fields of a kind of body. If `strict` is set, the decoder fails at an unknown
+    field.
+    """
     names = dict.fromkeys((*kind.__struct_fields__, *kind.ignored, *kind.unsupported))
     fields: list[Any] = [(name, msgspec.Raw, None) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, forbid_unknown_fields=strict))

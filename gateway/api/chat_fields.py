@@ -16,21 +16,21 @@ from gateway.tools.enforce import Function
 TEMPLATE_RULES = (
     Rule("cannot be given: a template is a program, and only the model's own is run", (given("chat_template"),)),
     Rule(
-        "and add_generation_prompt exclude each other",
+        "cannot be combined with add_generation_prompt",
         (equals("continue_final_message", True), equals("add_generation_prompt", True)),
     ),
 )
-"""Rules of the fields of `TemplateFields`."""
+"""The rules between the fields of `TemplateFields`."""
 CALL_NEEDS_TOOLS = call_needs_tools(
     lambda choice: choice == "required" or isinstance(choice, dict),
     {"anyOf": [{"const": "required"}, {"type": "object"}]},
 )
-"""The rule of OpenAI's `tool_choice`."""
+"""The rule that a `tool_choice` which requires a call needs tools, in the form of OpenAI's API."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class TemplateFields(Protocol):
-    """The interface of a body (a chat or /tokenize) that has inputs of the chat template other than messages."""
+    """The interface of a body (of a chat or of /tokenize) with inputs of the chat template other than messages."""
 
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool | None

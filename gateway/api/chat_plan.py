@@ -1,6 +1,4 @@
-"""Plans the features of a chat beyond text: tools that are offered or enforced, and reasoning that is split off. Each
-body has one plan.
-
+"""The plan of a chat: the tools that it offers or enforces, and whether reasoning is split off. Each body has one plan.
 The plan adds the options that workers need (a grammar, special tokens as text) and creates a reader for each sample.
 """
 
@@ -15,6 +13,7 @@ from gateway.api.tool_choice import ToolChoice
 from gateway.intake.assets import ModelAssets
 from gateway.intake.tokenizing import chat_templates
 from gateway.intake.wanted import ChatPrompt, Prompt, Wanted
+from gateway.tools.call_format import CallFormat
 from gateway.tools.enforce import calls_grammar, thinking_before
 from gateway.tools.formats import CallIds, OutputFormats, special_ids
 from gateway.tools.known_formats import call_format
@@ -29,24 +28,26 @@ class ChatPlan:
 
     planner: ChatPlanner
     tools: ToolChoice
+    form: CallFormat | None
+    """The format in which the answer is read, or None if the text cannot contain calls."""
     reasoning: ReasoningFormatName | None
     continued: str | None
     """The text of the message that the answer continues, or None."""
 
     @property
     def reads(self) -> bool:
-        """Whether the text of the answer may contain anything other than content."""
-        return self.tools.choice != "none" or self.reasoning is not None
+        """Whether the answer's text may contain reasoning or calls."""
+        return self.form is not None or self.reasoning is not None
 
     def reader(self, prompt: str) -> OutputReader:
-        """Returns a reader for one sample after this prompt."""
+        """Returns a reader for one sample that follows this prompt."""
         splitter = parser = None
         if self.reasoning is not None:
             splitter = ReasoningSplitter(inside=begins_inside(self.reasoning, prompt, self.continued))
-        form = self.planner.formats.calls
-        if self.tools.choice != "none" and form is not None:
+        if self.form is not None:
             known = {function.name: function.parameters for function in self.tools.functions}
-            parser = form.parser(known, None if self.tools.many else 1)
+            most = 0 if self.tools.choice == "none" else None if self.tools.many else 1
+            parser = self.form.parser(known, most)
         return OutputReader(splitter, parser)
 
     def call_ids(self) -> CallIds:
@@ -60,7 +61,9 @@ class ChatPlanner:
     def __init__(
         self, assets: ModelAssets, parser: CallFormatName = "auto", reasoning: ReasoningFormatName | None = None
     ) -> None:
-        """`parser` is the family of the tool calls, or "auto" to infer it from the chat template."""
+        """`parser` names the format of tool calls, or is "auto" to infer the format from the chat template. `reasoning`
+        names the format of the reasoning that is split off, or is None to split off no reasoning.
+        """
         self._template, self._tool_template = chat_templates(assets)
         self.formats = OutputFormats(call_format(parser, assets.tool_template or assets.chat_template), reasoning)
         calls = self.formats.calls
@@ -79,7 +82,7 @@ class ChatPlanner:
 
     def plan(self, wanted: Wanted, tools: ToolChoice) -> ChatPlan:
         """Returns the plan of a chat and adds the required options to `wanted`. Raises InvalidArgument for features
-        that the model does not support or that exclude each other.
+        that the model does not support or that cannot be combined.
         """
         offered = tools.choice != "none"
         if not offered and isinstance(wanted.prompt, ChatPrompt):
@@ -89,12 +92,15 @@ class ChatPlanner:
             self._check_tools(wanted, tools)
         continued = _continued(wanted.prompt)
         reasoning = self.formats.reasoning if wanted.structured is None else None
-        marks = (self._call_marks if offered else {}) | (self._thinking_marks if reasoning is not None else {})
+        form = self.formats.calls
+        if not offered and (form is None or not form.covers_answer or wanted.structured is not None):
+            form = None
+        marks = (self._call_marks if form is not None else {}) | (self._thinking_marks if reasoning is not None else {})
         wanted.shown_special = {token_id: mark for mark, token_id in marks.items()}
         if tools.enforced:
             wanted.structured_field = "tools"
             wanted.structured_after = partial(self._grammar, tools, continued)
-        return ChatPlan(self, tools, reasoning, continued)
+        return ChatPlan(self, tools, form, reasoning, continued)
 
     def call_ids(self) -> CallIds:
         calls = self.formats.calls
@@ -126,7 +132,7 @@ class ChatPlanner:
         if wanted.structured is not None:
             what = "cannot be combined with tools, unless tool_choice is none"
             raise InvalidArgument.of(wanted.structured_field.split(".")[0], what)
-        if tools.enforced and tools.choice == "auto" and not form.marker:
+        if tools.enforced and tools.choice == "auto" and (form.covers_answer or not form.marker):
             what = "cannot be strict with tool_choice auto: this model's calls cannot be distinguished from text"
             raise InvalidArgument.of("tools", what)
 

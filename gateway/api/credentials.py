@@ -10,7 +10,7 @@ from gateway.api.wrong_keys import WrongKeys
 
 
 class Authenticator:
-    """An authenticator that compares bearer tokens in constant time and returns the tenant of a token."""
+    """An authenticator of bearer tokens. It returns the tenant of a token."""
 
     def __init__(self, keys: Mapping[str, str], wrong_keys: WrongKeys | None = None) -> None:
         """`wrong_keys` limits how many wrong keys an address may try."""
@@ -31,7 +31,7 @@ class Authenticator:
         """Returns the tenant of an Authorization header, or "" if no key is required.
 
         Raises Unauthenticated for a wrong key, and ResourceExhausted if `address` has tried too many wrong keys. If
-        `address` is None, the caller has already been checked.
+        `address` is None, wrong keys are not counted.
         """
         if not self._tenants:
             return ""

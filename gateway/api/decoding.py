@@ -1,4 +1,4 @@
-"""Decodes one field of a body with its type. An error names the field and the position of the error within it."""
+"""Decodes one field of a body to the field's type. An error names the field and the position of the error within it."""
 
 from __future__ import annotations
 
@@ -58,4 +58,4 @@ def _violation(name: str, message: str) -> LooseleafError:
     if missing := _MISSING.fullmatch(found["what"]):
         return InvalidArgument.of(f"{name}.{missing['field']}", "must be given")
     what = found["what"].replace("`", "")
-    return InvalidArgument.of(name, f"is wrong: {what[:1].lower()}{what[1:200]}")
+    return InvalidArgument.of(name, f"is invalid: {what[:1].lower()}{what[1:200]}")

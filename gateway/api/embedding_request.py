@@ -13,13 +13,13 @@ from gateway.intake.wanted import IdsPrompt, TextPrompt, Wanted
 _IGNORED = ("user", "metadata", "service_tier", "safety_identifier")
 _UNSUPPORTED: Mapping[str, Any] = {
     "messages": None, "normalize": True, "softmax": None, "activation": True, "use_activation": True, "task": None,
-    "mm_processor_kwargs": None, "instruction": None, "chat_template": None, "chat_template_kwargs": {},
+    "mm_processor_kwargs": {}, "instruction": None, "chat_template": None, "chat_template_kwargs": {},
     "embed_dtype": "float32", "endianness": "native",
 }  # fmt: skip
 
 
 class PooledBody(Body, kw_only=True):
-    """The base class of both bodies, with the fields that they share."""
+    """The base class of embedding and score bodies, with their common fields."""
 
     ignored = frozenset(_IGNORED)
     unsupported: ClassVar[Mapping[str, Any]] = _UNSUPPORTED

@@ -19,7 +19,7 @@ def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
     if settings.ssl_certfile is None and settings.ssl_keyfile is None:
         return None
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
-        raise StartupError("--ssl-certfile and --ssl-keyfile belong together")
+        raise StartupError("--ssl-certfile and --ssl-keyfile must be given together")
     files = CertificateFiles(settings.ssl_certfile, settings.ssl_keyfile)
     files.check()
     return files
@@ -30,6 +30,6 @@ def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
     if is_loopback(settings.host):
         return
     if not has_keys:
-        logger.warning("--host %s without an API key: everyone who can reach it may use it", settings.host)
+        logger.warning("--host %s without an API key: anyone who can reach it can use it", settings.host)
     if settings.ssl_certfile is None:
         logger.warning("--host %s without --ssl-certfile: keys and prompts are not encrypted", settings.host)

@@ -1,4 +1,6 @@
-"""Rules between the fields of a body: a body's class lists them, the parser checks them, and /openapi.json has them."""
+"""Rules between the fields of a body. A body's class lists its rules, the parser checks them, and /openapi.json
+describes them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ NOT_NULL: Mapping[str, Any] = {"not": {"type": "null"}}
 
 
 def has(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of the objects in which a field is present, with a value of this schema."""
+    """Returns the schema of the objects in which a field is present and matches the schema `value`."""
     return {"type": "object", "required": [field], "properties": {field: dict(value)}}
 
 
@@ -23,7 +25,7 @@ def both(*schemas: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A statement about the value of a field, as code and as a JSON schema of the value. Both say the same."""
+    """A statement about the value of a field, as code and as an equivalent JSON schema of the value."""
 
     field: str
     test: Callable[[Any], bool]
@@ -54,7 +56,9 @@ def filled(field: str) -> Condition:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """If all conditions of `when` hold, `needs` must hold too. Without `needs`, they must not all hold."""
+    """A rule between fields: if all conditions of `when` hold, `needs` must hold as well. If `needs` is None, the
+    conditions must not hold at the same time.
+    """
 
     what: str
     """The error about the first condition's field."""
@@ -75,10 +79,11 @@ class Rule:
 
 
 def needs(field: str, other: str) -> Rule:
-    """Returns the rule that a field may only be given if another one is true."""
-    return Rule(f"may only be given together with {other}", (given(field),), equals(other, True))
+    """Returns the rule that a field may have a value other than null and 0 only if another field is true."""
+    asks = Condition(field, lambda value: value not in (None, 0), {"not": {"enum": [None, 0]}})
+    return Rule(f"may only be given together with {other}", (asks,), equals(other, True))
 
 
 def excludes(field: str, other: str, what: str | None = None) -> Rule:
-    """Returns the rule that only one of two fields may be given."""
-    return Rule(what or f"and {other} exclude each other", (given(field), given(other)))
+    """Returns the rule that two fields cannot both be given."""
+    return Rule(what or f"cannot be combined with {other}", (given(field), given(other)))

@@ -1,4 +1,4 @@
-"""The gRPC InferenceService. Converts messages into `Wanted` and deltas into messages. Other modules decide policy."""
+"""The gRPC InferenceService. It converts requests into `Wanted`, and deltas into responses. It decides no policy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from gateway.admission.admission import Admission, Entry
 from gateway.api.credentials import Authenticator
 from gateway.api.embedding_reply import shortened
 from gateway.api.front import Front
+from gateway.api.http_explain import DEFAULT_LIMIT, explain
 from gateway.intake.limits import RANGES
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import ChatPrompt, IdsPrompt, Prompt, TextPrompt, Wanted
-from gateway.request.delta import Delta, Summary
+from gateway.request.delta import Delta
+from gateway.request.explanation import usage_to_pb
 from gateway.request.outlet import Outlet, Write
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
@@ -95,10 +97,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         ]
         return pb.ListModelsResponse(models=models)
 
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        tenant = self._authenticator.tenant(authorization(context))
+        request_id = request.request_id if request.HasField("request_id") else None
+        limit = request.limit if request.HasField("limit") else DEFAULT_LIMIT
+        return explain(self._runner.explanations, tenant, request_id, limit)
+
 
 @contextmanager
 def admitted(front: Front, context: Context) -> Iterator[Entry]:
-    """A context that admits a request, and counts the errors raised in it or by the admission."""
+    """A context manager that authenticates the caller and admits a request. It counts the errors of both steps and of
+    the `with` block, by status code.
+    """
     try:
         with front.admission.enter(front.authenticator.tenant(authorization(context))) as entry:
             yield entry
@@ -131,11 +141,10 @@ def key_check(
     admission: Admission | None = None,
     failed: Callable[[str], None] = lambda code: None,
 ) -> Check:
-    """Returns a check of a call's API key. Before a message is received, the check also asks `admission` whether a
-    request may be admitted now.
-
-    gRPC's own services (health and reflection) need no key. `failed` counts the refusals of `admission` by status code.
-    The trailing metadata of every call contains its request id.
+    """Returns a check of a call's API key, which runs before a message is received. For Generate and Embed, the check
+    also asks `admission` whether a request may be admitted now. `failed` counts the refusals of `admission` by status
+    code. gRPC's own services (health and reflection) need no key. The check adds the call's request id to its trailing
+    metadata.
     """
 
     def check(method: str, context: Context) -> None:
@@ -171,15 +180,15 @@ def _metadata(context: Context, name: str) -> str | None:
 
 
 def time_left(context: Context) -> float | None:
-    """Returns the seconds until the client's deadline, or None if there is no deadline (grpc.aio then returns None or a
-    very large time).
+    """Returns the seconds until the client's deadline, or None if there is no deadline. Without a deadline, grpc.aio
+    returns None or a very large time.
     """
     left = context.time_remaining()
     return None if left is None or left > RANGES["timeout"].high else left
 
 
 def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
-    """Returns (field name, prompt) of a message whose oneof `which` contains text, token_ids or chat."""
+    """Returns (field name, prompt) of a message. `which` names the field that is set: text, token_ids or chat."""
     if which == "text":
         return "text", TextPrompt(message.text)
     if which == "token_ids":
@@ -274,7 +283,7 @@ def response_of(request_id: str, delta: Delta) -> pb.GenerateResponse:
         elif delta.stop_token_id is not None:
             message.stop_token_id = delta.stop_token_id
     if delta.summary is not None:
-        message.usage.CopyFrom(_usage(delta.summary))
+        message.usage.CopyFrom(usage_to_pb(delta.summary))
         message.timings.CopyFrom(convert.timings_to_pb(delta.summary.timings))
     return message
 
@@ -282,13 +291,6 @@ def response_of(request_id: str, delta: Delta) -> pb.GenerateResponse:
 def embed_response_of(request_id: str, delta: Delta, embedding: Sequence[float]) -> pb.EmbedResponse:
     assert delta.summary is not None  # contained in the only delta
     timings = convert.timings_to_pb(delta.summary.timings)
-    return pb.EmbedResponse(request_id=request_id, embedding=embedding, usage=_usage(delta.summary), timings=timings)
-
-
-def _usage(summary: Summary) -> pb.Usage:
-    return pb.Usage(
-        prompt_tokens=summary.prompt_tokens,
-        completion_tokens=summary.completion_tokens,
-        sources=convert.sources_to_pb(summary.sources),
-        handed_over_tokens=summary.handed_over_tokens,
+    return pb.EmbedResponse(
+        request_id=request_id, embedding=embedding, usage=usage_to_pb(delta.summary), timings=timings
     )

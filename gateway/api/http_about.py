@@ -17,18 +17,10 @@ from gateway.intake.group_limits import most_sequences
 
 _PAGES = Path(__file__).parent / "pages"
 _PAGE_TYPES = {"docs.html": "text/html", "docs.js": "text/javascript", "docs.css": "text/css"}
-_PAGE_HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
 
 
 class About:
-    """The HTTP endpoints for probes, load balancers and people."""
+    """The HTTP endpoints that describe the gateway to probes, load balancers and users."""
 
     def __init__(
         self, ready: Callable[[], bool], num_requests: Callable[[], int], served: Callable[[], Served]
@@ -62,11 +54,11 @@ class About:
     async def docs(self, request: Request) -> Response:
         name = request.url.path.rpartition("/")[2]
         name = name if name in _PAGE_TYPES else "docs.html"
-        return Response(self._pages[name], headers=_PAGE_HEADERS, media_type=_PAGE_TYPES[name])
+        return Response(self._pages[name], headers=page_headers(), media_type=_PAGE_TYPES[name])
 
 
 def served_by(front: Front) -> Served:
-    """Returns what /openapi.json says about the model and its workers, as they are now."""
+    """Returns the current properties of the model and its workers, which /openapi.json describes."""
     validator, planner = front.validator, front.planner
     checker, most = validator.checker(), most_sequences(validator.group_rooms())
     return Served(
@@ -78,6 +70,19 @@ def served_by(front: Front) -> Served:
         writes_calls=planner.writes_calls,
         calls_tools=planner.reads_tools and planner.formats.calls is not None,
     )
+
+
+def page_headers(*, images: bool = False) -> dict[str, str]:
+    """Returns the headers of a page that loads only from this server and has no inline scripts or styles."""
+    policy = (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {
+        "content-security-policy": policy + ("; img-src 'self'" if images else ""),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
 
 
 def json_response(content: object, status: int = 200) -> Response:

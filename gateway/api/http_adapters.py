@@ -1,4 +1,4 @@
-"""HTTP endpoints that load and unload LoRA adapters, as in vLLM. They are for the operator only."""
+"""HTTP endpoints that load and unload LoRA adapters, as in vLLM. Only an operator may use them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AdapterChanges:
             raise PermissionDenied("only the operator may load and unload adapters (operator=1 in the key file)")
 
     async def _to_the_end(self, change: Coroutine[Any, Any, None]) -> None:
-        """Runs a change to its end, even if the client disconnects."""
+        """Completes a change even if the client disconnects."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

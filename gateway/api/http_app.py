@@ -18,14 +18,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from common.errors import InvalidArgument, NotFound, Unimplemented
+from common.errors import InvalidArgument
 from gateway.admission.admission import Entry
 from gateway.api.answer import HttpAnswer, WholeAnswer, renamed
 from gateway.api.asgi import (
     ContentOf,
     EventSender,
     EventStream,
-    error_response,
     guarded,
     while_connected,
     with_server_send,
@@ -36,9 +35,12 @@ from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.front import Front
 from gateway.api.http_about import About, served_by
 from gateway.api.http_adapters import AdapterChanges
+from gateway.api.http_explain import ExplainApi
+from gateway.api.http_fleet import FleetApi, FleetView
 from gateway.api.http_frame import framed, warn
 from gateway.api.http_model import ModelApi
 from gateway.api.http_options import DEFAULT_OPTIONS, HttpOptions
+from gateway.api.http_page import Page
 from gateway.api.messages_reply import MessagesAnswer, messages_error
 from gateway.api.messages_request import MessagesBody
 from gateway.api.openai_reply import Envelope, error_body
@@ -46,6 +48,7 @@ from gateway.api.openai_request import Body, ChatBody, CompletionBody
 from gateway.api.openai_stream import Answer
 from gateway.api.responses_reply import ResponsesAnswer
 from gateway.api.responses_request import ResponsesBody
+from gateway.api.unrouted import unrouted
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
@@ -59,8 +62,10 @@ BODY_BUDGET_BYTES = 32 << 20
 class HttpApi:
     """The HTTP endpoints of one gateway."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, fleet: FleetView | None = None) -> None:
+        """Without `fleet`, there are no endpoints about workers and blocks."""
         self._front = front
+        self._fleet = fleet
         self._assets = front.assets
         self._authenticator = front.authenticator
         self._admission = front.admission
@@ -89,6 +94,7 @@ class HttpApi:
         self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)
         self._timeout_s = timeout_s + STALLED_CLIENT_S
         model = ModelApi(self._front, self._tenant, self._bodies)
+        explain = ExplainApi(self._runner.explanations, self._tenant)
         routes = [
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/chat/completions", self.chat, "POST"),
@@ -99,12 +105,14 @@ class HttpApi:
             *(self._route(path, self.score, "POST") for path in ("/score", "/v1/score")),
             self._route("/v1/models", model.models, "GET"),
             self._route("/v1/models/{model:path}", model.models, "GET"),
+            *(self._route(path, explain.recent, "GET") for path in ("/v1/explain", "/v1/explain/{request_id:path}")),
             self._route("/tokenize", model.tokenize, "POST"),
             self._route("/detokenize", model.detokenize, "POST"),
             *([] if is_operator is None else self._adapter_routes(is_operator)),
+            *([] if self._fleet is None else self._fleet_routes(self._fleet)),
             *self._about_routes(ready, show_metrics, options),
         ]
-        app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: unrouted})
         return with_server_send(framed(app, options.origins))
 
     def _adapter_routes(self, is_operator: Callable[[str], bool]) -> list[Route]:
@@ -113,6 +121,14 @@ class HttpApi:
         return [
             self._route("/v1/load_lora_adapter", changes.load, "POST"),
             self._route("/v1/unload_lora_adapter", changes.unload, "POST"),
+        ]
+
+    def _fleet_routes(self, view: FleetView) -> list[Route]:
+        fleet = FleetApi(view, self._tenant, self._count_error)
+        return [
+            self._route("/v1/workers", fleet.workers, "GET"),
+            self._route("/v1/blocks", fleet.watch, "GET"),
+            self._route("/v1/blocks/{block}", fleet.block, "GET"),
         ]
 
     def _about_routes(self, ready: Callable[[], bool], show_metrics: bool, options: HttpOptions) -> list[Route]:
@@ -124,6 +140,9 @@ class HttpApi:
         ]
         if show_metrics:
             routes += [self._route("/metrics", self.show_metrics, "GET"), self._route("/load", about.load, "GET")]
+        if options.page:
+            page = Page()
+            routes += [self._route(path, page.file, "GET") for path in ("/", "/ui/{name}")]
         if options.describe:
             routes += [self._route(path, about.docs, "GET") for path in ("/docs", "/docs.js", "/docs.css")]
             routes.append(self._route("/openapi.json", about.openapi, "GET"))
@@ -183,7 +202,7 @@ class HttpApi:
             return Response(content, media_type="application/json")
 
     def _name(self, body: Body) -> str:
-        """Returns the name of the model or adapter that answers. Other names are refused later."""
+        """Returns the name of the model or adapter that answers. The validator refuses unknown names."""
         return body.model or self._assets.name
 
     async def _ask(self, request: Request, kind: type[B], begin: Callable[[B], HttpAnswer]) -> Response:
@@ -195,8 +214,8 @@ class HttpApi:
             return await self._answer(request, answer, entry, stack)
 
     async def _answer(self, request: Request, answer: HttpAnswer, entry: Entry, stack: ExitStack) -> Response:
-        """Returns the answer. The caller closes `stack`, which ends the admission; a streamed answer takes its contents
-        over and ends the admission with the stream.
+        """Returns the answer. The caller closes `stack`, which ends the admission. A streamed answer takes over the
+        contents of `stack`, and ends the admission when the stream ends.
         """
         if answer.asking.stream:
             return EventStream(partial(self._stream, answer, entry), answer, self._count_error, stack.pop_all())
@@ -207,7 +226,7 @@ class HttpApi:
         self._metrics.failed(error.grpc_code)
 
     async def _take(self, answer: WholeAnswer, entry: Entry) -> None:
-        """Resolves and admits the body's requests. Raises an error if one is invalid or if they are refused."""
+        """Resolves and admits the body's requests. Raises an error if a request is invalid or refused."""
         requests = []
         for wanted in answer.all_wanted():
             try:
@@ -235,8 +254,8 @@ class HttpApi:
             await self._run(answer.requests, outlets)
 
     async def _run(self, requests: list[ResolvedRequest], outlets: list[Outlet]) -> None:
-        """Runs all requests at once. The first failure cancels the others and is raised unchanged, so that its status
-        is kept.
+        """Runs all requests at the same time. The first failure cancels the other requests and is raised unchanged, so
+        that its status is kept.
         """
         runs = [self._runner.run(request, outlet) for request, outlet in zip(requests, outlets, strict=True)]
         if len(runs) == 1:
@@ -276,20 +295,3 @@ def _in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             await send(events)
 
     return send_in_turn
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    asked = f"{request.method} {request.url.path[:200]}"
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        response = error_response(MethodNotAllowed(f"there is no {asked} here, only {allowed}"))
-        response.headers["allow"] = allowed
-    else:
-        response = error_response(NotFound(f"there is no {asked} here"))
-    response.status_code = error.status_code
-    return response
-
-
-class MethodNotAllowed(Unimplemented):
-    http_status, own_code = 405, "method_not_allowed"

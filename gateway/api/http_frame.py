@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import StartupError
 from common.request_ids import HEADER, take_request_id
+from common.tracing import CURRENT, TraceContext
 
 WARNING_HEADER = "x-looseleaf-warning"
 WARNINGS = "looseleaf.warnings"
@@ -24,8 +25,8 @@ def warn(scope: Scope, text: str) -> None:
 
 
 def framed(app: ASGIApp, origins: Sequence[str] = ()) -> ASGIApp:
-    """Wraps `app` so that it accepts and returns request ids and sends warnings. Web pages of `origins` may read its
-    answers.
+    """Wraps `app` so that it accepts request ids and trace contexts, and returns request ids and warnings. Web pages of
+    `origins` may read its answers.
     """
     if origins:
         app = CORSMiddleware(
@@ -40,6 +41,7 @@ def framed(app: ASGIApp, origins: Sequence[str] = ()) -> ASGIApp:
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
         request_id = take_request_id(given.decode("latin-1")).encode()
+        CURRENT.set(TraceContext.of_headers(scope["headers"]))
 
         async def send_framed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -60,9 +62,8 @@ def _header_value(text: str) -> bytes:
 
 
 def read_origins(given: str | None) -> tuple[str, ...]:
-    """Returns the origins in a comma-separated list, such as "https://a.example,http://localhost:3000". "*" means any.
-
-    Raises StartupError for anything that is not an origin.
+    """Returns the origins in a comma-separated list, such as "https://a.example,http://localhost:3000". "*" means any
+    origin. Raises StartupError for text that is not an origin.
     """
     origins = tuple(item.strip() for item in (given or "").split(",") if item.strip())
     for origin in origins:

@@ -15,6 +15,8 @@ class HttpOptions:
     """The origins whose pages may call the API."""
     describe: bool = True
     """Whether /openapi.json and /docs are served."""
+    page: bool = True
+    """Whether the page at / is served."""
 
 
 DEFAULT_OPTIONS = HttpOptions()

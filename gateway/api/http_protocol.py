@@ -20,7 +20,9 @@ from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
 SURPLUS = 64
-"""Number of connections above the limit that get an error before they are closed. Further ones are closed at once."""
+"""Number of connections above the limit that get an error before they are closed. Further connections are closed at
+once.
+"""
 SURPLUS_S = 1.0
 MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 """Number of bytes of a body that are read after its request has been answered, before the connection is closed."""
@@ -147,7 +149,9 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: LooseleafError) -> None:
-        """Answers and closes the connection, or only closes it if another answer is being written."""
+        """Answers with an error and closes the connection. If another answer is being written, only closes the
+        connection.
+        """
         self._refused = True
         self._forget_head_timer()
         if self.transport.is_closing():

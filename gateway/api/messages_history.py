@@ -14,7 +14,7 @@ BLOCKS: Mapping[str, Sequence[str]] = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
-"""By role: the types of the blocks that its messages may have."""
+"""The types of blocks that messages of each role may contain."""
 
 
 class ContentBlock(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Builds answers of POST /v1/messages, complete or as Anthropic's events, and Anthropic's errors. Does no I/O."""
+"""Builds answers and errors of POST /v1/messages, complete or as Anthropic's events. This module does no I/O."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
 """Parses bytes into a typed body, up to the first error. Limits keep the cost low for any input.
 
-There are two passes. The first finds the fields and creates no objects. The second decodes each field with its type,
-after a check of its size. The number of elements of a prompt or a list of messages is estimated from its separators,
-because element objects cost ten times the size of their bytes. An unknown field is refused, or reported to the caller
-and ignored. A number such as 2.0 is accepted as an integer, as in JSON Schema. Does not depend on connections.
+There are two passes. The first pass finds the fields without decoding their values. The second pass checks the size of
+each field and decodes it with its type. Before a list of prompts, ids or messages is decoded, the number of its
+elements is estimated from its commas, brackets or quotation marks, because decoded elements take about ten times as
+much memory as their bytes.
+
+An unknown field is refused, or reported to the caller and ignored. A number such as 2.0 is accepted as an integer, as
+in JSON Schema. This module does not depend on connections.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ _KINDS = "must be a string, a list of strings, token ids or a list of these, not
 
 
 def max_body_bytes(kind: type[Body], limits: PromptLimits) -> int:
-    """Returns the size limit for a kind of body: the size of the largest prompts, plus an allowance for the rest."""
+    """Returns the size limit in bytes for a kind of body: the size of the largest prompts plus an allowance for the
+    rest, but at most `MAX_BODY_BYTES`.
+    """
     prompts = JSON_BYTES * limits.text_bytes
     if kind in (CompletionBody, EmbeddingBody, ScoreBody):
         prompts = max(prompts, MAX_BATCH_PROMPTS * max(limits.fitting_bytes, ID_BYTES * limits.max_model_len))
@@ -197,7 +202,7 @@ def _prompt_ids(
 
 
 def _tokens(name: str, raw: bytes, limits: PromptLimits) -> list[int]:
-    """Returns the ids to detokenize: at most as many as the longest text can have."""
+    """Returns the ids to detokenize. Refuses more ids than the longest text can have."""
     count = raw.count(b",") + 1
     if count > limits.text_bytes:
         raise InvalidArgument.of(name, f"must hold at most {limits.text_bytes} ids, got {count}")
@@ -234,7 +239,7 @@ def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
 
 
 def _num_quotes(raw: bytes) -> int:
-    """Counts quotation marks: at least one and at most two for each string."""
+    """Returns the number of quotation marks, of which each string contributes one or two."""
     return raw.count(b'"') - raw.count(b'\\"')
 
 

@@ -97,7 +97,7 @@ class LogprobFormat:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
 
     def echoed(self, request: ResolvedRequest, items: Sequence[pb.TokenLogprob]) -> dict[str, Any]:
-        """Returns the log-probabilities of an echoed prompt. The first token has none."""
+        """Returns the log-probabilities of an echoed prompt. The first token has no log-probability."""
         found, _ = self.completion(items, 0)
         detokenizer, offset, offsets = Detokenizer(self._texts.tokenizer), 0, []
         for token_id in request.prompt_ids:
@@ -136,7 +136,7 @@ class LogprobFormat:
         return answer
 
     def _top(self, item: pb.TokenLogprob) -> dict[str, float]:
-        """Returns the most likely tokens and the chosen one, as vLLM does."""
+        """Returns the most likely tokens and the chosen token, as vLLM does."""
         pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
         top = {self._texts.get(token)[0]: _finite(value) for token, value in pairs}
         top.setdefault(self._texts.get(item.token_id)[0], _finite(item.logprob))

@@ -1,8 +1,9 @@
-"""The schema of OpenAI's HTTP request bodies, with vLLM's additions.
+"""The base class of all HTTP request bodies, and the bodies of completions, chats, /tokenize and /detokenize, with the
+fields of OpenAI's API and vLLM's.
 
 `openai_parse` builds the bodies from bytes and handles unknown fields. Fields that cannot change the answer (`user`,
 `store`, ...) are accepted and ignored. Unsupported fields that would change the answer are refused, unless they have
-their neutral value, which requests nothing.
+their neutral value, which has no effect.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class SamplingBody(Body, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted(self) -> Wanted:
-        """Converts the fields that completions and chat share. Raises InvalidArgument if a field is invalid."""
+        """Returns a request with the fields that completions and chats share. Raises InvalidArgument if a field is
+        invalid.
+        """
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:
             setattr(wanted, name, getattr(self, name))
@@ -141,7 +144,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 
     @property
     def scores_only(self) -> bool:
-        """Whether the request asks only for the prompt and its log-probabilities: `echo` with `max_tokens` 0."""
+        """Whether the answer consists only of the prompt and its log-probabilities: `echo` with `max_tokens` 0."""
         return bool(self.echo) and self.max_tokens == 0
 
     def all_wanted(self) -> list[Wanted]:

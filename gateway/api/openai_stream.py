@@ -1,4 +1,5 @@
-"""Assembles one HTTP answer, complete or in chunks: choices, echoes, log-probabilities. Does no I/O.
+"""Assembles the answer to a completion or a chat, complete or in chunks: choices, echoes, log-probabilities. This
+module does no I/O.
 
 Each prompt has one choice per sample (`n`) or per returned beam.
 """
@@ -76,7 +77,7 @@ class Answer:
         self._ids = CallIds(str)
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per prompt. Raises InvalidArgument if one is invalid."""
+        """Returns one request per prompt. Raises InvalidArgument if a field is invalid."""
         wanted = self.body.all_wanted()
         if self._planner is not None and isinstance(self.body, ChatBody):
             plan = self._planner.plan(wanted[0], tool_choice(self.body))
@@ -159,7 +160,7 @@ class Answer:
 
     def chunks(self, writer: ChunkWriter, number: int, deltas: Sequence[Delta]) -> bytes:
         """Returns the chunks for deltas of request `number`. The chunks of the stream's last delta include the
-        `looseleaf` object and, if the body asks for it, the usage.
+        `looseleaf` object and, if the body requests it, the usage.
         """
         first, events = number * self._samples, b""
         for delta in deltas:
@@ -189,7 +190,7 @@ class Answer:
             yield writer.usage(self._summaries)
 
     def _text(self, writer: ChunkWriter, choice: Choice, delta: Delta) -> Iterator[bytes]:
-        """Yields a chunk for a delta's text, token ids and log-probabilities, if it has any."""
+        """Yields a chunk with a delta's text, token ids and log-probabilities, unless there are none."""
         if self._scores_only:
             return
         ids = f',"token_ids":{json.dumps(delta.token_ids)}' if self._with_ids else ""
@@ -236,7 +237,7 @@ class Answer:
     # --- common
 
     def _ending(self, last: Delta, choice: Choice) -> dict[str, Any]:
-        """Returns the fields that say how a choice ended, from the choice's last delta."""
+        """Returns the fields that describe how a choice ended. `last` is the choice's last delta."""
         if self._scores_only:
             return {"finish_reason": "length", "stop_reason": None}
         ending: dict[str, Any] = {
@@ -255,7 +256,7 @@ class Answer:
         return str(self._tokenizer.decode(choice.request.prompt_ids, skip_special_tokens=True))
 
     def _summary(self, summary: Summary) -> Summary:
-        """Returns the summary. If the request asks for no tokens, the token that a worker always samples does not
+        """Returns the summary. If the body allows no output tokens, the token that a worker always samples does not
         count.
         """
         if not self._scores_only:
@@ -264,5 +265,5 @@ class Answer:
 
 
 def _ended_with_calls(last: Delta, choice: Choice) -> bool:
-    """Returns whether the model ended its answer itself after calling tools."""
+    """Returns whether the model called tools and then ended its answer itself."""
     return last.finish_reason is FinishReason.STOP and choice.reader is not None and choice.reader.has_calls

@@ -41,7 +41,7 @@ class _Operation:
 
 
 _EITHER = ("prompt", "messages")
-"""The fields of a /tokenize body, which must have one of them."""
+"""The fields of a /tokenize body of which exactly one must be given."""
 _MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 _OPERATIONS = (
     _Operation(
@@ -67,8 +67,11 @@ _OPERATIONS = (
     *(_Operation(path, name, "Returns how similar texts are: the cosine similarity of their embeddings.", ScoreBody,
                  {"text_1": "a wolf", "text_2": ["a fox", "a mill"]})
       for path, name in (("/score", "score"), ("/v1/score", "createScore"))),
-    _Operation("/v1/models", "listModels", "Lists the model that is served."),
+    _Operation("/v1/models", "listModels", "Lists the model and the adapters that are served."),
     _Operation("/v1/models/{model}", "getModel", "Returns one model.", parameter="model"),
+    _Operation("/v1/explain", "explainRequests", "Explains the caller's most recent requests."),
+    _Operation("/v1/explain/{request_id}", "explainRequest", "Explains the caller's requests with one id.",
+               parameter="request_id"),
     _Operation("/tokenize", "tokenize", "Returns the token ids of a text or a conversation.", TokenizeBody,
                {"prompt": "Once upon a time"}),
     _Operation("/detokenize", "detokenize", "Returns the text of token ids.", DetokenizeBody, {"tokens": [11, 12]}),

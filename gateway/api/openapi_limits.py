@@ -43,7 +43,9 @@ _TEXTS: Mapping[str, Schema] = {
     "text_1": {"minLength": 1},
     "text_2": {"minLength": 1},
 }
-"""By field: the limits of a text, alone or as an item. The server counts bytes, not characters."""
+"""The limits of a text by field name, for a field that is a text or a list of texts. The server counts bytes, not
+characters.
+"""
 _ARRAYS: Mapping[str, Schema] = {
     "stop": {"maxItems": MAX_STOP_STRINGS},
     "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
@@ -66,7 +68,7 @@ class Served:
     max_sequences: int = int(RANGES["n"].high)
     """The largest number of sequences that a decode worker runs at once."""
     dimensions: int | None = None
-    """Dimensions of an embedding. None: not known."""
+    """Number of dimensions of an embedding, or None if it is unknown."""
     reads_tools: bool = True
     """Whether the chat template reads tools."""
     writes_calls: bool = True
@@ -101,7 +103,7 @@ class Served:
 
 
 def limit_fields(schema: Schema, served: Served) -> None:
-    """Adds to an object's schema the limits of its fields."""
+    """Adds the limits of an object's fields to the object's schema."""
     properties = schema["properties"]
     for name, limit in served.ranges.items():
         for option in options_of(properties.get(name, {}), "integer", "number"):
@@ -141,7 +143,7 @@ def pattern_below(limit: int) -> str:
     """Returns a regular expression for the decimal numbers from 0 to `limit` - 1, with any number of leading zeros."""
     last = str(limit - 1)
     options = [f"[0-9]{{1,{len(last) - 1}}}"] if len(last) > 1 else []
-    for index, digit in enumerate(last):  # the same digits before this one, a smaller one here, any after it
+    for index, digit in enumerate(last):  # equal digits up to `index`, then a smaller one, then any
         if digit != "0":
             options.append(f"{last[:index]}[0-{int(digit) - 1}]" + "[0-9]" * (len(last) - index - 1))
     return f"^0*({'|'.join([*options, last])})$"

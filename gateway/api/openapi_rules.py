@@ -1,5 +1,5 @@
-"""Rules of the bodies in /openapi.json that neither their types nor the limits express: which values a `type` or a role
-has, what each type needs, and which fields exclude each other.
+"""Rules of the bodies in /openapi.json that neither their types nor the limits express: the values of a `type` or a
+role, the fields that each type needs, and the fields that cannot be combined.
 
 The bodies' own rules come from their classes. The modules that convert the bodies check the shapes (`chat_messages`,
 `responses_input`, `messages_history`, ...), and `gateway.intake` checks `_CHECKED_LATER`, for gRPC too.
@@ -42,7 +42,7 @@ _ONLY: Mapping[tuple[str, str], Sequence[Any]] = {
     ("ChatRequest", "early_stopping"): (None, True, False, "never"),
     ("ResponsesRequest", "previous_response_id"): (None,),
 }
-"""Fields of several types, or of none, with all their values."""
+"""The accepted values of fields whose types would allow other values."""
 _PARTS = "#/components/schemas/InputPart"
 _STRING = {"type": "string"}
 _NAME = {"type": "string", "minLength": 1}
@@ -66,8 +66,8 @@ _THOUGHTS = {"anyOf": [{"type": "null"}, _STRING, _parts(responses_input.REASONI
 
 
 def _shape(kind: str | None, optional: Mapping[str, Any] | None = None, **needs: Any) -> Schema:
-    """Returns the schema of an object of this `type` (None: any type) that has these fields, and perhaps the optional
-    ones.
+    """Returns the schema of an object of this `type` that has all fields of `needs` and may have those of `optional`.
+    If `kind` is None, the object may have any type.
     """
     typed = {} if kind is None else {"type": {"const": kind}}
     return {"type": "object", "properties": {**typed, **needs, **(optional or {})}, "required": [*typed, *needs]}
@@ -115,7 +115,9 @@ _SHAPES: Mapping[str, Sequence[Schema]] = {
 
 
 def _function(parameters: str, **more: Any) -> Schema:
-    """Returns the schema of a function's description. `parameters` is the key of its schema."""
+    """Returns the schema of a function's description. `parameters` is the key under which the description has the
+    parameters' schema.
+    """
     optional = {parameters: {"type": ["object", "null"]}, "strict": {"type": ["boolean", "null"]}}
     return _shape(None, {**optional, **more}, name={"type": "string", "pattern": f"^{FUNCTION_NAME.pattern}$"})
 
@@ -125,12 +127,12 @@ _TOOLS: Mapping[type[Body], Schema] = {
     ResponsesBody: {"allOf": [_shape("function"), _function("parameters")]},
     CountTokensBody: _function("input_schema", type={"enum": [None, "custom"]}),
 }
-"""By kind of body: a tool."""
+"""The schema of a tool, by kind of body."""
 _CHOICES: Mapping[type[Body], Schema] = {
     ChatBody: _shape("function", function=_shape(None, name=_STRING)),
     ResponsesBody: _shape("function", name=_STRING),
 }
-"""By kind of body: the choice of one function."""
+"""The schema of the choice of one function, by kind of body."""
 _TRUE = {"const": True}
 _FILLED = {"type": "array", "minItems": 1}
 _TOOLS_GIVEN = has("tools", _FILLED)
@@ -140,9 +142,9 @@ _GRAMMARS = [
     has("response_format", _FORM), has("structured_outputs", {"anyOf": _OUTPUTS}),
     *(has(name, NOT_NULL) for name in STRUCTURED_FIELDS if name.startswith("guided_")),
 ]  # fmt: skip
-"""The completions and chats that ask for a grammar, by the field that does."""
+"""The schemas of the completions and chats that request a grammar, one for each field that can request it."""
 _ITEM = {"not": has("type", {"const": "reasoning"})}
-"""An item of /v1/responses that is a message or a part of one."""
+"""The schema of an item of /v1/responses that is a message or a part of one."""
 _CALLS: Mapping[str, Schema] = {
     "MessageBody": has("tool_calls", _FILLED),
     "InputItem": has("type", {"const": "function_call"}),
@@ -151,7 +153,7 @@ _CALLS: Mapping[str, Schema] = {
         has("content", {"type": "array", "contains": has("type", {"const": "tool_use"})}),
     ),
 }
-"""By component: the objects that have tool calls of an earlier answer."""
+"""The schemas of the objects that contain tool calls of an earlier answer, by component."""
 _BEAMS = has("use_beam_search", _TRUE)
 _MANY = {"type": "integer", "exclusiveMinimum": RANGES["beam_width"].high}
 _CHECKED_LATER: Sequence[Schema] = [
@@ -164,11 +166,13 @@ _CHECKED_LATER: Sequence[Schema] = [
     both({"not": _BEAMS}, has("length_penalty", {"not": {"enum": [None, 1]}})),
     both({"not": _BEAMS}, has("early_stopping", {"not": {"enum": [None, False]}})),
 ]  # fmt: skip
-"""What completions and chats must not be."""
+"""The schemas of completions and chats that `gateway.intake` refuses for a combination of fields."""
 
 
 def add_rules(components: Mapping[str, Schema], bodies: Mapping[str, type[Body]], served: Served) -> None:
-    """Adds the rules to the schemas of the components. `bodies` are those of the components that are whole bodies."""
+    """Adds the rules to the schemas of the components. `bodies` contains the types of the components that are
+    bodies.
+    """
     for (name, field), values in _VALUES.items():
         for option in options_of(components[name]["properties"][field], "string", "array"):
             (option["items"] if option["type"] == "array" else option)["enum"] = list(values)
@@ -197,8 +201,8 @@ def add_rules(components: Mapping[str, Schema], bodies: Mapping[str, type[Body]]
 
 
 def _forbid(schema: Schema, broken: Sequence[Schema]) -> None:
-    """Forbids the objects that match one of these schemas. (It is one `not`, because schemathesis expands every `anyOf`
-    of an object and gives up if there are many combinations.)
+    """Forbids the objects that match one of these schemas. Adds a single `not`, because schemathesis expands every
+    `anyOf` of an object and gives up if there are many combinations.
     """
     if broken:
         schema["not"] = {"anyOf": list(broken)}
@@ -216,7 +220,9 @@ def _add_tools(properties: Schema, kind: type[Body]) -> None:
 
 
 def _misused_grammars(kind: type[Body]) -> list[Schema]:
-    """Returns the bodies that ask for more than one grammar, or that combine one with tools or certain other fields."""
+    """Returns the schemas of bodies that request more than one grammar, or a grammar together with a field that
+    excludes grammars.
+    """
     form, excluded = has("format", _FORM), []
     if issubclass(kind, SamplingBody):
         grammars, excluded = _GRAMMARS, [_BEAMS, has("bad_words", _FILLED), has("allowed_token_ids", NOT_NULL)]
@@ -236,7 +242,7 @@ def _misused_grammars(kind: type[Body]) -> list[Schema]:
 
 
 def _tools_offered(kind: type[Body]) -> Schema:
-    """Returns the bodies that have tools and do not forbid their use."""
+    """Returns the schema of the bodies that have tools and do not forbid their use."""
     none = {"const": "none"}
     if kind is TokenizeBody:
         return _TOOLS_GIVEN

@@ -61,7 +61,7 @@ def check_parts(name: str, contents: Sequence[object]) -> None:
 def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = TEXT_PARTS) -> str:
     """Returns the text of a message's parts. `name` identifies the list of parts in error messages.
 
-    Raises Unimplemented for a part that is not one of `kinds`, and InvalidArgument for one without a text.
+    Raises Unimplemented for a part that is not one of `kinds`, and InvalidArgument for a part without text.
     """
     texts: list[str] = []
     for index, part in enumerate(parts):

@@ -1,4 +1,6 @@
-"""Builds answers of POST /v1/responses: items of text, reasoning and calls, complete or as events. Does no I/O."""
+"""Builds answers of POST /v1/responses: items of text, reasoning and calls, complete or as events. This module does no
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from gateway.request.delta import Delta, Summary
 
 _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-"""The middle of the names of the events for a block's text."""
+"""The middle part of the event names for a block's text."""
 
 
 class ResponsesAnswer(BlockAnswer):

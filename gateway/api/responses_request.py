@@ -1,4 +1,6 @@
-"""The body of POST /v1/responses, OpenAI's Responses API without state: each request has the whole conversation."""
+"""The body of POST /v1/responses (OpenAI's Responses API). Each request contains the whole conversation, because
+nothing is stored.
+"""
 
 from __future__ import annotations
 

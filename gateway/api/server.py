@@ -1,4 +1,4 @@
-"""Serves gRPC and HTTP on one event loop: sockets, readiness, pollers, and the drain at shutdown."""
+"""The HTTP server, and what it shares with the gRPC servers: limits, readiness, pollers, and the drain at shutdown."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class HttpServer(uvicorn.Server):
             )
         )  # fmt: skip
         self._certificates = certificates
-        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # uvicorn warns of every client that does not send HTTP
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # uvicorn logs every client that does not send HTTP
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
 
@@ -77,7 +77,9 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(0.01)
 
     async def watch_certificates(self) -> None:
-        """Reloads the certificates when they change, until cancelled. Returns at once if none are configured."""
+        """Reloads the certificates when they change, until cancelled. Returns at once if no certificates are
+        configured.
+        """
         if self._certificates is None or self.config.ssl is None:
             return
         look = front_context_watch(self._certificates, self.config.ssl)
@@ -108,7 +110,7 @@ async def announce_shutdown(servers: Sequence[RpcServer], seconds: float) -> Non
 
 
 async def drain(answers: OpenAnswers, servers: Sequence[RpcServer | HttpServer], seconds: float) -> None:
-    """Closes the ports, gives running answers `seconds` to finish, and ends the remaining ones with an error."""
+    """Closes the ports, gives running answers `seconds` to finish, and ends the remaining answers with an error."""
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
     await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in servers))
     timer.cancel()
@@ -120,7 +122,7 @@ def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socke
     Raises StartupError if the port is occupied or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is named; without it each keep-alive answer waits 40 ms
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it, each keep-alive answer waits 40 ms
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port:
@@ -158,8 +160,8 @@ def raise_file_limit() -> int:
 
 
 def most_connections(settings: GatewaySettings, max_files: int) -> int:
-    """Returns the limit on connections, for HTTP and for gRPC each. It leaves `OTHER_FILES` files for other purposes,
-    unless `max_files` is too small.
+    """Returns the limit on connections, for HTTP and for gRPC each. The limit leaves `OTHER_FILES` files for other
+    purposes, unless `max_files` is too small.
     """
     return max(1, min(settings.max_connections, (max_files - OTHER_FILES) // 2))
 
@@ -204,8 +206,8 @@ async def _set_ready(servers: Sequence[RpcServer], ready: bool) -> None:
 
 
 async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, trust: Trust = NO_TRUST) -> None:
-    """Keeps the gauges of blocks, workers and fallbacks up to date for /metrics until cancelled. The blocks are those
-    of the block store at `address`; if it is None, those of the arenas of all workers.
+    """Keeps the metrics of blocks, workers, drafts and fallbacks up to date for /metrics until cancelled. Counts the
+    blocks of the block store at `address`, or, if `address` is None, of the arenas of all workers.
     """
     counter = BlockCounter(trust)
     try:
@@ -214,6 +216,8 @@ async def watch_blocks(address: str | None, workers: Workers, metrics: Metrics, 
                 (s.record.worker_id, s.record.role, s.load.num_running, s.load.num_waiting)
                 for s in workers.states.values()
             )
+            loads = {s.record.worker_id: s.load for s in workers.states.values()}
+            metrics.set_drafts({worker: load.drafts for worker, load in loads.items() if load.drafts is not None})
             by_address = {s.record.address: s.record.fallbacks for s in workers.states.values()}
             metrics.set_fallbacks({"gateway": fallback_counts(), **by_address})
             metrics.set_blocks(await counter.count(workers.stores.addresses if address is None else [address]))

@@ -1,6 +1,5 @@
-"""HTTP fields that request structured output: `response_format` (OpenAI), `structured_outputs` and `guided_*` (vLLM).
-
-All of them become one `StructuredOutput`. At most one may be given.
+"""HTTP fields that request structured output: `response_format` (OpenAI), `structured_outputs` and `guided_*` (vLLM). A
+request may have one of them, which becomes a `StructuredOutput`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def structured_of(fields: Mapping[str, Any]) -> Found | None:
     """
     found = list(_all_of(fields))
     if len(found) > 1:
-        raise InvalidArgument.of(found[1][0], f"and {found[0][0]} exclude each other; give one grammar")
+        raise InvalidArgument.of(found[1][0], f"cannot be combined with {found[0][0]}; give one grammar")
     return found[0] if found else None
 
 

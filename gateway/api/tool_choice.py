@@ -1,4 +1,4 @@
-"""Checks the tools of a request and the choice of those that the model may call. All API formats use it."""
+"""Checks the tools of a request and `tool_choice`. All API formats use this module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHOICES: Mapping[str, Choice] = {"none": "none", "auto": "auto", "required": "re
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools that the model may call, and whether it must call one."""
+    """A selection of tools that the model may call. It also says whether the model must call a tool."""
 
     choice: Choice
     """none: the model must not call a tool; auto: the model decides; required: the model must call a tool."""
@@ -36,7 +36,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A request's `tool_choice`, in the same form for all APIs."""
+    """A request's `tool_choice`, in one form for all APIs."""
 
     choice: Choice = "auto"
     named: str | None = None
@@ -47,7 +47,9 @@ class Chosen:
 
 
 def call_needs_tools(asks: Callable[[Any], bool], schema: Mapping[str, Any]) -> Rule:
-    """Returns the rule that a `tool_choice` for which `asks` is true needs tools. `schema` says the same as `asks`."""
+    """Returns the rule that a `tool_choice` for which `asks` is true needs tools. `schema` is the equivalent JSON
+    schema.
+    """
     asked = Condition("tool_choice", asks, schema)
     return Rule("asks for a call, but there are no tools", (asked,), filled("tools"))
 
@@ -82,7 +84,7 @@ def function_of(name: str, given: Mapping[str, Any], parameters: str = "paramete
 
 def tool_choice_of(functions: Sequence[Function], chosen: Chosen) -> ToolChoice:
     """Returns the functions of a request that may be called, and the choice. Raises InvalidArgument if the functions or
-    the choice are invalid, or if they do not agree.
+    the choice are invalid, or if the chosen function is missing.
     """
     if len(functions) > MAX_TOOLS:
         raise InvalidArgument.of("tools", f"must hold at most {MAX_TOOLS} tools, got {len(functions)}")

@@ -1,7 +1,6 @@
-"""vLLM's request fields that this server knows but does not support, each with its neutral value.
-
-A field in this table is refused unless it has its neutral value, which requests nothing. It is not ignored like an
-unknown field, because it would change the answer. If a body supports a field, the field's entry here has no effect.
+"""vLLM's request fields that this server knows but does not support, each with its neutral value. A field in this table
+is refused unless it has its neutral value, which has no effect. The field is not ignored like an unknown field, because
+it would change the answer. If a body supports a field, this table does not apply to the field.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 UNSUPPORTED: Mapping[str, Any] = {
-    # what may be drawn
+    # which tokens may be drawn
     "allowed_token_ids": None,  # for responses
     "bad_words": [],
     "logits_processors": [],
@@ -22,10 +21,10 @@ UNSUPPORTED: Mapping[str, Any] = {
     "chat_template_kwargs": {},
     "add_generation_prompt": True,
     "continue_final_message": False,
-    "documents": None,
+    "documents": [],
     "prompt_embeds": None,
-    "mm_processor_kwargs": None,
-    "media_io_kwargs": None,
+    "mm_processor_kwargs": {},
+    "media_io_kwargs": {},
     # the form of answers
     "spaces_between_special_tokens": True,
     "return_tokens_as_token_ids": False,

@@ -1,6 +1,5 @@
 """Limits how many wrong API keys an address may try, with a token bucket for each IPv4 address or IPv6 /64 network. The
-number of buckets is bounded.
-Does no I/O.
+number of buckets is bounded. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ class _Bucket:
 
 
 class WrongKeys:
-    """A counter of wrong keys per address.
-
-    When an address has used up its tries, only keys that it has used successfully before are still accepted. A client
-    that shares an address with an attacker is therefore still served.
+    """A counter of wrong keys per address. When an address has used up its tries, only keys that have been accepted
+    from the address before are still accepted. A client that shares an address with an attacker is therefore still
+    served.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,8 +38,8 @@ class WrongKeys:
         self._known: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def check(self, address: str, key: bytes) -> None:
-        """Must be called before a key is compared. Raises ResourceExhausted if the address has no tries left and has
-        not used this key successfully.
+        """Checks whether an address may try a key; must be called before the key is compared. Raises ResourceExhausted
+        if the address has no tries left and has not used this key successfully.
         """
         bucket = self._buckets.get(_network(address)) if self._buckets else None
         if bucket is None or self._tries(bucket) >= 1 or _known(address, key) in self._known:
@@ -78,8 +76,8 @@ def _known(address: str, key: bytes) -> tuple[str, bytes]:
 
 
 def _network(address: str) -> str:
-    """Returns an IPv6 address's /64 network, which usually belongs to one client. Other text is only cut to 64
-    characters.
+    """Returns the /64 network of an IPv6 address, which usually belongs to one client. Returns at most 64 characters of
+    any other text.
     """
     if ":" not in address:
         return address[:64]

@@ -1,1 +1,1 @@
-"""The gateway's side of the workers: discovery, routing, streams, and the loss of a worker."""
+"""Finds workers, chooses workers for requests, calls them, and detects the loss of a worker."""

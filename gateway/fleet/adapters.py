@@ -34,7 +34,7 @@ class Adapters:
     """The set of adapters that this gateway serves. It may be used only in the event loop."""
 
     def __init__(self, workers: Workers, registry: AdapterRegistry | None, base_name: str) -> None:
-        """If `registry` is None, adapters are disabled and none is served."""
+        """If `registry` is None, adapters are disabled, and no adapter is served."""
         self._workers = workers
         self._registry = registry
         self._base_name = base_name
@@ -61,8 +61,8 @@ class Adapters:
 
     @contextmanager
     def using(self, ref: AdapterRef | None) -> Iterator[None]:
-        """Keeps an adapter loaded while a request needs it. Raises ModelNotFound if it has been unloaded since the
-        request was checked.
+        """A context manager that keeps an adapter loaded while a request needs it. Raises ModelNotFound if the adapter
+        has been unloaded since the request was checked.
         """
         if ref is None:
             yield
@@ -89,8 +89,8 @@ class Adapters:
             await asyncio.sleep(_POLL_S)
 
     async def begin(self, modules: Sequence[str]) -> None:
-        """Loads the adapters of --lora-modules ("name=path"), and waits, for any length of time, until all workers have
-        loaded them. Raises StartupError, which names the adapter that cannot be loaded.
+        """Loads the adapters of --lora-modules ("name=path"), and waits until all workers have loaded them, without a
+        time limit. Raises StartupError, which names the adapter that cannot be loaded.
         """
         for text in modules:
             try:
@@ -103,8 +103,8 @@ class Adapters:
                 raise StartupError(f"--lora-modules {text}: {error}") from None
 
     async def load(self, name: str, path: str) -> None:
-        """Makes every worker load an adapter, and serves the adapter. If a worker cannot load it, all workers unload
-        it again.
+        """Makes every worker load the adapter in the directory `path`, and serves it as `name`. If a worker does not
+        load the adapter within `LOAD_TIMEOUT_S`, all workers unload it again.
 
         Raises InvalidArgument, which names the field and the problem, or Unavailable.
         """
@@ -125,7 +125,7 @@ class Adapters:
             raise
 
     async def unload(self, name: str) -> None:
-        """Refuses further requests for an adapter, waits until the running ones have ended, and makes the workers
+        """Refuses further requests for an adapter, waits until the running requests have ended, and makes the workers
         unload the adapter. Raises ModelNotFound if the adapter is not served.
         """
         if (ref := self._served.pop(name, None)) is None:

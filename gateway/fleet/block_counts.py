@@ -1,4 +1,4 @@
-"""The numbers of blocks by state, which /metrics shows, from the block stores of all arenas."""
+"""Asks the block stores of all arenas for their numbers of blocks by state, which /metrics shows."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """The blocks of all arenas by state, and the size of a block."""
+    """The numbers of blocks of all arenas by state, and the size of a block."""
 
     by_state: Mapping[str, int] = field(default_factory=dict)
-    """Empty if no block store has ever answered."""
+    """The number of blocks in each of `STATES`. Empty if no block store has answered yet."""
     block_bytes: int = 0
-    """0 while no arena has a layout."""
+    """Size of a block in bytes, or 0 while no arena has a layout."""
     kv_dtype: str = ""
     block_size: int = 0
 
 
 class BlockCounter:
-    """A client of block stores. Keeps the last answer of each store, for a store that does not answer for a while."""
+    """A client of block stores. It keeps the last answer of each store, and uses it while the store does not answer."""
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:
         self._trust = trust
@@ -39,7 +39,7 @@ class BlockCounter:
         self._last: dict[str, pb.InspectResponse] = {}
 
     async def count(self, addresses: Iterable[str]) -> BlockCounts:
-        """Returns the counts over the block stores at these addresses. Forgets all other stores."""
+        """Returns the sums over the block stores at these addresses. Forgets all other stores."""
         wanted = list(addresses)
         await self._channels.keep(wanted)
         await asyncio.gather(*map(self._ask, wanted))

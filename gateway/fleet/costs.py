@@ -1,5 +1,5 @@
 """Predicts the times that routing compares: the times to compute a prompt, to copy its blocks to another arena, and to
-wait for decode. Does no I/O, and gets the current time as an argument.
+wait for decode. This module does no I/O; callers pass the current time.
 
 Prefill workers report their rates. This gateway measures copies and decode times on its own requests.
 """
@@ -33,7 +33,7 @@ _DECODE_STEP = 0.05
 
 
 class _CopyTime:
-    """The time to copy tokens from one arena to another."""
+    """A prediction of the time to copy tokens from one arena to another."""
 
     def __init__(self) -> None:
         self._fit = LineFit([(tokens, _usual_copy_s(tokens)) for tokens in (0, _USUAL_TOKENS)])
@@ -53,7 +53,7 @@ class _CopyTime:
 
 
 class RouteCosts:
-    """A predictor of times, all in seconds, with the measurements on which it bases them."""
+    """A predictor of times in seconds. It records the measurements on which its predictions are based."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str], _CopyTime] = {}
@@ -74,23 +74,24 @@ class RouteCosts:
         self._copies = {pair: copy for pair, copy in self._copies.items() if live.issuperset(pair)}
 
     def prefill_rate(self, loads: Iterable[WorkerLoad]) -> float:
-        """Returns the mean rate of the workers that have measured theirs, in prompt tokens per second, or
-        `USUAL_PROMPT_TOKENS_PER_S` if no worker has. It is used for all workers: with its own rate, a worker whose few
-        steps were slow would get no prompts, and its rate would stay as it is.
+        """Returns the mean of the rates that workers report, in prompt tokens per second, or
+        `USUAL_PROMPT_TOKENS_PER_S` if no worker reports a rate. All workers are predicted with this mean, because a
+        worker with a low rate of its own would get no prompts, and its rate would never change.
         """
         known = [load.prompt_tokens_per_s for load in loads if load.prompt_tokens_per_s]
         return sum(known) / len(known) if known else USUAL_PROMPT_TOKENS_PER_S
 
     def copy_s(self, source: str, destination: str, num_tokens: int, now: float) -> float:
-        """Returns the time to copy the KV of `num_tokens` tokens; 0.0 within an arena."""
+        """Returns the seconds to copy the KV of `num_tokens` tokens, or 0.0 within an arena."""
         if source == destination:
             return 0.0
         measured = self._copies.get((source, destination))
         return _usual_copy_s(num_tokens) if measured is None else measured.seconds(num_tokens, now)
 
     def decode_s(self, share: float) -> float:
-        """Returns the time that a group loses at a decode worker, by waiting for a place and because steps of larger
-        batches take longer. `share` is the fraction of the batch that is taken; above 1.0, sequences are waiting.
+        """Returns the seconds that a group loses at a decode worker, because it waits for a place and because steps of
+        larger batches take longer. `share` is the fraction of the batch that is taken; above 1.0, sequences are
+        waiting.
         """
         return self._decode_s * (max(0.0, share - 1.0) + _SLOWER_IN_FULL_BATCH * min(1.0, share))
 

@@ -1,7 +1,8 @@
 """Sessions with decode workers. One bidirectional stream per worker carries all of the worker's sequences.
 
-A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which calls each group's receiver
-with its outputs. If a session is lost, its groups fail, and may be prefilled again. Does not interpret tokens.
+A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which passes each group's outputs
+to the group's receiver. If a session is lost, its groups fail, and may be prefilled again. This module does not
+interpret tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import grpc.aio
 
 from common import convert
 from common.rpc import open_channel
+from common.tracing import CURRENT
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.fleet.liveness import Liveness, LivenessLimits
@@ -35,10 +37,10 @@ class Receiver(Protocol):
     """
 
     def take_token(self, sample: int, output_index: int, token_id: int) -> None:
-        """Takes one token of a sample that continues, with no other data."""
+        """Takes one token of a sample that continues. The output contains no other data."""
 
     def take(self, output: pb.SequenceOutput) -> None:
-        """Takes any other output."""
+        """Takes an output for which `take_token` does not suffice."""
 
     def flush(self) -> None:
         """Called after one or more outputs of a message have been taken."""
@@ -121,10 +123,12 @@ class DecodeSession:
         self._run = asyncio.create_task(self._serve(), name=f"session {self.record.worker_id}")
 
     def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
-        """Sends a group. The caller has filled in `attempt`; this method fills in the handle. The group ends when all
-        `samples` have ended, or fails at once if the session is not connected.
+        """Sends a group. The caller has filled in `attempt`; this method fills in the handle and the trace context of
+        the current task. The group ends when all `samples` have ended, or fails at once if the session is not
+        connected.
         """
-        request.handle = self._next_handle
+        request.handle, trace = self._next_handle, CURRENT.get()
+        request.traceparent, request.tracestate = trace.traceparent, trace.tracestate
         self._next_handle += 1
         group = SubmittedGroup(request.handle, request.attempt, samples, receiver)
         if not self.connected:
@@ -142,7 +146,7 @@ class DecodeSession:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle)))
 
     def cancel_sample(self, group: SubmittedGroup, sample: int) -> None:
-        """Drops one sample of a group. Dropping the last one drops the group."""
+        """Drops one sample of a group. If it is the last running sample, drops the group."""
         if group.running == {sample}:
             self.cancel(group)
         elif sample in group.running and group.handle in self._groups and self.connected:
@@ -150,7 +154,7 @@ class DecodeSession:
         group.running.discard(sample)
 
     def _give_up(self, seconds: float, why: str) -> None:
-        """Ends the session of a frozen process, which keeps its connection."""
+        """Ends the session with a worker that is frozen. Its connection stays open, so no error ends the session."""
         logger.warning("decode worker %s %s for %.1f s: given up", self.record.worker_id, why, seconds)
         self._reason = "session_silent"
         self.close()
@@ -242,7 +246,7 @@ class DecodeSession:
 
 
 class SessionPool:
-    """A pool of sessions, one for each decode worker in the registry."""
+    """A pool of sessions, one for each decode worker in the registry or draining."""
 
     def __init__(self, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load
@@ -261,7 +265,7 @@ class SessionPool:
         return self.get(record.worker_id) is not None
 
     def sync(self, records: Iterable[WorkerRecord]) -> None:
-        """Opens sessions with new workers and drops those that have ended. A worker that has left the registry is
+        """Opens sessions with new workers and drops sessions that have ended. A worker that has left the registry is
         draining: it keeps its session until its sequences have ended.
         """
         now = time.monotonic()

@@ -6,21 +6,23 @@ import time
 from typing import Self
 
 from gateway.fleet.decode_client import DecodeSession
-from gateway.fleet.routing import Router, WorkerState
+from gateway.fleet.routing import Pick, Router
 
 
 class DecodePlace:
-    """A group's place on a decode worker, counted until the end of a `with` block."""
+    """A group's place on a decode worker. The place counts as taken until the end of a `with` block."""
 
-    __slots__ = ("_began", "_num_sequences", "_router", "_state", "session")
+    __slots__ = ("_began", "_num_sequences", "_router", "_state", "considered", "session")
 
-    def __init__(self, session: DecodeSession, state: WorkerState, router: Router, num_sequences: int) -> None:
+    def __init__(self, session: DecodeSession, pick: Pick, router: Router, num_sequences: int) -> None:
         self.session = session
-        self._state = state
+        self.considered = pick.considered
+        """The best decode workers that were considered, the best first."""
+        self._state = pick.worker
         self._router = router
         self._num_sequences = num_sequences
         self._began = time.monotonic()
-        state.dispatched_sequences += num_sequences
+        self._state.dispatched_sequences += num_sequences
 
     def __enter__(self) -> Self:
         return self

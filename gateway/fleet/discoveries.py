@@ -1,4 +1,4 @@
-"""Discovery through several Redis servers: one for each arena, or for some of the arenas.
+"""Discovery through several Redis servers, each of which serves one or more arenas.
 
 Each server has the ledgers and the records of its own arenas, and its own circuit breaker. If a server is lost, its
 workers stay known, but their prefixes are not looked up. The arenas of the other servers are not affected.
@@ -50,7 +50,7 @@ class Discoveries:
                 group.create_task(part.run())
 
     async def check(self) -> None:
-        """Makes one call to each server. Raises LedgerUnavailable if none can be reached."""
+        """Makes one call to each server. Raises LedgerUnavailable if no server can be reached."""
         errors = await asyncio.gather(*(self._error_of(part) for part in self._parts))
         for number, error in enumerate(errors, 1):
             if error is not None and None not in errors:
@@ -59,8 +59,8 @@ class Discoveries:
                 logger.warning("Redis server %d of %d cannot be reached: %s", number, len(errors), error)
 
     async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
-        """Returns the number of leading tokens of the prompt that prefill would find in each arena
-        (`Discovery.cached_tokens`).
+        """Returns the number of leading tokens of the prompt that prefill would find in each arena, by arena id. An
+        arena whose server does not answer in time is left out (`Discovery.cached_tokens`).
         """
         asked: dict[int, list[WorkerRecord]] = {}
         for record in workers:

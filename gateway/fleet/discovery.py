@@ -1,10 +1,9 @@
 """Discovery: polls the registry in Redis, informs the router and the sessions, and looks up cached prefixes for
-routing.
+routing. All Redis calls run in threads, within a time budget.
 
-All Redis calls run in threads, within a time budget. Without Redis, the gateway routes by load alone, to the known
-workers. After a few unanswered lookups, requests skip the lookup until a poll is answered within a lookup's time
-budget. When Redis comes back, it may have lost its list of workers, or the workers may have been unable to update the
-list. No worker therefore counts as gone until all of them have had time to register again.
+Without Redis, the gateway routes by load alone, to the known workers. After a few unanswered lookups, requests skip the
+lookup until a poll is answered within a lookup's time budget. When Redis comes back, its list of workers may be lost or
+old. No worker therefore counts as gone until all workers have had time to register again.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ logger = logging.getLogger("discovery")
 T = TypeVar("T")
 LOOKUP_BUDGET_S = 0.05
 MAX_UNANSWERED = 3
-"""Number of consecutive unanswered lookups that opens the breaker. A single one may only mean a busy Redis."""
+"""Number of consecutive unanswered lookups that opens the breaker. A single unanswered lookup may only mean that Redis
+is busy.
+"""
 FIRST_POLL_S = 0.05
 """Interval between polls while there is no worker. It is short, because startup is complete when the first worker
 joins.
@@ -57,7 +58,9 @@ class Discovery:
         grace_s: float = GRACE_S,
         on_stores: Callable[[Mapping[str, StoreAddress]], None] = lambda _: None,
     ) -> None:
-        """`on_stores` receives, after every poll, the block stores of the workers' arenas by arena id."""
+        """After every successful poll, `on_records` receives the known workers, and `on_stores` the block stores of
+        their arenas by arena id.
+        """
         self._grace_s = grace_s
         self._client = open_client(redis_url)
         self._registry = WorkerRegistry(self._client)
@@ -111,9 +114,9 @@ class Discovery:
         self._client.close()
 
     async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
-        """Returns the number of leading tokens of the prompt that prefill would find in each arena. The result is empty
-        if there is no answer in time. While the breaker is open, the call returns an empty result at once, and
-        `breaker.num_refused` counts it.
+        """Returns the number of leading tokens of the prompt that prefill would find in each arena, by arena id. The
+        result is empty if there is no answer in time. While the breaker is open, the call returns an empty result at
+        once, and `breaker.num_refused` counts the call.
         """
         if self.breaker.refuses():
             return {}
@@ -151,15 +154,15 @@ class Discovery:
             if (ledger := self._ledgers.get(arena_id)) is not None:
                 alike[record.hash_domain, record.kv_rules][arena_id] = ledger
         found: dict[str, int] = {}
-        for (domain, rules), ledgers in alike.items():  # arenas of one model differ in their contents only
+        for (domain, rules), ledgers in alike.items():  # arenas of one model differ only in their contents
             hashes = _prompt_hashes(request, domain, rules.block_size)
             lengths = cached_blocks(self._lengths, list(ledgers.values()), hashes, rules)
             found |= {arena_id: length * rules.block_size for arena_id, length in zip(ledgers, lengths, strict=True)}
         return found
 
     def _open_ledgers(self) -> tuple[dict[str, LedgerScripts], dict[str, StoreAddress]]:
-        """Returns a read-only view of the ledger, and the store, of every arena that workers name. A view is kept while
-        its dataset stays the same.
+        """Returns a read-only view of the ledger and the address of the block store, for every arena that workers name.
+        A view is kept as long as its dataset generation does not change.
         """
         ledgers: dict[str, LedgerScripts] = {}
         stores: dict[str, StoreAddress] = {}
@@ -205,7 +208,7 @@ def cached_blocks(
     lengths: PrefixLengths, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes], rules: KvRules
 ) -> list[int]:
     """Returns for each ledger the number of blocks in the longest cached prefix from which all KV groups can continue,
-    by the same rule as a worker's `find_prefix`; 0 for a ledger that has been rebuilt.
+    by the same rule as a worker's `find_prefix`, or 0 for a ledger that has been rebuilt.
     """
     full = [number for number, group in enumerate(rules.groups) if not group.slides]
     reach = [len(hashes)] * len(ledgers)
@@ -220,11 +223,9 @@ def cached_blocks(
 
 
 def _usable(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules, *, has_full: bool) -> int:
-    """Returns how many of these blocks windows and states can continue from.
-
-    With full attention beside them, only the end of the prefix that full attention finds is checked: the blocks that
-    the groups need there, or what one call asks about if that is more. Earlier blocks of windows and states are evicted
-    before later ones.
+    """Returns the number of these blocks from which the groups with windows and states can continue. If the model also
+    has full attention (`has_full`), only the end of the prefix is checked: the blocks that the groups need at the end,
+    but at least as many as one call can check. Earlier blocks of windows and states are evicted before later blocks.
     """
     reach = len(hashes)
     if not reach:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 TICK_S = 0.25
 OWN_PAUSE_S = 0.5
-"""A tick that is later than this shows that this process was not listening."""
+"""If a tick is late by more than this, this process was stopped or its loop was busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Liveness:
         lost: Callable[[float, str], None],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`busy` returns whether the worker has work from this gateway. If it has, steps are expected."""
+        """`busy` returns whether the worker has work from this gateway. While it has work, it must complete steps."""
         self._limits = limits
         self._lost = lost
         self._busy = busy

@@ -41,3 +41,15 @@ class PendingTicket:
         self.workers.give_up(self.ticket)
         self.ticket = pulled.ticket
         return pulled
+
+
+def tokens_of(ticket: types_pb.Ticket, block_size: int) -> int:
+    """Returns the number of token positions in a ticket. Positions in blocks that branches share count once."""
+    total, seen = 0, set[tuple[int, int]]()
+    for branch in ticket.branches:
+        own = max(0, branch.num_tokens - branch.shared_blocks * block_size)
+        table = max(branch.groups, key=lambda table: len(table.blocks), default=types_pb.BlockTable())
+        refs = set(zip(table.blocks, table.generations, strict=True))
+        total += max(0, own - len(refs & seen) * block_size)  # also branches other than the first can have equal blocks
+        seen |= refs
+    return total

@@ -1,4 +1,4 @@
-"""Calls to prefill workers: one server stream per prompt, one channel per worker. Does not depend on later phases."""
+"""Calls to prefill workers, with one server stream per prompt and one channel per worker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from common import convert
 from common.errors import DeadlineExceeded
 from common.rpc import ChannelPool
 from common.status import error_of
+from common.tracing import CURRENT
 from common.trust import NO_TRUST, Trust
 from common.types import WorkerLoad, WorkerRecord
 from gateway.fleet.liveness import Liveness, LivenessLimits
@@ -52,7 +53,7 @@ class PrefillClient:
             return await self._prefill(channel, worker, request, timeout_s)
 
     async def keep(self, addresses: Iterable[str]) -> None:
-        """Closes the idle channels to addresses other than `addresses`, and the idle ones that use old certificates."""
+        """Closes idle channels that lead to other addresses or use old certificates."""
         await self._channels.keep(addresses)
 
     async def close(self) -> None:
@@ -62,7 +63,8 @@ class PrefillClient:
         self, channel: grpc.aio.Channel, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float
     ) -> pb.PrefillDone:
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
-        call, accepted = stub.Prefill(request, timeout=timeout_s, metadata=self._trust.metadata), False
+        metadata = (*self._trust.metadata, *CURRENT.get().metadata)
+        call, accepted = stub.Prefill(request, timeout=timeout_s, metadata=metadata), False
         try:
             async with aclosing(_unless_silent(call, self._silence_s, self._on_unread)) as responses:
                 async for response in responses:

@@ -10,6 +10,7 @@ import grpc.aio
 
 from common.errors import DeadlineExceeded
 from common.rpc import ChannelPool
+from common.tracing import CURRENT
 from common.trust import NO_TRUST, Trust
 from gateway.fleet.worker_lost import WorkerLost
 from protos.v1 import block_store_pb2 as pb
@@ -36,13 +37,14 @@ class PullClient:
         self._channels = ChannelPool(trust)
 
     async def pull(self, store: str, request: pb.PullRequest, timeout_s: float) -> pb.PullResponse:
-        """Copies a ticket's blocks and returns the ticket of the copies. Cancelling this coroutine ends the pull.
-        Raises WorkerLost or DeadlineExceeded.
+        """Makes the block store at the address `store` copy a ticket's blocks, and returns its answer, which contains
+        the ticket of the copies. Cancelling this coroutine ends the pull. Raises WorkerLost or DeadlineExceeded.
         """
         with self._channels.use(store) as channel:
             stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
             try:
-                response: pb.PullResponse = await stub.Pull(request, timeout=timeout_s, metadata=self._trust.metadata)
+                metadata = (*self._trust.metadata, *CURRENT.get().metadata)
+                response: pb.PullResponse = await stub.Pull(request, timeout=timeout_s, metadata=metadata)
                 return response
             except grpc.aio.AioRpcError as error:
                 raise _translated(error, store) from None

@@ -1,8 +1,8 @@
-"""Chooses the prefill and the decode worker of a request. Does no I/O, and gets the time as an argument.
+"""Chooses the prefill and the decode worker of a request. This module does no I/O; callers pass the current time.
 
 A request takes the route on which decode is predicted to begin first. The predicted time is the sum of the times for
 the queue and prefill at a prefill worker, for a copy if the decode worker uses another arena, and for a place in that
-worker's batch (`gateway.fleet.costs`). So a prefix that is cached in another arena is copied or computed again,
+worker's batch (`gateway.fleet.costs`). A prefix that is cached in another arena is therefore copied or computed again,
 whichever takes less time. The decode worker is chosen after prefill, by the loads at that time. Load is counted at
 dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are equal,
 the one that was picked longest ago is chosen, so that the load is spread.
@@ -10,6 +10,7 @@ the one that was picked longest ago is chosen, so that the load is spread.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,6 +27,8 @@ the registry still lists a dead worker. The worker's successor has a different a
 """
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
+MOST_CONSIDERED = 8
+"""Maximum number of workers that a pick names as considered."""
 PUBLISHED_S = 1.5
 """Largest age of a load in the registry: workers publish every second, and gateways poll (`--poll-s`)."""
 
@@ -37,7 +40,7 @@ class Asked:
     num_tokens: int
     """Length of the prompt, whose KV decode needs."""
     cached: Mapping[str, int] = field(default_factory=dict)
-    """By arena, the number of leading tokens that any worker of that arena finds in its prefix cache."""
+    """The number of leading tokens that are in the prefix cache, by arena."""
     adapter: str = ""
     """Digest of the LoRA adapter that both workers must have loaded; "" means the base model."""
 
@@ -48,7 +51,7 @@ class Asked:
 
 @dataclass(slots=True)
 class WorkerState:
-    """The router's data about one worker."""
+    """The router's record of one worker."""
 
     record: WorkerRecord
     load: WorkerLoad = field(default_factory=WorkerLoad)
@@ -77,11 +80,36 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Considered:
+    """A worker that was compared with others, and the reason for its rank."""
+
+    worker_id: str
+    predicted_s: float
+    """Predicted time from the choice until decode begins."""
+    missing_tokens: int
+    """Number of prompt tokens that are not cached in the worker's arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The worker that was picked, and the best of the workers that were considered, best first."""
+
+    worker: WorkerState
+    considered: tuple[Considered, ...]
+
+    @property
+    def record(self) -> WorkerRecord:
+        return self.worker.record
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """The prefill worker chosen for a request, and the properties by which the decode worker will be chosen."""
 
     prefill: WorkerRecord
     asked: Asked
+    considered: tuple[Considered, ...] = ()
+    """The best prefill workers that were considered, the best first."""
 
 
 class Router:
@@ -91,13 +119,13 @@ class Router:
         self.workers: dict[str, WorkerState] = {}
         self.costs = RouteCosts()
         self.stores: Mapping[str, bool] = {}
-        """The arenas with a live block store, and whether that store copies blocks from other arenas."""
+        """The arenas with a live block store. The value is whether the store copies blocks from other arenas."""
         self.broken: Collection[tuple[str, str]] = ()
         """Pairs of arenas (source, destination) between which a recent copy failed because a store did not answer."""
         self._picks = 0
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> None:
-        """Applies the registry's list: adds new workers, removes missing ones, refreshes loads."""
+        """Applies the registry's list: adds new workers, removes missing workers, and refreshes loads."""
         fresh = {record.worker_id: record for record in records}
         for worker_id in [w for w in self.workers if w not in fresh]:
             del self.workers[worker_id]
@@ -122,7 +150,7 @@ class Router:
             state.suspect_until = now + SUSPECT_S
 
     def unreachable(self, worker_id: str, now: float) -> None:
-        """Notes that there was no answer at the worker's address."""
+        """Notes that no process answered at the worker's address."""
         if (state := self.workers.get(worker_id)) is not None:
             state.unreachable_until = now + UNREACHABLE_S
 
@@ -140,7 +168,7 @@ class Router:
         prefills = (p.record for p in self._of_role("prefill") if p.record.has_adapter(adapter))
         return any(any(self._partners(prefill, usable, adapter)) for prefill in prefills)
 
-    def pick_prefill(self, asked: Asked, now: float, usable: Callable[[WorkerRecord], bool]) -> WorkerState | None:
+    def pick_prefill(self, asked: Asked, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
         """Picks the prefill worker with which decode is predicted to begin first, or None if no worker has a partner.
         `usable` returns whether a decode worker can take the request.
         """
@@ -158,11 +186,11 @@ class Router:
             num_tokens = prefill.tokens_before(now) + asked.missing(arena_id)
             costs[prefill.record.worker_id] = num_tokens / rate + after[key]
         partnered = [p for p in prefills if costs[p.record.worker_id] < math.inf]
-        return self._least(partnered, lambda p: costs[p.record.worker_id], now)
+        return self._pick(partnered, lambda p: costs[p.record.worker_id], asked, now)
 
-    def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> WorkerState | None:
+    def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
         """Picks the decode worker that is predicted to begin first after the route's prefill, among those that accept
-        its tickets, are `usable` for the group and have loaded the adapter. Returns None if there is none.
+        its tickets, are `usable` for the group and have loaded the adapter. Returns None if there is no such worker.
         """
         prefill, asked = route.prefill, route.asked
 
@@ -171,7 +199,7 @@ class Router:
             copy_s = self.costs.copy_s(prefill.arena_id, destination, asked.missing(destination), now)
             return copy_s + self.costs.decode_s(decode.share(now))
 
-        return self._least(list(self._partners(prefill, usable, asked.adapter)), cost, now)
+        return self._pick(list(self._partners(prefill, usable, asked.adapter)), cost, asked, now)
 
     def capacity(self) -> int:
         """Returns the total batch capacity of all decode workers, in sequences."""
@@ -182,8 +210,8 @@ class Router:
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
     def _shares(self, usable: Callable[[WorkerRecord], bool], adapter: str, now: float) -> dict[str, dict[str, float]]:
-        """Returns by pairing and arena the share of the batch that is taken at the arena's emptiest decode worker, the
-        smallest share first. Counts workers that are usable and have loaded the adapter.
+        """Returns, by pairing and arena, the share of the batch that is taken at the arena's emptiest decode worker,
+        with the smallest share first. Considers only workers that are usable and have loaded the adapter.
         """
         found: dict[str, dict[str, float]] = defaultdict(dict)
         for decode in sorted(self._of_role("decode"), key=lambda decode: decode.share(now)):
@@ -193,10 +221,11 @@ class Router:
         return found
 
     def _after_prefill_s(self, source: str, shares: Mapping[str, float], asked: Asked, now: float) -> float:
-        """Returns the least time that a request loses between a prefill in this arena and its decoding, or infinity if
-        no decode worker accepts its ticket. `shares` are those of `_shares` for one pairing.
+        """Returns the least time in seconds that a request loses between prefill in this arena and decoding, or
+        infinity if no decode worker accepts the ticket. `shares` is the result of `_shares` for one pairing.
 
-        Reads only arenas that can be better than the prefill worker's own: a large fleet has many pairs of arenas.
+        Considers only arenas that can be better than the prefill worker's arena, because a large fleet has many pairs
+        of arenas.
         """
         least = self.costs.decode_s(shares[source]) if source in shares else math.inf
         for destination, share in shares.items():
@@ -229,11 +258,16 @@ class Router:
         is_possible = source in self.stores and self.stores.get(destination, False)
         return is_possible and (source, destination) not in self.broken
 
-    def _least(self, states: list[WorkerState], cost: Callable[[WorkerState], float], now: float) -> WorkerState | None:
+    def _pick(
+        self, states: list[WorkerState], cost: Callable[[WorkerState], float], asked: Asked, now: float
+    ) -> Pick | None:
         trusted = [s for s in states if s.suspect_until <= now] or states
         if not trusted:
             return None
-        best = min(trusted, key=lambda s: (cost(s), s.picked))
+        best, *others = heapq.nsmallest(MOST_CONSIDERED, trusted, key=lambda s: (cost(s), s.picked))
+        considered = tuple(
+            Considered(s.record.worker_id, cost(s), asked.missing(s.record.arena_id)) for s in (best, *others)
+        )
         self._picks += 1
         best.picked = self._picks
-        return best
+        return Pick(best, considered)

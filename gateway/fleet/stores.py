@@ -23,7 +23,7 @@ class Stores:
         self._client = PullClient(trust)
         self._by_arena: Mapping[str, StoreAddress] = {}
         self._avoided: dict[tuple[str, str], asyncio.TimerHandle] = {}
-        """Timers after which routing again uses pairs of arenas between which a copy has failed."""
+        """A timer for each pair of arenas that routing avoids because a copy has failed. The timer removes the pair."""
         router.broken = self._avoided.keys()
 
     @property
@@ -40,8 +40,8 @@ class Stores:
         self._by_arena = stores
 
     async def pull(self, request: pb.PullRequest, arena_id: str, timeout_s: float) -> pb.PullResponse:
-        """Copies a ticket's blocks into another arena, and fills in `request.source`. Raises the errors of
-        `PullClient.pull`. If one of the two stores does not answer, routing avoids the pair for a while.
+        """Copies the blocks of a request's ticket into the arena `arena_id`, and fills in `request.source`. Raises the
+        errors of `PullClient.pull`. If one of the two stores does not answer, routing avoids the pair for a while.
         """
         pair = (request.ticket.arena_id, arena_id)
         source, destination = map(self._by_arena.get, pair)
@@ -60,7 +60,7 @@ class Stores:
         return pulled
 
     async def keep(self) -> None:
-        """Closes channels that use old certificates."""
+        """Closes the idle channels that use old certificates."""
         await self._client.keep()
 
     async def close(self) -> None:

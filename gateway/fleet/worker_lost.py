@@ -25,9 +25,10 @@ class WorkerLost(Exception):
     """The error of an attempt that ended without an answer. The request may be prefilled again.
 
     The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
-    each such attempt has produced at least one token (a beam search returns only when it can reach its end). `final` is
-    the client's error if no attempt is left. `unreachable` means that no process accepted the request. Such an attempt
-    is not counted either, and the worker gets no other request until the registry has had time to remove it.
+    each attempt of this kind has produced at least one token (a beam search returns only when it can reach its end).
+    `final` is the client's error if no attempt is left. `unreachable` means that no process accepted the request. In
+    this case, the attempt is not counted, and the worker gets no other request until the registry has had time to
+    remove it.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class WorkerLost(Exception):
         super().__init__(reason)
         self.unreachable = unreachable
         self.death = death
-        """The worker process that ended while it had the request (`incarnation`), or None if none did."""
+        """The worker process that ended while it had the request (`incarnation`), or None if no process ended."""
         self.reason = reason
         self.counted = counted
         self.suspect = suspect
@@ -53,7 +54,7 @@ class WorkerLost(Exception):
 
 
 def incarnation(worker: WorkerRecord) -> str:
-    """Returns a name for one incarnation of a worker process. The successor has a different name or address."""
+    """Returns a name for one incarnation of a worker process. The worker's successor has a different name."""
     return f"{worker.worker_id.removesuffix('.' + worker.role)}@{worker.address}"
 
 
@@ -65,7 +66,7 @@ def is_death(error: grpc.aio.AioRpcError) -> bool:
 
 
 def queue_full(role: str) -> WorkerLost:
-    """Returns the error for a worker whose queue is full: the caller should try a different worker, or the same one
+    """Returns the error for a worker whose queue is full. The caller should try a different worker, or try this worker
     later.
     """
     return WorkerLost(
@@ -78,7 +79,7 @@ def internal(role: str) -> WorkerLost:
 
 
 def rejected(rejection: int, timeout_s: float) -> Exception:
-    """Returns the error for a request with this timeout that a decode worker has rejected."""
+    """Returns the error for a request that a decode worker has rejected. `timeout_s` is the request's timeout."""
     if rejection == decode_pb2.REJECTION_GIVEN_BACK:
         return WorkerLost(GIVEN_BACK, counted=False, suspect=False)
     if rejection == decode_pb2.REJECTION_QUEUE_FULL:

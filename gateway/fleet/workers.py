@@ -1,6 +1,6 @@
-"""Combines all workers in one object: which ones are ready, which ones get a request, and the connections to them.
+"""Combines all workers in one object, which picks workers for requests and keeps the connections to them.
 
-Joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted here, at dispatch.
+It joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted here, at dispatch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Lookup = Callable[[Sequence[WorkerRecord], ResolvedRequest], Awaitable[dict[str,
 EndTicket = Callable[[Ticket], Coroutine[Any, Any, None]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
-"""Number of sequences at the workers beyond those that decode can batch, because some are in prefill."""
+"""Number of sequences that may be at the workers beyond those that decode can batch, because some are in prefill."""
 ROOM_PER_SEQUENCE = 2
-"""Free blocks required per KV group and sequence of a returning group, in addition to those that it had. With fewer, it
-would soon be given back again.
+"""Free blocks required per KV group and sequence of a returning group, in addition to the blocks that the group had.
+With fewer blocks, it would soon be given back again.
 """
 
 
@@ -55,7 +55,7 @@ class Workers:
         self.stores = Stores(self._router, trust)
         self._ready_at = -math.inf
         self.group_rooms: set[GroupRoom] = set()
-        """The limits of the decode workers on a group's size. If there are no workers, the limits of the last ones
+        """The limits of the decode workers on a group's size. If there are no workers, the limits of the last workers
         apply. A request beyond all limits is refused at once, instead of waiting for a worker.
         """
         self._rooms: dict[str, GroupRoom] = {}  # of the current decode workers, by worker id
@@ -90,7 +90,9 @@ class Workers:
         return self._restarts_file is not None and self._restarts_file.exists()
 
     def missing_for(self) -> float:
-        """Returns the seconds since a pair was last ready or a service restarting; infinity if neither has occurred."""
+        """Returns the seconds since a pair of workers was last ready or a service was last restarting, or infinity if
+        neither has occurred.
+        """
         now = time.monotonic()
         if self.ready or self.are_restarting:
             self._ready_at = now
@@ -109,7 +111,9 @@ class Workers:
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
     def objection(self, need: GroupNeed, adapter: str) -> str | None:
-        """Returns why no ready pair can accept a group, or None if one can or if no pair is ready."""
+        """Returns the reason why no ready pair of workers can accept a group, or None if a pair can accept it or if no
+        pair is ready.
+        """
         if not self.ready:
             return None
         if not any(room.holds(need) for room in self._rooms.values()):
@@ -121,23 +125,23 @@ class Workers:
         return self._router.ready(self._usable, digest)
 
     def adapter_states(self, digest: str) -> list[str | None]:
-        """Returns, for every worker that is not draining, "" if the worker has loaded an adapter, the reason why it
-        cannot, or None if it has not tried yet.
+        """Returns, for every worker that is not draining, "" if the worker has loaded the adapter, the error if the
+        worker could not load it, and None if the worker has not tried yet.
         """
         records = [state.record for state in self._router.workers.values() if not state.record.draining]
         return [record.adapters.get(digest) for record in records]
 
     async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> Route | None:
-        """Picks the worker to prefill on, or None if no ready pair has a decode worker with room for a group of this
-        size. The prefix index is consulted only if there are several arenas.
+        """Picks a prefill worker and returns the route, or None if no ready pair has a decode worker with room for a
+        group of this size. The prefix index is consulted only if there are several arenas.
         """
         records = [s.record for s in self._router.workers.values()]
         cached: dict[str, int] = {}
         if len({record.arena_id for record in records}) > 1 and self._lookup is not None:
             cached = await self._lookup(records, request)
         asked = Asked(len(request.prompt_ids), cached, request.adapter_digest)
-        state = self._router.pick_prefill(asked, time.monotonic(), self._usable_for(need))
-        return None if state is None else Route(state.record, asked)
+        pick = self._router.pick_prefill(asked, time.monotonic(), self._usable_for(need))
+        return None if pick is None else Route(pick.record, asked, pick.considered)
 
     def failed(self, worker: WorkerRecord) -> bool:
         """Returns whether a picked worker has left, has recently failed a request, or could not be reached."""
@@ -178,19 +182,18 @@ class Workers:
         """Returns a place on a decode worker that accepts the tickets of the route's prefill worker, has room for the
         group and has loaded the request's adapter, or None if there is no such worker.
         """
-        state = self._router.pick_decode(route, time.monotonic(), self._usable_for(need))
-        session = None if state is None else self._sessions.get(state.record.worker_id)
-        if state is None or session is None:
+        pick = self._router.pick_decode(route, time.monotonic(), self._usable_for(need))
+        session = None if pick is None else self._sessions.get(pick.record.worker_id)
+        if pick is None or session is None:
             return None
-        return DecodePlace(session, state, self._router, need.width)
+        return DecodePlace(session, pick, self._router, need.width)
 
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
         """Returns whether a returning group may be prefilled now, and promises it blocks until `keep_promise`.
 
-        It may if some decode worker reports enough free blocks or none in total, or if no other sequence of this
-        gateway is at the workers. `num_blocks` returns the number of blocks that the group needs under a worker's
-        rules. Without a decode worker, the result is True and nothing is promised: the wait for a worker is limited
-        elsewhere.
+        The group may be prefilled if a decode worker reports enough free blocks or has not reported its number of
+        blocks, or if no other sequence of this gateway is at the workers. `num_blocks` returns the number of blocks
+        that the group needs under a worker's rules. Without a decode worker, returns True and promises nothing.
         """
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:
@@ -214,7 +217,7 @@ class Workers:
 
     @property
     def _nothing_there(self) -> bool:
-        """Returns whether no sequence of this gateway is at the workers or on its way to them."""
+        """Returns whether no sequence of this gateway is at the workers or on its way to the workers."""
         states = self._router.workers.values()
         return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
 

@@ -1,1 +1,1 @@
-"""Turns client input into a request that can run: limits, templates, tokens."""
+"""Checks a client's request, renders its chat template, tokenizes its prompt and fills in its defaults."""

@@ -42,26 +42,28 @@ class ModelAssets:
     name: str
     tokenizer: Tokenizer
     vocab_size: int
-    """The size of the model's vocabulary. Smaller token ids are accepted. The tokenizer's vocabulary may be smaller."""
+    """The size of the model's vocabulary. Token ids must be below it. The tokenizer's vocabulary may be smaller."""
     max_position: int
     """The longest sequence in tokens, unless a worker states a different length. It is `max_position_embeddings`, or
     `UNLIMITED` if the config has none, as for a model without attention.
     """
     eos_token_ids: tuple[int, ...]
     hidden_size: int | None = None
-    """Dimensions of an embedding. None: the config has no field of this name."""
+    """Number of dimensions of an embedding, or None if the config does not state it."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
     tool_template: str | None = None
     """A separate template for requests with tools, if the model has one."""
     longest_token: int = 64
-    """Bytes of the longest token. A text longer than max_model_len times this number cannot fit."""
+    """Size of the longest token in bytes. A text longer than max_model_len times this number cannot fit."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """bos_token, eos_token and so on, for the chat template."""
+    """The texts of the special tokens by name (bos_token, eos_token, ...), for the chat template."""
 
 
 def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
-    """Reads a Hugging Face directory. Raises StartupError, which names the file and the error."""
+    """Returns the data of a model in a Hugging Face directory, under `served_name` or, if it is not given, under the
+    directory's name. Raises StartupError if a file is missing or invalid.
+    """
     path = Path(directory)
     if not path.is_dir():
         raise StartupError(f"--model: {directory} is not a directory")
@@ -122,7 +124,7 @@ def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens of the first config that names any, as one id or as a list."""
+    """Returns the end-of-sequence ids of the first config that contains any. A config contains one id or a list."""
     for config in configs:
         value = config.get("eos_token_id")
         if isinstance(value, int):
@@ -142,9 +144,9 @@ def _defaults(generation: Mapping[str, Any], path: Path) -> GenerationDefaults:
 
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
-    """Returns the template with this name. "default" is chat_template.jinja; others are in additional_chat_templates.
-    If there is no such file, returns the entry in tokenizer_config.json (a string, which is the default, or a list with
-    names).
+    """Returns the template with this name, or None if there is none. "default" is chat_template.jinja; others are in
+    additional_chat_templates. If there is no such file, returns the entry in tokenizer_config.json (a string, which is
+    the default, or a list with names).
     """
     file = path / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.exists():

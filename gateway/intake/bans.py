@@ -1,6 +1,5 @@
-"""Checks `bad_words`, which the output may not contain, and `allowed_token_ids`, the only tokens that it may contain.
-
-Combinations that might leave no token to draw are refused.
+"""Checks `bad_words`, which the output must not contain, and `allowed_token_ids`, the only tokens that it may contain.
+Combinations that could leave no token to draw are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from gateway.intake.wanted import Wanted
 
 
 def check_bans(checker: Checker, wanted: Wanted, eos_token_ids: Collection[int]) -> None:
-    """Adds the errors of both fields to `checker`."""
+    """Adds the violations of both fields to `checker`."""
     _check_words(checker, wanted.bad_words)
     has_grammar = wanted.structured is not None or wanted.structured_after is not None
     if wanted.bad_words and has_grammar:
@@ -48,14 +47,15 @@ def _check_words(checker: Checker, words: Sequence[str]) -> None:
 
 
 async def bad_token_ids(pool: TokenizerPool, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token sequences of checked words, as vLLM chooses them: the tokens of the word at the beginning of a
-    text, and its tokens after a space if they are as many and the first one differs.
+    """Returns the token sequences of checked words. A word has one or two sequences: its tokens at the beginning of a
+    text and, if the first token differs, its tokens after a space. vLLM omits the second sequence if its length
+    differs. It may therefore draw " upon" although "upon" is a bad word.
     """
     found: list[list[int]] = []
     for word in words:
         plain = await pool.encode(word.lstrip(), add_special_tokens=False)
         spaced = await pool.encode(" " + word.lstrip(), add_special_tokens=False)
         found.append(plain)
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+        if spaced[:1] != plain[:1]:
             found.append(spaced)
     return [ids for ids in found if ids]

@@ -1,8 +1,8 @@
-"""Chat templates in a sandbox: messages and tools in, prompt text out, as with `apply_chat_template` in transformers.
+"""Renders messages and tools to a prompt with a model's chat template, as `apply_chat_template` in transformers does.
 
-A template is one of the model's files; messages, tools and variables come from clients. The template therefore runs
-without access to any other objects, and within a limit on CPU time. The limit is checked between pieces of the
-template's output, so a loop that outputs nothing is bounded only by the sandbox's limit on the length of a range.
+A template is one of the model's files; messages, tools and variables come from clients. The template therefore runs in
+a sandbox, without access to any other objects, and within a limit on CPU time. The limit is checked between pieces of
+the template's output, so a loop that outputs nothing is bounded only by the sandbox's limit on the length of a range.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from gateway.intake.limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_CPU_S
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names that templates use for the reasoning in an earlier answer."""
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of a message that is to be continued. Transformers uses the same text."""
+"""Marker for the end of a message that the output continues. Transformers uses the same text."""
 
 
 class _Refused(TemplateError):
-    """The error that a template's `raise_exception` raises. Its message is the template's text for the client."""
+    """The error that a template raises with `raise_exception`. The template chooses the message, which is sent to the
+    client.
+    """
 
 
 class _Generation(Extension):
@@ -73,8 +75,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the prompt. With `add_generation_prompt`, it ends where the assistant's answer begins. With
-        `continue_final_message`, it ends with the text of the last message.
+        """Returns the prompt. With `add_generation_prompt`, the prompt ends where the assistant's answer begins. With
+        `continue_final_message`, the prompt ends with the text of the last message.
 
         Raises InvalidArgument if the template refuses the messages, fails or exceeds a limit.
         """
@@ -121,7 +123,9 @@ _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_mess
 
 
 def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a message without the keys whose value is None, with its reasoning under the usual names."""
+    """Returns a copy of a message without the keys whose value is None, and with its reasoning under the names that
+    templates use.
+    """
     copy = {key: value for key, value in message.items() if value is not None}
     reasoning = next((copy[name] for name in _REASONING if name in copy), None)
     return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}

@@ -24,13 +24,13 @@ from common.grammar import GrammarError, compile_grammar, explore, load_tokenize
 from common.types import StructuredOutput
 
 CPU_S = 0.15
-"""CPU time limit of a trial. Ordinary grammars take a few milliseconds; 500 properties with patterns take 56."""
+"""CPU time limit of a trial. Ordinary grammars take a few milliseconds; 500 properties with patterns take 56 ms."""
 STACK_BYTES = 2 << 20
-"""Stack size of a trial. Workers compile with a larger stack, so they do not crash where a trial did not."""
+"""Stack size of a trial. Workers compile with a larger stack, so a grammar that has passed cannot overflow it."""
 MEMORY_BYTES = 256 << 20
 """Additional address space that a trial may use."""
 MAX_LINE_BYTES = 4096
-"""Size limit of a verdict: PIPE_BUF. Several children write to the same pipe, and writes up to it are atomic."""
+"""Size limit of a verdict: PIPE_BUF. Several children write to the same pipe, and writes up to this size are atomic."""
 TRIAL = {"id": 0, "kind": "regex", "source": "", "options": []}
 _TOO_LONG = f"takes more than {CPU_S:g} s to compile"
 _CRASHED = "cannot be compiled: it is nested too deeply or needs too much memory"
@@ -38,7 +38,7 @@ _CRASHED = "cannot be compiled: it is nested too deeply or needs too much memory
 
 def main(directory: str, vocab_size: int) -> None:
     """Serves trials until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway; when it ends, so does standard input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the gateway, whose end closes standard input
     tokenizer, failure = _load(directory, vocab_size)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -99,7 +99,9 @@ def _bound() -> None:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Reports verdicts for children that were killed by a signal. The other children have reported their own."""
+    """Reports verdicts for children that were killed by a signal. The other children have reported their verdicts
+    themselves.
+    """
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:

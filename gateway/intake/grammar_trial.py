@@ -22,9 +22,9 @@ from common.errors import InvalidArgument, LooseleafError, ResourceExhausted, Un
 from common.types import StructuredOutput
 
 MAX_VERDICTS = 1024
-"""Number of cached verdicts. The most recently used ones are kept."""
+"""Number of cached verdicts. The most recently used verdicts are kept."""
 MAX_AT_ONCE = 2
-"""Number of trials that run at once. Each takes at most `grammar_process.CPU_S` of one core."""
+"""Number of trials that run at the same time. Each trial takes at most `grammar_process.CPU_S` of one core."""
 MAX_WAITING = 64
 PATIENCE_S = 10.0
 """Wall time limit of a trial. A trial exceeds it only on an overloaded machine, because its CPU time is limited."""
@@ -35,7 +35,7 @@ logger = logging.getLogger("gateway")
 
 
 class GrammarTrials:
-    """A cache of verdicts on grammars. It runs trials for new grammars, and is used in the event loop."""
+    """A cache of verdicts on grammars, for use in the event loop. It runs a trial for each new grammar."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
         """`directory` is the model's directory, and `vocab_size` is the number of columns of its logits."""
@@ -47,8 +47,8 @@ class GrammarTrials:
         self._process: _TrialProcess | None = None
 
     async def check(self, name: str, wanted: StructuredOutput) -> None:
-        """Raises InvalidArgument for the field `name` if the grammar cannot be used, and ResourceExhausted or
-        Unavailable if there is no verdict now.
+        """Returns if the grammar can be used. Raises InvalidArgument for the field `name` if it cannot,
+        ResourceExhausted if too many grammars are waiting, and Unavailable if the trial takes too long or fails.
         """
         digest = wanted.digest
         if digest not in self._verdicts:
@@ -63,7 +63,7 @@ class GrammarTrials:
             raise InvalidArgument.of(name, error)
 
     async def warm(self) -> None:
-        """Starts the process, so that the first trial does not wait for it."""
+        """Starts the trial process, so that the first trial does not wait for it."""
         async with self._starting:
             await self._started()
 
@@ -120,7 +120,9 @@ class _TrialProcess:
         return self._reader.done()
 
     async def ask(self, wanted: StructuredOutput) -> str | None:
-        """Returns the verdict. Raises ConnectionError if the process ends first."""
+        """Returns a description of the error in a grammar, or None if the grammar is valid. Raises ConnectionError if
+        the process ends first.
+        """
         number = next(self._numbers)
         trial = {"id": number, "kind": wanted.kind, "source": wanted.source, "options": wanted.options}
         verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

@@ -3,7 +3,7 @@
 The two protocols express a beam search in different ways. gRPC uses `beam_width`: n of these beams are returned, or all
 of them if n is absent. HTTP uses `use_beam_search` with `best_of` beams (default: n) and returns n of them (default:
 1), as in vLLM. A search of width 1 is also a beam search. Samples are never ranked, so `best_of` without a beam search
-must equal n. Does not depend on protobuf or JSON.
+must equal n. This module does not depend on protobuf or JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def rooms_of(records: Iterable[WorkerRecord]) -> dict[str, GroupRoom]:
 
 
 def most_sequences(limits: Iterable[GroupRoom]) -> int | None:
-    """Returns the largest number of sequences that a decode worker runs at once. None: there are no decode workers."""
+    """Returns the largest number of sequences that a decode worker runs at once, or None if there are no decode
+    workers.
+    """
     return max((limit.max_sequences for limit in limits), default=None)
 
 
@@ -101,10 +103,10 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
 def max_tokens_within(
     wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
-    """Returns `max_tokens`. If `clip` is set, returns at most the number of tokens for which some decode worker has
-    blocks.
+    """Returns `max_tokens` if a decode worker has enough blocks for the group with that many tokens, or if the blocks
+    are not known. Otherwise, if `clip` is set, returns the largest number of tokens for which one has enough.
 
-    Raises InvalidArgument if no decode worker has enough blocks for the group.
+    Raises InvalidArgument if no decode worker has enough blocks: for `max_tokens`, or, if `clip` is set, for one token.
     """
     name, width = width_of(wanted)
     takers = [limit for limit in limits if limit.max_sequences >= width]

@@ -1,9 +1,9 @@
-"""The table of all limits of a request, used by both gRPC and HTTP.
+"""The limits on the fields of a request, for both gRPC and HTTP. Every violation names the field and what is wrong.
+Values are Python numbers and strings, so this module does not depend on protobuf or JSON.
 
-Every violation names the field and the limit. Values are Python numbers and strings, so this module does not depend on
-protobuf or JSON. temperature is at most 2, as in OpenAI's API (vLLM has no maximum). top_k accepts -1 and 0 for "off",
-as vLLM does. n is at most 128, as in OpenAI's API. beam_width (over HTTP best_of, or n, with use_beam_search) is at
-most 32, because each beam is a row of every step and nothing is sent before the end. A length_penalty beyond 5 could
+temperature is at most 2, as in OpenAI's API (vLLM has no maximum). top_k accepts -1 and 0 for "off", as vLLM does. n is
+at most 128, as in OpenAI's API. beam_width is at most 32, because each beam is a row of every step and nothing is sent
+before the end; over HTTP, the limit applies to best_of or n with use_beam_search. A length_penalty beyond 5 could
 overflow fp32 in a score. The workers' limits may be lower: their max_num_seqs, and the blocks of a group
 (`gateway.intake.group_limits`).
 """
@@ -33,13 +33,13 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 << 10
 """Bytes of a request's tools, as JSON."""
 MAX_VIOLATIONS = 16
-"""Number of violations that are reported. A client fixes the first ones first."""
+"""Maximum number of violations that are reported for a request."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 MAX_ID_DIGITS = 10
-"""Digits of a token id that is the key of an object."""
+"""Maximum number of digits of a token id that is the key of an object."""
 MAX_BAD_WORDS = 64
 """Each word becomes at most two sequences of tokens, so all words together ban fewer tokens than any vocabulary has."""
 MAX_BAD_WORD_BYTES = 256
@@ -57,7 +57,7 @@ TOO_LONG = "context_length_exceeded"
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval of finite numbers. It includes its ends, except for the lower end if `above_low` is set."""
+    """An interval of finite numbers. It includes its ends, except that `above_low` excludes the lower end."""
 
     low: Number
     high: Number
@@ -89,12 +89,12 @@ RANGES: Mapping[str, Range] = {
     "beam_width": Range(1, 32),
     "length_penalty": Range(-5, 5),
 }
-"""The ranges that do not depend on the model. `Checker` contains those that do."""
+"""The ranges that do not depend on the model. `Checker` contains the other ranges."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """The prompt limits of the served model."""
+    """The limits on prompts for the served model."""
 
     text_bytes: int
     """Limit on one prompt, in bytes, before its number of tokens is known."""
@@ -124,7 +124,7 @@ class Checker:
 
     def number(self, name: str, value: Number | None, limit: Range | None = None) -> None:
         """Checks that a number is within `limit`, or within its range in `RANGES` if `limit` is None. The value None
-        means "not given" and passes. NaN and infinity never pass.
+        means "not given" and passes. NaN and infinity do not pass.
         """
         limit = RANGES[name] if limit is None else limit
         if value is not None and value not in limit:

@@ -1,8 +1,8 @@
 """Prompt prefixes that an operator has declared public. Tenants share only the blocks of these prefixes.
 
 A file is a JSON array. An item is a text, or the first messages of a conversation (a system prompt), which the model's
-chat template turns into a prompt. Token ids are compared, and the part that a prompt has in common with one of these
-prefixes is public. Does not depend on hashes.
+chat template turns into a prompt. The part that a prompt's token ids have in common with one of these prefixes is
+public.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 async def load_public_prefixes(path: str | None, tokenize: Tokenize) -> PublicPrefixes:
-    """Reads the file. If `path` is None, there are no public prefixes. Raises StartupError, which names the file, the
-    item and the error.
+    """Returns the public prefixes in a file, or no prefixes if `path` is None. Raises StartupError for an invalid file;
+    the error names the file and, if an item is invalid, the item.
     """
     if path is None:
         return PublicPrefixes()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from common.adapters import AdapterRef
 from common.types import CacheQuota, Pooling, SamplingParams, StoppingParams
 
+Operation = Literal["chat", "text_completion", "embeddings"]
+"""The kinds of requests, by their names in OpenTelemetry's conventions for generative AI."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRequest:
-    """A client's request after validation: it is within all limits, and all defaults are filled in."""
+    """A client's request after validation: its fields have been checked, and all defaults are filled in."""
 
     request_id: str
     prompt_ids: list[int]
@@ -26,16 +30,20 @@ class ResolvedRequest:
     prompt_text: str | None = None
     """The prompt's text, or None if the client sent token ids or the prompt was truncated."""
     shown_special: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens that are part of the output's text, each with its own text."""
+    """The texts, by token id, of the special tokens that are part of the output's text in any case."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the output's text."""
+    """Whether the other special tokens are left out of the output's text."""
     tenant: str = ""
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""
     pooling: Pooling | None = None
-    """How the prompt becomes an embedding, or None if the request asks for tokens."""
+    """The method by which the prompt becomes an embedding, or None for a request that produces tokens."""
     cache_quota: CacheQuota | None = None
     """The tenant's limit on cached blocks, or None for no limit."""
+    operation: Operation = "text_completion"
+    """The kind of the request, for traces."""
+    received_ns: int = field(default=0, compare=False)
+    """When the request had been read, in nanoseconds of `time.monotonic_ns`; 0 if that is not known."""
 
     adapter: AdapterRef | None = None
     """The adapter that the client has chosen by name, or None for the base model."""

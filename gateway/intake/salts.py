@@ -11,8 +11,8 @@ from common.types import CacheQuota
 
 @dataclass(frozen=True, slots=True)
 class Salts:
-    """The function that derives cache salts (HMAC-SHA-256). The salts of two tenants differ, so tenants do not share
-    salted blocks. A client's cache_salt can only narrow the sharing.
+    """A key derivation function for cache salts (HMAC-SHA-256). The salts of two tenants differ, so tenants do not
+    share salted blocks. A client's cache_salt can only narrow the sharing.
     """
 
     secret: bytes = field(repr=False)
@@ -28,7 +28,7 @@ class Salts:
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 
     def quota(self, tenant: str, percent: int | None) -> CacheQuota | None:
-        """Returns the quota of the tenant's cached blocks, or None for no limit. The salts of the tenant's requests do
-        not affect the quota's name.
+        """Returns the quota of the tenant's cached blocks: `percent` of an arena's blocks, or None for no limit. All of
+        the tenant's requests count towards the same quota, whatever their cache_salt is.
         """
         return None if percent is None else CacheQuota(self.derive(tenant, ""), percent)

@@ -1,5 +1,5 @@
-"""Checks a request for structured output before its grammar is compiled: sizes, and options that cannot be combined
-with it.
+"""Checks a request for structured output before its grammar is compiled: the grammar's size, and options that cannot be
+combined with a grammar.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from gateway.intake.wanted import Wanted
 
 
 def check_structured(checker: Checker, wanted: Wanted) -> None:
-    """Adds the violations to `checker`. A beam search would need a grammar state for every beam, and `ignore_eos` would
-    continue after the grammar's end.
+    """Adds the violations to `checker`. Refuses a beam search, which would need a grammar state for every beam, and
+    `ignore_eos`, which would continue the output after the grammar's end.
     """
     structured, name = wanted.structured, wanted.structured_field
     if structured is None and wanted.structured_after is None:

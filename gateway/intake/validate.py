@@ -1,6 +1,6 @@
 """Turns a client's request into a request for workers: checks every limit and fills in every default.
 
-Does not depend on protobuf or JSON: both protocols fill a `Wanted`. Defaults come from the model's generation config.
+Both protocols fill in a `Wanted`, so this module uses no protobuf or JSON. Sampling defaults come from the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class Validator:
-    """The validator of requests for one model. It checks them and fills in defaults."""
+    """A validator of requests for one model. It checks requests and fills in defaults."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Validator:
         pooling: Pooling = "last",
     ) -> None:
         """`timeout_s` is both the default and the limit of a request's timeout. `group_rooms` returns the group limits
-        of the decode workers; they are empty if there are no workers.
+        of the decode workers, or an empty collection if there have been no workers.
         """
         self._assets = assets
         self._pool = pool
@@ -68,7 +68,7 @@ class Validator:
         self._public_tokens: Callable[[Sequence[int]], int] = lambda prompt_ids: 0
         self._cache_percent: Callable[[str], int | None] = lambda tenant: None
         self.pooling = pooling
-        """How a text becomes an embedding."""
+        """The method by which a text becomes an embedding."""
         self._try_grammar: Callable[[str, StructuredOutput], Awaitable[None]] = _refuse_grammar
 
     def use_adapters(self, find: Callable[[str], AdapterRef | None]) -> None:
@@ -80,15 +80,15 @@ class Validator:
         self._try_grammar = check
 
     def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
-        """Sets the function that counts public leading tokens: `PublicPrefixes.common_tokens`."""
+        """Sets the function that counts a prompt's public leading tokens: `PublicPrefixes.common_tokens`."""
         self._public_tokens = public_tokens
 
     def use_quotas(self, cache_percent: Callable[[str], int | None]) -> None:
-        """Sets the function that returns a tenant's cache limit: `Tenants.cache_percent`."""
+        """Sets the function that returns a tenant's cache limit in percent: `Tenants.cache_percent`."""
         self._cache_percent = cache_percent
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
-        """Checks a request and fills in its defaults. Raises ModelNotFound, InvalidArgument or a grammar's error."""
+        """Checks a request and fills in its defaults. Raises ModelNotFound, InvalidArgument or a grammar error."""
         adapter = self.check_model(wanted.model)
         checker = self.checker()
         _check_numbers(checker, wanted)
@@ -138,7 +138,7 @@ class Validator:
         return Checker(self._assets.vocab_size, self._max_model_len())
 
     async def tokenize(self, prompt: Prompt | None, prompt_field: str, *, add_special_tokens: bool | None) -> list[int]:
-        """Returns the token ids of a prompt. A text may exceed max_model_len but not the byte limit."""
+        """Returns a prompt's token ids. A text may exceed max_model_len. Raises InvalidArgument for an invalid one."""
         wanted = Wanted(prompt=prompt, prompt_field=prompt_field, add_special_tokens=add_special_tokens)
         checker = self.checker()
         self._check_prompt(checker, wanted)
@@ -147,7 +147,7 @@ class Validator:
 
     async def detokenize(self, ids: Sequence[int], name: str) -> str:
         limit = self._max_text_bytes()
-        if len(ids) > limit:  # more than any accepted text has
+        if len(ids) > limit:  # more ids than any accepted text has
             raise InvalidArgument.of(name, f"must hold at most {limit} ids, got {len(ids)}")
         checker = self.checker()
         checker.token_ids(name, ids)
@@ -193,13 +193,12 @@ class Validator:
     def _resolved(
         self, wanted: Wanted, tenant: str, text: str | None, ids: list[int], adapter: AdapterRef | None
     ) -> ResolvedRequest:
-        timeout_s = self._timeout_s if wanted.timeout_s is None else min(wanted.timeout_s, self._timeout_s)
         return ResolvedRequest(
             request_id=wanted.request_id or REQUEST_ID.get() or new_request_id(),
             prompt_ids=ids,
             sampling=self._sampling(wanted),
             stopping=self._stopping(wanted, len(ids)),
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s if wanted.timeout_s is None else min(wanted.timeout_s, self._timeout_s),
             stop=tuple(wanted.stop),
             include_stop=wanted.include_stop_str_in_output,
             salt=self._salts.derive(tenant, wanted.cache_salt),
@@ -212,6 +211,8 @@ class Validator:
             pooling=self.pooling if wanted.embeds else None,
             cache_quota=self._salts.quota(tenant, self._cache_percent(tenant)),
             adapter=adapter,
+            operation=wanted.operation,
+            received_ns=wanted.received_ns,
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:

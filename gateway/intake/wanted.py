@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.types import EarlyStopping, StructuredOutput
+from gateway.intake.resolved_request import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Wanted:
     structured_after: Callable[[str], StructuredOutput] | None = None
     """A function that returns `structured` for the prompt's text, or None if `structured` does not depend on it."""
     shown_special: Mapping[int, str] = field(default_factory=dict)
-    """Special tokens that are part of the output's text, each with its own text."""
+    """The texts, by token id, of the special tokens that are part of the output's text in any case."""
     max_tokens: int | None = None
     fills_context: bool = False
     """Whether the default of `max_tokens` is the rest of the context, as it is for a chat."""
@@ -84,7 +86,7 @@ class Wanted:
     include_stop_str_in_output: bool = False
     add_special_tokens: bool | None = None
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
+    """Whether the other special tokens are left out of the output's text."""
     truncate_prompt_tokens: int | None = None
     """The number of tokens to keep at the end of the prompt. -1 keeps as many as leave room for the output."""
     embeds: bool = False
@@ -92,3 +94,12 @@ class Wanted:
     cache_salt: str | None = None
     priority: int | None = None
     timeout_s: float | None = None
+    received_ns: int = field(default_factory=time.monotonic_ns, compare=False)
+    """When the request had been read, in nanoseconds of `time.monotonic_ns`."""
+
+    @property
+    def operation(self) -> Operation:
+        """The kind of the request, for traces."""
+        if self.embeds:
+            return "embeddings"
+        return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"

@@ -38,9 +38,9 @@ class Delta:
     stop_string: str | None = None
     beam_score: float | None = None
     embedding: Sequence[float] = ()
-    """The prompt's embedding, for a request that asks for one."""
+    """The prompt's embedding, or empty for a request that produces tokens."""
     summary: Summary | None = None
     is_first: bool = False
-    """Whether this is the sample's first delta that the client sees. Set when the delta is sent, as is `is_plain`."""
+    """Whether this is the sample's first delta. It is set when the delta is sent, as is `is_plain`."""
     is_plain: bool = False
     """Whether the delta is from the middle of a sample and has only tokens and their text. Most deltas are plain."""

@@ -1,4 +1,4 @@
-"""Converts token ids to text as they arrive, without splitting characters. Also gives the text of single tokens.
+"""Converts token ids to text as they arrive, without splitting characters. Also returns the texts of single tokens.
 
 This is the offset method of TGI and vLLM: decode a short window of tokens whose beginning has already been output (a
 decoder may treat the first token of a text differently), and output the new part. An unfinished character appears as
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 6
-"""Prompt tokens decoded before the output, so that its first token keeps its leading space."""
+"""Number of prompt tokens decoded before the output, so that the output's first token keeps its leading space."""
 MAX_CONTEXT_IDS = 12
 TRIM_AT = 24
 FORCE_TRIM_AT = 96
@@ -32,10 +32,10 @@ class Detokenizing(Protocol):
     """The interface of an incremental detokenizer for one sample."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that this token makes certain. The text is empty if a character is still incomplete."""
+        """Returns the text that this token makes certain. An incomplete character at the end is held back."""
 
     def flush(self) -> str:
-        """Returns the text that is still held back, as if no token followed."""
+        """Returns the text that is held back. Used when no token follows."""
 
 
 class Detokenizers:
@@ -54,8 +54,8 @@ class Detokenizers:
         *,
         skip_special: bool = True,
     ) -> Detokenizing:
-        """Returns a detokenizer for one sample, after its prompt. `skip_special` leaves special tokens out, except
-        those in `shown_special`, which maps them to their texts.
+        """Returns a detokenizer for the output of one sample, which follows the prompt. With `skip_special`, special
+        tokens are left out, except those in `shown_special`, which maps their ids to their texts.
         """
         plain: Detokenizing
         if not self._bytes:
@@ -74,10 +74,10 @@ class TokenBytes:
         added = tokenizer.get_added_tokens_decoder().values() if skip_special else ()
         self._special = {token.content for token in added if token.special}
         self.known: dict[int, tuple[bytes, str | None]] = {}
-        """Maps a token id to its bytes, and to their text if they are whole characters."""
+        """Maps a token id to its bytes and their text. The text is None if the bytes are not whole characters."""
 
     def find(self, token_id: int) -> tuple[bytes, str | None]:
-        """Returns the entry of `known`, created if it is missing."""
+        """Returns the token's entry in `known`, which it creates if it is missing."""
         if (found := self.known.get(token_id)) is None:
             raw = self._raw(self._tokenizer.id_to_token(token_id))
             try:
@@ -137,7 +137,6 @@ class Detokenizer:
         """Number of tokens since the text last ended with a whole character."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that this token makes certain. The text is often empty within a character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         whole = len(text.rstrip(REPLACEMENT))
@@ -150,7 +149,6 @@ class Detokenizer:
         return delta
 
     def flush(self) -> str:
-        """Returns the text that is still held back, as if no token followed."""
         text = self._decode(self._ids)
         delta = text[self._emitted :]
         self._emitted = len(text)
@@ -174,7 +172,7 @@ class Detokenizer:
 
 
 class ShowingDetokenizer:
-    """A detokenizer that shows some special tokens. They do not change the text around them."""
+    """A detokenizer that adds the texts of some special tokens to the output of another detokenizer."""
 
     __slots__ = ("_plain", "_shown")
 
@@ -208,8 +206,8 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """Returns the text and the bytes of a token, which may be special. The text of a part of a character is
-        "bytes:\\xe2", as in OpenAI's API.
+        """Returns the text and the bytes of a token, which may be special. If the token is only a part of a character,
+        its text shows its bytes, such as "bytes:\\xe2", as in OpenAI's API.
         """
         found = self._texts.get(token_id)
         if found is None:

@@ -1,7 +1,8 @@
-"""Prefills that wait for a second call, which continues them: some routers request prefill and decode separately.
+"""Keeps prefills until a second call continues them, because some routers request prefill and decode separately.
 
-The router carries only a random name. The ticket, its secret, the first tokens and the seed stay here, so nothing that
-a caller can write becomes a token. A prefill that nobody continues in time is dropped, and its blocks are released.
+The router carries only a random name from one call to the other. The ticket, its secret, the first tokens and the seed
+stay in the gateway, so a caller cannot choose the first tokens. A prefill that no call continues in time is dropped,
+and its blocks are released.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NAME_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class HeadStart:
-    """A complete prefill, with the place at the workers that its request occupies."""
+    """The record of a completed prefill, with the place at the workers that its request occupies."""
 
     request: ResolvedRequest
     place: Place
@@ -52,12 +53,14 @@ class HeadStart:
 
 
 def _masked(stopping: StoppingParams) -> frozenset[int]:
-    """Returns the tokens that `min_tokens` keeps from being drawn first."""
+    """Returns the stop tokens that `min_tokens` excludes from the first draw."""
     return frozenset(stopping.stop_token_ids if stopping.min_tokens else ())
 
 
 class HeadStarts:
-    """A table of the prefills that wait. Each keeps its place at the workers, which limits their number."""
+    """A table of the prefills that wait to be continued. Each prefill keeps its place at the workers, which limits the
+    number of prefills.
+    """
 
     def __init__(self, workers: Workers, gate: Gate, used: Callable[[str, int], None]) -> None:
         """`used(tenant, num_tokens)` is called for a prefill that is dropped."""
@@ -104,7 +107,7 @@ class HeadStarts:
 
     def _expire(self, name: str) -> None:
         start, _ = self._waiting.pop(name)
-        self.fallbacks.note("prefill not continued", f"no call came for it within {self.keep_s:g} s")
+        self.fallbacks.note("prefill not continued", f"no call continued it within {self.keep_s:g} s")
         self._drop(start)
 
     def _drop(self, start: HeadStart) -> None:

@@ -1,8 +1,10 @@
-"""Isolation of requests whose workers have died. After its second death, a request is refused for a while.
+"""Isolation of requests whose workers have died. A request that has lost two workers is refused for a while.
 
-When a worker dies, every request that it had becomes a suspect: the cause of the death and its neighbours. A suspect is
-prefilled again alone: other requests wait until decode has produced a token for it. The next death therefore identifies
-the cause, and no neighbour suffers a second death. A token from decode clears a suspect. Does not depend on workers.
+When a worker dies, every request that it had becomes a suspect, because any of them may have caused the death. A
+suspect is prefilled again alone: other requests for the same prefill worker wait until decode has made its first step
+with the suspect, but at most `PROBATION_S` after its prefill. The next death therefore identifies the request that
+caused it, and no other request suffers a second death. A token from decode clears a suspect. This module does not call
+workers.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class _Deaths:
 
 
 class _Neighbours:
-    """The requests of this gateway that one incarnation of a worker is prefilling."""
+    """The set of this gateway's requests that one incarnation of a worker is prefilling."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -75,10 +77,9 @@ class IsolationTicket:
         self.leave()
 
     def prefilled(self, *, is_heard_of: bool) -> None:
-        """Notes that the request's prefill is done.
-
-        A suspect stays alone until decode's first step with it, but at most `PROBATION_S`. It does not stay alone if
-        decode sends nothing for the request before its end (`is_heard_of` is false), as in a beam search.
+        """Notes that the request's prefill is done. A suspect stays alone until decode's first step with it, but at
+        most for `PROBATION_S`. If decode sends nothing for the request before its end (`is_heard_of` is false), as in a
+        beam search, the suspect does not stay alone.
         """
         if self.alone and is_heard_of:
             asyncio.get_running_loop().call_later(PROBATION_S, self.leave)
@@ -99,7 +100,9 @@ class Isolation:
         self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
-        """Checks that the request may run. Raises Internal if two of its workers have died."""
+        """Checks that the request may run. Raises Internal if `MOST_DEATHS` of its workers have died, the last one
+        within `KEEP_S`.
+        """
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
             del self._deaths[digest]
@@ -107,8 +110,8 @@ class Isolation:
             raise Internal("the workers of this request died more than once; it is not tried again for a while")
 
     async def enter(self, digest: bytes, incarnation: str) -> IsolationTicket:
-        """Waits until a request may be sent to this incarnation of a worker. A suspect is sent alone; other requests
-        may run together. Raises Internal for the same reason as `check`.
+        """Waits until a request may be sent to this incarnation of a worker, and returns the permission. A suspect is
+        sent alone; other requests may run together. Raises Internal for the same reason as `check`.
         """
         neighbours = self._by_worker.setdefault(incarnation, _Neighbours())
         await neighbours.turn.acquire()
@@ -126,7 +129,7 @@ class Isolation:
         return IsolationTicket(neighbours.leave, alone=False)
 
     def died(self, digest: bytes, incarnation: str) -> None:
-        """Notes that the worker named by `incarnation` died while it had the request."""
+        """Notes that an incarnation of a worker died while it had the request."""
         deaths = self._deaths.setdefault(digest, _Deaths())
         deaths.incarnations.add(incarnation)
         deaths.last_at = time.monotonic()
@@ -135,14 +138,14 @@ class Isolation:
             self._deaths.popitem(last=False)
 
     def survived(self, digest: bytes) -> None:
-        """Clears the request of suspicion: decode has produced a token for it since the last death, or it
-        is complete.
+        """Clears the request of suspicion, because decode has produced a token for it since the last death, or because
+        the request is complete.
         """
         self._deaths.pop(digest, None)
 
 
 def digest_of(prompt_ids: Sequence[int], salt: bytes) -> bytes:
-    """Returns the digest of a request's salt and prompt, by which this module identifies the request. The seed is left
-    out, because a client can change it at no cost.
+    """Returns the SHA-256 of a request's salt and prompt, by which this module identifies the request. The seed is left
+    out, because a client could otherwise evade the limit by changing it.
     """
     return hashlib.sha256(salt + array("I", prompt_ids).tobytes()).digest()

@@ -2,7 +2,7 @@
 
 At most one write is in progress. Deltas that arrive during a write are merged, so a slow client costs one delta per
 sample, and no task waits for the client. With many streams, there is an interval between messages to a client, and all
-deltas within an interval are sent as one message. Does not depend on tokenizers, gRPC or HTTP.
+deltas within an interval are sent as one message. This module does not depend on tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Outlet:
             self._step(coroutine)
 
     async def drained(self) -> None:
-        """Flushes at once, and waits until all deltas have been written. Raises the error of a write."""
+        """Flushes at once, and waits until all deltas have been written. Raises the error of a write that failed."""
         self.flush(at_once=True)
         while self._writing:
             self._settled = asyncio.get_running_loop().create_future()

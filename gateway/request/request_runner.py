@@ -1,4 +1,4 @@
-"""The life of one request, from admission to its last token.
+"""Runs one request, from its admission to its last token.
 
     gate      wait for a place at the workers, by priority and fair share          request_runner.py
     attempt   prefill on one worker, hand the ticket over, decode on another       attempt.py
@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from common.adapters import AdapterRef
 from common.errors import LooseleafError, Unavailable
 from common.request_ids import REQUEST_ID
+from common.tracing import NO_TRACER, Tracer
 from gateway.admission.gate import Gate, Place
 from gateway.fleet.worker_lost import WorkerLost, too_late
 from gateway.fleet.workers import Workers
@@ -33,11 +34,13 @@ from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.attempt import NO_PAIR, Attempts
 from gateway.request.detokenize import Detokenizers
+from gateway.request.explanations import Explanations
 from gateway.request.head_start import HeadStart, HeadStarts
 from gateway.request.isolation import Isolation, digest_of
 from gateway.request.outlet import FEW_STREAMS, MESSAGE_COST_S, Outlet
 from gateway.request.retry import Retry
 from gateway.request.state import RequestState
+from protos.v1 import inference_pb2 as pb
 from protos.v1 import prefill_pb2
 
 
@@ -54,12 +57,14 @@ class RequestRunner:
         max_attempts: int,
         recover_s: float,
         used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
+        explanations: Explanations | None = None,
         using: Callable[[AdapterRef | None], AbstractContextManager[None]] = lambda adapter: nullcontext(),
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`using(adapter)` returns a context that is open while a request waits and runs.
+        """`using(adapter)` returns a context manager that is open while a request waits and runs.
 
-        When a request ends that was sent to a worker, `used(tenant, num_tokens)` is called with the number of tokens in
-        its prompt and its output.
+        When a request that was sent to a worker ends, `used(tenant, num_tokens)` is called with the number of tokens in
+        its prompt and output.
         """
         self._workers = workers
         self._gate = gate
@@ -68,6 +73,8 @@ class RequestRunner:
         self._recover_s = recover_s
         self._used = used
         self._using = using
+        self._tracer = tracer
+        self.explanations = explanations or Explanations(0)
         self.head_starts = HeadStarts(workers, gate, used)
         """Prefills made by `prefill` that no call of `run` has continued."""
         self._isolation = Isolation()
@@ -83,19 +90,26 @@ class RequestRunner:
         Cancelling this coroutine cancels the work. Raises LooseleafError; deltas accepted before the error are still
         pending in the outlet.
         """
-        state = self._begin(request, outlet)
+        state, error, code = self._begin(request, outlet), "", ""
+        self.explanations.add(state.explanation)
         if head_start is not None:
             state.head_start = self.head_starts.take(head_start, request)
         outlet.open(self._interval_s, state.leaves)
         try:
             with self._using(request.adapter):
                 await self._produce(state)
+            state.explanation.end_attempt("done", state.output_len)
+            state.explanation.enter(pb.PHASE_KIND_DELIVERY)
+            state.trace.end_attempt()
             await outlet.drained()
-        except LooseleafError:
-            state.outcome = "error"
+        except LooseleafError as failure:
+            state.outcome, error, code = "error", failure.message, failure.grpc_code
             raise
         finally:
             summary = state.summary()
+            state.explanation.end_attempt("failed", state.output_len)
+            state.explanation.end(state.outcome, error, summary)
+            state.trace.end(summary, [s.finish_reason.value for s in state.samples if s.finish_reason], code)
             self._metrics.ended(state.outcome, time.monotonic() - state.arrived, summary)
             if summary.attempts:
                 self._used(request.tenant, summary.prompt_tokens + summary.completion_tokens)
@@ -104,26 +118,33 @@ class RequestRunner:
         """Runs a request's prefill, for a later call of `run` that continues it. Returns the name to pass to that call,
         and the result. Cancelling this coroutine cancels the work. Raises a LooseleafError if no attempt succeeds.
         """
-        state = self._begin(request, Outlet(lambda deltas: None))
-        place = await self._enter(state)
+        state, code = self._begin(request, Outlet(lambda deltas: None)), ""
         try:
-            start = await self._prefill_until_done(state, place)
-        except BaseException:
-            self._gate.leave(place)
+            start = await self._prefill_in_turn(state)
+            state.trace.end_attempt()
+        except LooseleafError as failure:
+            code = failure.grpc_code
             raise
+        finally:
+            state.trace.end(state.summary(), [], code)
         return self.head_starts.put(start), start.done
 
     def _begin(self, request: ResolvedRequest, outlet: Outlet) -> RequestState:
         REQUEST_ID.set(request.request_id)
         digest = digest_of(request.prompt_ids, request.salt + bytes.fromhex(request.adapter_digest))
-        return RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics)
+        return RequestState.begin(request, self._detokenizers, digest, outlet, self._metrics, self._tracer)
 
-    async def _prefill_until_done(self, state: RequestState, place: Place) -> HeadStart:
-        while True:
-            try:
-                return await self._attempts.prefill(state, place)
-            except WorkerLost as lost:
-                await self._retry.prepare(state, place, lost)
+    async def _prefill_in_turn(self, state: RequestState) -> HeadStart:
+        place = await self._enter(state)
+        try:
+            while True:
+                try:
+                    return await self._attempts.prefill(state, place)
+                except WorkerLost as lost:
+                    await self._retry.prepare(state, place, lost)
+        except BaseException:
+            self._gate.leave(place)
+            raise
 
     async def _produce(self, state: RequestState) -> None:
         place = await self._enter(state)
@@ -154,7 +175,7 @@ class RequestRunner:
         except TimeoutError:
             raise too_late(request.timeout_s) from None
         state.rank = place.rank
-        state.took(queue_ns=int((time.monotonic() - state.arrived) * 1e9))
+        state.took(queue_ns=state.explanation.leave())
         return place
 
     def _interval_s(self) -> float:

@@ -1,15 +1,14 @@
-"""Retry of a lost request: whether it is prefilled again, and when.
+"""Decides whether and when a lost request is prefilled again.
 
-The number of lost attempts is limited. Attempts that decode gave back for lack of blocks do not count: each of them has
-produced a token, and the next attempt waits until there are blocks. A request of which two workers have died is refused
-(`isolation`).
+The number of lost attempts is limited. An attempt that decode gave back for lack of blocks does not count, because it
+has produced a token, and the next attempt waits until there are blocks. A request is refused if two workers have died
+while they processed it (`isolation`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 
 from common.telemetry import Burst
@@ -19,6 +18,7 @@ from gateway.fleet.workers import Workers
 from gateway.metrics import Metrics
 from gateway.request.isolation import Isolation
 from gateway.request.state import RequestState
+from protos.v1 import inference_pb2 as pb
 
 logger = logging.getLogger("requests")
 PAUSE_S = 0.02
@@ -26,7 +26,7 @@ PAUSE_S = 0.02
 
 
 class Retry:
-    """The policy for lost attempts."""
+    """The retry policy for lost attempts."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, max_attempts: int
@@ -42,6 +42,9 @@ class Retry:
         """Counts a loss and waits until the next attempt may begin. Raises the error for the client if no further
         attempt is allowed.
         """
+        state.explanation.end_attempt(lost.reason, state.output_len)
+        state.explanation.enter(pb.PHASE_KIND_COME_BACK if lost.given_back else pb.PHASE_KIND_RETRY)
+        state.trace.end_attempt("" if lost.given_back else lost.reason)
         self._account(state, lost)
         if lost.given_back:
             await self._come_back(state, place)
@@ -65,13 +68,12 @@ class Retry:
         """Waits until there are enough blocks for a group that decode gave back. New requests of the same or a worse
         rank wait behind it.
         """
-        began = time.monotonic()
         try:
             async with asyncio.timeout(state.remaining_s()):
                 await self._gate.come_back(place, lambda: self._workers.promise(place, state.blocks_to_come_back))
         except TimeoutError:
             raise too_late(state.request.timeout_s) from None
-        state.took(queue_ns=int((time.monotonic() - began) * 1e9))
+        state.took(queue_ns=state.explanation.leave())
 
 
 def _log(reasons: list[str]) -> None:

@@ -1,5 +1,5 @@
-"""One sample of a request: its accepted tokens by index, its text, its stop strings and its end. Does not depend on
-workers.
+"""One sample of a request: its accepted tokens by index, its text, its stop strings and its end. This module does not
+call workers.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Sample:
         logprobs: Iterable[pb.TokenLogprob],
         finish: FinishReason | None,
     ) -> None:
-        """Adds tokens to the sample and to its delta. Tokens that are already known, or that follow the sample's end,
-        are dropped. Raises WorkerLost if tokens are missing, or if `finish` comes without a new token.
+        """Adds tokens, of which the first has the index `first_index`, to the sample and to its delta. Tokens that are
+        already known, or that follow the sample's end, are dropped. Raises WorkerLost if tokens are missing, or if
+        `finish` comes without a new token.
         """
         known = len(self.output_ids) - first_index
         fresh, details = token_ids[known:], list(logprobs)[known:]
@@ -70,8 +71,8 @@ class Sample:
                 self._cumulative_logprob += details[number].logprob
 
     def accept_token(self, outlet: Outlet, index: int, token_id: int) -> None:
-        """Adds a single token that has no log-probability and is not the worker's last, like `accept`. This is the hot
-        path.
+        """Adds a single token that has no log-probability and does not end the sample at the worker. This is the hot
+        path of `accept`.
         """
         if self._has_stops or index != len(self.output_ids):
             return self.accept(outlet, index, (token_id,), (), None)

@@ -1,7 +1,7 @@
-"""The state of a request across attempts: its samples, its times, its counts, and the messages that workers get.
+"""The state of a request across attempts: its samples, its times, its counts, and the messages to workers.
 
-A beam search has as many samples as beams to return. They have no content before the search ends. Does not depend on
-workers.
+A beam search has as many samples as beams to return. They have no content before the search ends. This module does not
+call workers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from dataclasses import dataclass, field, replace
 from common import convert
 from common.group_need import GroupNeed, most_held
 from common.kv_retention import KvRules
+from common.tracing import NO_TRACER, Tracer
 from common.types import Branch, PromptSources, SamplingParams, Timings
+from gateway.fleet.routing import Route
 from gateway.fleet.worker_lost import internal, too_late
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.delta import Delta, Summary
 from gateway.request.detokenize import Detokenizers
+from gateway.request.explanation import Explanation
 from gateway.request.head_start import HeadStart
 from gateway.request.outlet import Outlet
 from gateway.request.sample import Sample
+from gateway.request.trace import RequestTrace
 from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
@@ -31,7 +35,7 @@ MARGIN_S = 0.02
 
 @dataclass(slots=True)
 class RequestState:
-    """The data of one request that outlives an attempt. `arrived` and `left_at` are seconds of `time.monotonic`."""
+    """The data of one request that outlive an attempt. `arrived` and `left_at` are seconds of `time.monotonic`."""
 
     request: ResolvedRequest
     samples: list[Sample]
@@ -39,6 +43,8 @@ class RequestState:
     """The outlet for accepted tokens."""
     metrics: Metrics
     arrived: float
+    explanation: Explanation
+    trace: RequestTrace
     digest: bytes = b""
     head_start: HeadStart | None = None
     """A prefill that another call has made, until the first attempt takes it over."""
@@ -64,11 +70,19 @@ class RequestState:
 
     @classmethod
     def begin(
-        cls, request: ResolvedRequest, detokenizers: Detokenizers, digest: bytes, outlet: Outlet, metrics: Metrics
-    ) -> RequestState:
+        cls, request: ResolvedRequest, detokenizers: Detokenizers, digest: bytes, outlet: Outlet, metrics: Metrics,
+        tracer: Tracer = NO_TRACER,
+    ) -> RequestState:  # fmt: skip
         count = request.sampling.num_sequences
         samples = [Sample(request, detokenizers, index) for index in range(count)]
-        return cls(request, samples, outlet, metrics, time.monotonic(), digest, num_open=count)
+        told = Explanation(request.request_id, request.tenant, request.sampling.width, request.received_ns)
+        trace = RequestTrace(tracer, request, metrics.model_name, told)
+        return cls(request, samples, outlet, metrics, time.monotonic(), told, trace, digest, num_open=count)
+
+    def begin_attempt(self, route: Route) -> None:
+        self.attempts += 1
+        self.explanation.begin_attempt(route.prefill.worker_id, route.considered, self.output_len)
+        self.trace.begin_attempt()
 
     @property
     def is_beam_search(self) -> bool:
@@ -94,14 +108,14 @@ class RequestState:
         return GroupNeed(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)
 
     def remaining_s(self) -> float:
-        """Returns the seconds left for a hop. Raises DeadlineExceeded if no time is left."""
+        """Returns the seconds that are left for a call. Raises DeadlineExceeded if no time is left."""
         left = self.arrived + self.request.timeout_s - time.monotonic() - MARGIN_S
         if left <= 0:
             raise too_late(self.request.timeout_s)
         return left
 
     def took(self, **added_ns: int) -> None:
-        """Adds to the times `queue_ns`, `prefill_ns`, `hand_over_ns` and `decode_ns`."""
+        """Adds to the request's times, which are named `queue_ns`, `prefill_ns`, `hand_over_ns` and `decode_ns`."""
         self.times = replace(self.times, **{name: getattr(self.times, name) + ns for name, ns in added_ns.items()})
 
     def summary(self) -> Summary:
@@ -142,6 +156,7 @@ class RequestState:
             metrics.prompt_done(self.summary())
             return
         if not self.left_at:
+            self.explanation.wrote_first()
             delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, ()
             metrics.first_token(now - self.arrived, self.summary())
             count -= 1
@@ -156,10 +171,8 @@ class RequestState:
     # --- input: it stays pending in the outlet until the outlet is flushed
 
     def accept_token(self, sample_index: int, output_index: int, token_id: int) -> bool:
-        """Accepts a token that is not the worker's last. Returns True if the token ended the sample here, by a stop
-        string.
-
-        Raises WorkerLost for an impossible token.
+        """Accepts a token with which the worker does not end the sample. Returns True if the token completes a stop
+        string, which ends the sample. Raises WorkerLost for an impossible token.
         """
         try:
             sample = self.samples[sample_index]
@@ -171,8 +184,8 @@ class RequestState:
         return sample.finish_reason is not None and self._note_end(sample)
 
     def accept(self, output: decode_pb2.SequenceOutput) -> bool:
-        """Accepts decode's output for one sample. Returns True if the output ended the sample here without the worker's
-        knowledge.
+        """Accepts decode's output for one sample. Returns True if a stop string has ended the sample, of which the
+        worker does not know.
 
         Raises WorkerLost for impossible tokens.
         """
@@ -219,7 +232,7 @@ class RequestState:
         return []
 
     def _note_end(self, sample: Sample) -> bool:
-        """Returns whether the sample has ended, and counts its end. Must be called once after the end."""
+        """Returns whether the sample has ended, and counts its end. Must be called only once after the end."""
         ended = sample.finish_reason is not None
         self.num_open -= ended
         return ended
@@ -273,11 +286,6 @@ class RequestState:
     def _branches(self, samples: list[Sample]) -> list[types_pb.Branch]:
         branches = [Branch()] if self.is_beam_search else [sample.branch for sample in samples]
         return [convert.branch_to_pb(branch) for branch in branches]
-
-
-def tokens_of(ticket: types_pb.Ticket, block_size: int) -> int:
-    """Returns the number of token positions in a ticket. Positions in blocks that branches share count once."""
-    return sum(max(0, branch.num_tokens - branch.shared_blocks * block_size) for branch in ticket.branches)
 
 
 def _sampling(params: SamplingParams, *, with_prompt: bool) -> types_pb.SamplingParams:

@@ -1,8 +1,9 @@
-"""Finds stop strings in streamed text. Text that may be the beginning of a stop string is held back until it is
-clear whether the stop string follows, so a stop string that ends the text is never sent by accident.
+"""Finds stop strings in streamed text.
 
-The result does not depend on how the text is divided into pieces. The stop string that is complete first ends the text.
-If several are complete at the same character, the longest one ends it.
+Text that may be the beginning of a stop string is held back until it is clear whether the stop string follows, so the
+beginning of a stop string is not sent by accident. The result does not depend on how the text is divided into pieces.
+The stop string that is complete first ends the text. If several stop strings are complete at the same character, the
+longest stop string ends the text.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class StopMatcher:
 
     def _first_match(self, buffer: str) -> tuple[int, int]:
         """Returns the begin and the end of the stop string that is complete first within the new text, and sets
-        `matched` to it. Returns (0, 0) if none is complete.
+        `matched` to the stop string. Returns (0, 0) if no stop string is complete.
         """
         new_from = len(self._held)
         best = (0, 0)

@@ -1,7 +1,7 @@
 """Grammar rules for arguments that are not written as one JSON object: text between tags, and keyword arguments.
 
-Required arguments come first, in the schema's order. Only properties that the schema names are allowed; a schema that
-names none allows any, unless it forbids additional properties.
+Required arguments come first, in the schema's order. Only properties that the schema names are allowed. If the schema
+names no properties, any properties are allowed, unless it forbids additional properties.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Property:
 
 
 def properties_of(parameters: Mapping[str, Any]) -> list[Property]:
-    """Returns the properties of a function's schema, required ones first. Raises ValueError for a schema that a grammar
-    of separate arguments cannot enforce.
+    """Returns the properties of a function's schema, with the required properties first. Raises ValueError if the
+    schema is malformed, or has a keyword or a name that these rules cannot express.
     """
     root = resolved(parameters, parameters)
     if others := sorted(set(root) - _ROOT - NOTES):
@@ -47,7 +47,9 @@ def properties_of(parameters: Mapping[str, Any]) -> list[Property]:
 
 
 def is_open(parameters: Mapping[str, Any]) -> bool:
-    """Returns whether the arguments may have any names: the schema names none and does not forbid them."""
+    """Returns whether the arguments may have any names, because the schema names no properties and does not forbid
+    additional properties.
+    """
     root = resolved(parameters, parameters)
     names_some = root.get("properties") or root.get("required")
     return not names_some and root.get("additionalProperties", True) is not False
@@ -69,13 +71,8 @@ class PythonicRules:
             value = f"value_{index}_{number}"
             lines.append(f"argument_{index}_{number}: {json.dumps(item.name + '=')} {value}")
             lines.append(f"{value}: {self._value(item.schema, parameters)}")
-        required = [f"argument_{index}_{n}" for n, item in enumerate(given) if item.is_required]
-        optional = [f"argument_{index}_{n}" for n, item in enumerate(given) if not item.is_required]
-        tails = [f'(", " {argument})?' for argument in optional]
-        if required:
-            return [f"arguments_{index}: {' '.join([*_joined(required), *tails])}", *lines]
-        starts = [" ".join([argument, *tails[n + 1 :]]) for n, argument in enumerate(optional)]
-        return [f"arguments_{index}: {'(' + ' | '.join(starts) + ')?' if starts else chr(34) * 2}", *lines]
+        named = [(f"argument_{index}_{number}", item) for number, item in enumerate(given)]
+        return [f"arguments_{index}: {in_order(named, ', ')}", *lines]
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
         if types_of(schema, root) == {"boolean"} and not {"enum", "const"} & set(resolved(schema, root)):
@@ -83,15 +80,25 @@ class PythonicRules:
         return f"%json {value_schema(schema, root)}"
 
 
-def _joined(arguments: Sequence[str]) -> list[str]:
-    return [argument if n == 0 else f'", " {argument}' for n, argument in enumerate(arguments)]
+def in_order(named: Sequence[tuple[str, Property]], separator: str) -> str:
+    """Returns a grammar of arguments with a separator between them. `named` contains the name of each argument's rule,
+    and its property. Optional arguments come last.
+    """
+    comma = json.dumps(separator)
+    required = [rule for rule, item in named if item.is_required]
+    optional = [rule for rule, item in named if not item.is_required]
+    tails = [f"({comma} {rule})?" for rule in optional]
+    if required:
+        return " ".join([f" {comma} ".join(required), *tails])
+    starts = [" ".join([rule, *tails[number + 1 :]]) for number, rule in enumerate(optional)]
+    return f"({' | '.join(starts)})?" if starts else '""'
 
 
 class TagRules:
     """The grammar rules for arguments between tags: strings are text, other values are JSON."""
 
     def __init__(self, tags: Tags, line_break: str, mark: Callable[[str], str]) -> None:
-        """`line_break` is between the parts of a call. `mark` returns a tag in the grammar's notation."""
+        """`line_break` separates the parts of a call. `mark` converts a tag to the grammar's notation."""
         self._tags = tags
         self._break = line_break
         self._mark = mark
@@ -113,9 +120,9 @@ class TagRules:
             return [f"tool_{index}: {begin} any_argument* {self._mark(tags.call_end)}"]
         given, lines = properties_of(parameters), list[str]()
         for number, item in enumerate(given):
-            key = f"{self._mark(tags.key)} {json.dumps(item.name)} {self._mark(tags.keyed)}"
-            value = self._value(item, parameters, f"value_{index}_{number}", lines)
-            lines.append(f"argument_{index}_{number}: {key} {self._before_value} {value} {self._line}")
+            key = f"{self._mark(tags.key)} {json.dumps(item.name)}"
+            value = self._keyed_value(item, parameters, f"value_{index}_{number}", lines)
+            lines.append(f"argument_{index}_{number}: {key} {value} {self._line}")
         parts = [f"argument_{index}_{n}{'' if item.is_required else '?'}" for n, item in enumerate(given)]
         return [f"tool_{index}: {' '.join([begin, *parts])} {self._mark(tags.call_end)}", *lines]
 
@@ -131,6 +138,25 @@ class TagRules:
     def _before_value(self) -> str:
         tags = self._tags
         return f"{self._line} {self._mark(tags.value)}" if tags.value else json.dumps(self._pad) if self._pad else ""
+
+    def _keyed_value(self, item: Property, root: Mapping[str, Any], rule: str, lines: list[str]) -> str:
+        """Returns the grammar of an argument after its name. Adds a rule to `lines` if the value needs one."""
+        tags, types = self._tags, types_of(item.schema, root)
+        before = f"{self._mark(tags.keyed)} {self._before_value}"
+        if not tags.keyed_json:
+            return f"{before} {self._value(item, root, rule, lines)}"
+        before_json, end = f"{self._mark(tags.keyed_json)} {self._before_value}", self._mark(tags.value_end)
+        if "string" not in types:
+            return f"{before_json} {self._value(item, root, rule, lines)}"
+        values = _text_values(item.name, item.schema, root, set())
+        if values is None:
+            null = f' | {before_json} "null" {end}' if "null" in types else ""
+            return f"({before} text_value{null})"
+        choices = [
+            f"{before if isinstance(value, str) else before_json} {json.dumps(self._choice(item.name, value))} {end}"
+            for value in values
+        ]
+        return f"({' | '.join(choices)})"
 
     def _value(self, item: Property, root: Mapping[str, Any], rule: str, lines: list[str]) -> str:
         """Returns the grammar of a value and its end tag. Adds a rule to `lines` if the value needs one."""

@@ -27,7 +27,7 @@ class Spelling:
 
     opening: Sequence[str] = ()
     """The parts between the format's marker and the first call."""
-    before_name: Sequence[str] = ()
+    before_name: Sequence[str | re.Pattern[str]] = ()
     after_name: Sequence[str | re.Pattern[str]] = ()
     after_arguments: Sequence[str] = ()
     separator: Sequence[str] = ()
@@ -59,3 +59,11 @@ class CallFormat:
     """The text that a template writes between the tags."""
     is_pythonic: bool = False
     """Whether calls are written as Python."""
+    quote: str = ""
+    """The mark before and after a text, if arguments are written in the notation of Gemma."""
+    thought: Sequence[str | re.Pattern[str]] = ()
+    """The spelling of the reasoning that may precede a call, if the format itself has reasoning."""
+    covers_answer: bool = False
+    """Whether all of an answer is written in this format, so that it must be read even if no tools are offered. Such an
+    answer has at most one call, at its end.
+    """

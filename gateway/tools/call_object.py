@@ -1,9 +1,9 @@
 """Reads the JSON object of a tool call, `{"name": ..., "arguments": {...}}`, one character at a time.
 
-The readers are generators: they are sent one character after another, and END after the last one. Each reader returns
-the first character after the part that it has read, or raises NotACall if the text has a different form. The result
-therefore never depends on how the text was split. Arguments are passed on as the model wrote them. They end where their
-brackets balance, and need not be valid JSON.
+The readers are generators. The caller sends them one character after another, and END after the last character. A
+reader returns the first character after the part that it has read, or raises NotACall if the text has a different form.
+The result therefore does not depend on how the text was split. Arguments are passed on as the model wrote them. They
+end where their brackets balance, and need not be valid JSON.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ END = ""
 """Sent after the last character."""
 SPACE = frozenset(" \t\r\n")
 ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+_NAME_KEYS = frozenset(("name", "tool_name"))
 STRICT_KEYS = frozenset(("name", "type", "id")) | ARGUMENT_KEYS
-"""The keys that an object without a marker may have. An object with any other key is data."""
+"""The keys that an object without a marker may have. An object with any other key is data. `tool_name` is not among
+them, because it occurs only in Command A's calls, which have a marker.
+"""
 
 Scan = Generator[None, str, str]
 Take = Callable[[str], Any]
@@ -42,8 +45,8 @@ def skip_space(ch: str) -> Scan:
 
 
 def read_among(ch: str, marks: Sequence[str]) -> Generator[None, str, tuple[str, str]]:
-    """Reads one of several markers, none of which begins another. Returns what was read, which is only the beginning of
-    a marker if other text follows, and the next character.
+    """Reads one of several markers, none of which begins another marker. Returns the text that was read and the next
+    character. If other text follows, the returned text is only the beginning of a marker.
     """
     read = ""
     while read not in marks and ch != END and any(mark.startswith(read + ch) for mark in marks):
@@ -62,7 +65,7 @@ def expect(ch: str, mark: str) -> Scan:
 
 
 def container(ch: str, take: Take) -> Scan:
-    """Reads an object or a list and passes each of its characters to `take`. `ch` is its opening bracket."""
+    """Reads an object or a list, and passes each of its characters to `take`. `ch` is the opening bracket."""
     depth, in_string, escaped = 0, False, False
     while ch != END:
         take(ch)
@@ -96,7 +99,9 @@ def string(ch: str, take: Take) -> Scan:
 
 
 def value(ch: str, take: Take) -> Scan:
-    """Reads any JSON value. Numbers and names are not checked."""
+    """Reads any JSON value without validating it: an object or a list ends where its brackets balance, and a number or
+    a literal ends before the next delimiter.
+    """
     if ch == END or ch in ",:}]":
         raise NotACall
     if ch in "{[":
@@ -113,8 +118,8 @@ class CallObject:
     """A reader of one object. The call begins for `sink` once the name is known and the arguments begin."""
 
     def __init__(self, sink: CallSink, known: Container[str] | None) -> None:
-        """If `known` is not None, an object is a call only if it has one of these names, has arguments, and has no
-        unknown keys.
+        """If `known` is not None, an object is a call only if it has one of these names and arguments, but no unknown
+        keys.
         """
         self._sink = sink
         self._known = known
@@ -146,7 +151,7 @@ class CallObject:
     def _member(self, key: str, ch: str) -> Scan:
         if self._known is not None and key not in STRICT_KEYS:
             raise NotACall
-        if key == "name" and self._name is None:
+        if key in _NAME_KEYS and self._name is None:
             raw: list[str] = []
             ch = yield from string(ch, raw.append)
             self._take_name(_decoded(raw))
@@ -178,7 +183,7 @@ class CallObject:
 
     def _odd_arguments(self, text: str) -> str:
         """Returns arguments that are not an object, or that preceded the name, as the text of an object if possible.
-        If not, raises NotACall where an object without a marker may be data, and otherwise returns the text.
+        Otherwise raises NotACall if the object has no marker and may therefore be data, or returns the text unchanged.
         """
         if text.startswith('"'):
             text = _decoded([text])

@@ -28,7 +28,7 @@ class CallParser(ABC):
     """The characters that may begin a call."""
 
     def __init__(self, known: Tools, max_calls: int | None = None) -> None:
-        """Calls beyond `max_calls` are dropped."""
+        """Calls beyond `max_calls` are dropped. None means no limit."""
         self.num_calls = 0
         self._known = known
         self._max_calls = max_calls
@@ -117,7 +117,7 @@ class CallParser(ABC):
 
     @abstractmethod
     def _marked(self, ch: str) -> Scan:
-        """Reads from a character that is a trigger."""
+        """Reads the text from a trigger on."""
 
     def _after(self, ch: str, marker: str, read: Callable[[str], Scan]) -> Scan:
         """Reads a marker, and uses `read` to read the text after it."""
@@ -163,7 +163,7 @@ class CallParser(ABC):
         return (yield)
 
     def _matches(self, ch: str, marker: str) -> Marked:
-        """Reads a marker. Returns whether it was complete. If it was not, the part that matched becomes content."""
+        """Reads a marker. Returns whether the marker was complete. Otherwise, the part that matched becomes content."""
         for index, expected in enumerate(marker):
             if ch != expected:
                 if index:

@@ -1,7 +1,8 @@
 """Grammars for tool calls: `tool_choice` "required" or a named function, and `strict` functions with "auto".
 
 The grammar uses the call format of the model's family, so the model uses the format that it was trained on, and the
-family's parser can read the result. It is written in llguidance's variant of Lark. Special tokens are named by ids.
+family's parser can read the result. The grammar is written in llguidance's variant of Lark, and refers to special
+tokens by their ids.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from common.types import StructuredOutput
 from gateway.tools.argument_rules import PythonicRules, TagRules
 from gateway.tools.call_format import CallFormat
 from gateway.tools.call_parsers import HermesParser, MistralParser
+from gateway.tools.gemma_rules import GemmaRules
 from gateway.tools.names import ReasoningFormatName
 from gateway.tools.reasoning import CLOSE, OPEN, begins_inside
 from gateway.tools.schemas import object_schema
@@ -36,7 +38,7 @@ class Function:
     parameters: Mapping[str, Any]
     """A JSON schema of the arguments."""
     strict: bool = False
-    """Whether the arguments must match the schema even if the model calls the function by its own choice."""
+    """Whether the arguments must match the schema even if `tool_choice` is "auto"."""
 
 
 def calls_grammar(
@@ -52,7 +54,8 @@ def calls_grammar(
     grammar allows text with or without calls, and only the arguments of strict functions must match their schema.
 
     `special` contains the ids of markers that are special tokens; `thinking` is the result of `thinking_before`. Raises
-    ValueError for free text if the format's calls have no marker, and for a schema that the format cannot enforce.
+    ValueError for free text if calls in this format cannot be distinguished from it, and for a schema that cannot be
+    enforced in this format.
     """
     lark = _Lark(form, functions, special)
     return StructuredOutput("lark", "\n".join(lark.lines(many, thinking, free=free)) + "\n")
@@ -76,15 +79,18 @@ class _Lark:
         self._form = form
         self._functions = functions
         self._special = special
-        self._rules: TagRules | PythonicRules | None = None
-        """The rules for arguments that are not a JSON object, or None if they are one."""
+        self._rules: TagRules | PythonicRules | GemmaRules | None = None
+        """The rules for arguments that are not a JSON object, or None for JSON objects."""
         if form.tags is not None:
             self._rules = TagRules(form.tags, form.line_break, self._mark)
         elif form.is_pythonic:
             self._rules = PythonicRules()
+        elif form.quote:
+            self._rules = GemmaRules(form.quote, self._mark)
 
     def lines(self, many: bool, thinking: str, *, free: bool) -> list[str]:
-        before = {"": "", "optional": "thinking? ", "open": "thought "}[thinking]
+        before = {"": "", "optional": "thinking? ", "open": "thought "}[thinking] or self._thought()
+        many = many and not self._form.covers_answer
         tools = " | ".join(f"tool_{index}" for index in range(len(self._functions)))
         lines = ["%llguidance {}", f"start: {before}calls", f"tool: {tools}"]
         lines += self._calls_in_text(many) if free else self._calls(many)
@@ -104,9 +110,15 @@ class _Lark:
         return [f"calls: call{repeated}", f"call: {self._mark(self._form.marker)} {self._after_marker(many)}"]
 
     def _calls_in_text(self, many: bool) -> list[str]:
-        """Returns rules for text with calls. The text itself cannot contain the marker: a call follows each marker."""
+        """Returns rules for text with calls. A call follows each marker, so the text itself cannot contain the
+        marker.
+        """
         marker = self._form.marker
-        if not marker or not (marker in self._special or len(marker.encode()) <= _MAX_MARKER_BYTES):
+        if (
+            self._form.covers_answer
+            or not marker
+            or not (marker in self._special or len(marker.encode()) <= _MAX_MARKER_BYTES)
+        ):
             raise ValueError(f"a call of the format {self._form.name} cannot be distinguished from text")
         opened = f"TEXT {self._mark(marker)}" if marker in self._special else "opened"
         return [
@@ -150,6 +162,15 @@ class _Lark:
         key = "parameters" if self._form.name in ("llama3_json", "llama4_json") else "arguments"
         head = f'{{"name": {json.dumps(function.name)}, "{key}": '
         return f'{json.dumps(head)} arguments_{index} "}}"'
+
+    def _thought(self) -> str:
+        """Returns the grammar of the optional reasoning that precedes calls in the call format. Raises ValueError if
+        one of the reasoning's markers is not a special token of the tokenizer.
+        """
+        marks = [part for part in self._form.thought if isinstance(part, str) and part.startswith("<")]
+        if missing := [mark for mark in marks if mark not in self._special]:
+            raise ValueError(f"{missing[0]} is not a special token of the tokenizer")
+        return f"({self._parts(self._form.thought)})? " if marks else ""
 
     def _thinking(self) -> list[str]:
         gap = '("\\n" | "\\n\\n")?'

@@ -38,7 +38,7 @@ class CallIds:
         self._given: set[str] = set()
 
     def next(self, own: str | None = None) -> str:
-        """Returns the id that the model itself wrote, if it is new, and otherwise a random one."""
+        """Returns the id that the model itself wrote, if the id is new, and otherwise a random id."""
         made = own or self._new_id()
         while made in self._given:
             made = self._new_id()

@@ -1,7 +1,7 @@
 """The formats of tool calls by name, and the detection of the format that a model's chat template uses.
 
-A family is recognized by the markers of its format in the template. For a template of an unknown family or without
-known markers, no format is found, and `--tool-call-parser` must choose one.
+A family is recognized by the markers of its format in the template. A template without markers that writes calls as
+JSON objects has the format `json`. For other templates, no format is found, and `--tool-call-parser` must choose one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from gateway.tools import harmony_parser as harmony
 from gateway.tools.call_format import CallFormat, Spelling, short_id
 from gateway.tools.call_parsers import HermesParser, JsonParser, Llama3Parser, Llama4Parser, MistralParser
+from gateway.tools.gemma_parsers import FunctionGemmaParser, GemmaParser
 from gateway.tools.names import CallFormatName
 from gateway.tools.pythonic_parsers import Lfm2Parser, Olmo3Parser, PythonicParser
 from gateway.tools.section_parsers import (
+    CohereParser,
     DeepSeekParser,
     GraniteParser,
     HunyuanParser,
@@ -23,11 +26,9 @@ from gateway.tools.section_parsers import (
     KimiParser,
     Phi4MiniParser,
 )
-from gateway.tools.tag_parsers import GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TAGS, TagParser, Tags
+from gateway.tools.tag_parsers import DSML_TAGS, GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TAGS, TagParser, Tags
 
-_FOREIGN = re.compile(
-    r"<function|<parameter|<\|tool_call|<tool_call\|>|<\|channel\|>|<\|START_ACTION|<\uff5ctool|<\uff5cDSML"
-)
+_FOREIGN = re.compile(r"<function|<parameter|<\|tool_call|<tool_call\|>|<\|channel\|>|<\uff5ctool|<\uff5cDSML")
 """Markers of formats for which there is no parser."""
 _KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")
 
@@ -114,6 +115,35 @@ INTERNLM = CallFormat(
         is_repeated=True,
     ),
 )
+COHERE = CallFormat(
+    "cohere_command3",
+    CohereParser,
+    (CohereParser.MARK, CohereParser.CLOSE),
+    marker=CohereParser.MARK,
+    spelling=Spelling(
+        opening=("[\n",),
+        before_name=('    {"tool_call_id": "', re.compile("[0-9]"), '", "tool_name": "'),
+        after_name=('", "parameters": ',),
+        after_arguments=("}",),
+        separator=(",\n",),
+        closing=("\n]", CohereParser.CLOSE),
+    ),
+)
+HARMONY = CallFormat(
+    "openai",
+    harmony.HarmonyParser,
+    harmony.MARKS,
+    marker=harmony.CHANNEL,
+    spelling=Spelling(
+        opening=(f"commentary to={harmony.FUNCTIONS}",),
+        after_name=(" ", harmony.CONSTRAIN, "json", harmony.MESSAGE),
+    ),
+    thought=(
+        harmony.CHANNEL, "analysis", harmony.MESSAGE, re.compile(r"(.|\n)*"), harmony.END_MESSAGE, harmony.START,
+        "assistant",
+    ),
+    covers_answer=True,
+)  # fmt: skip
 
 # --- text between tags
 
@@ -137,6 +167,7 @@ SEED_OSS = _tagged("seed_oss", SEED_TAGS)
 GLM45 = _tagged("glm45", GLM_TAGS)
 GLM47 = _tagged("glm47", GLM_TAGS, "")
 MINIMAX_M2 = _tagged("minimax_m2", MINIMAX_TAGS, is_repeated=False)
+DEEPSEEK_V32 = _tagged("deepseek_v32", DSML_TAGS, is_repeated=False)
 
 # --- Python
 
@@ -160,9 +191,22 @@ OLMO3 = CallFormat(
     is_pythonic=True,
 )
 
+# --- the notation of Gemma
+
+
+def _quoted(name: str, parser: type[GemmaParser]) -> CallFormat:
+    marks = (parser.OPEN, parser.CLOSE, parser.QUOTE)
+    spelling = Spelling(closing=(parser.CLOSE,), is_repeated=True)
+    return CallFormat(name, parser, marks, marker=parser.OPEN, spelling=spelling, quote=parser.QUOTE)
+
+
+GEMMA4 = _quoted("gemma4", GemmaParser)
+FUNCTION_GEMMA = _quoted("functiongemma", FunctionGemmaParser)
+
 FORMATS = (
     HERMES, LLAMA3, LLAMA4, JSON, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, GRANITE, PHI4_MINI, HUNYUAN, INTERNLM,
     QWEN3_CODER, SEED_OSS, GLM45, GLM47, MINIMAX_M2, PYTHONIC, LLAMA4_PYTHONIC, LFM2, OLMO3,
+    DEEPSEEK_V32, HARMONY, COHERE, GEMMA4, FUNCTION_GEMMA,
 )  # fmt: skip
 _BY_NAME: Mapping[str, CallFormat] = {
     **{form.name: form for form in FORMATS}, "jamba": HUNYUAN, "qwen3_xml": QWEN3_CODER,
@@ -170,7 +214,9 @@ _BY_NAME: Mapping[str, CallFormat] = {
 
 
 def call_format(name: CallFormatName, template: str | None) -> CallFormat | None:
-    """Returns the format with this name. For "auto", returns the template's format, or None if it is not known."""
+    """Returns the format with this name. For "auto", returns the template's format, or None if the format is
+    unknown.
+    """
     template = template or ""
     if name == "mistral" or (name == "auto" and MistralParser.MARKER in template):
         return MISTRAL_COMPACT if MistralParser.ARGS in template else MISTRAL
@@ -192,7 +238,7 @@ def call_format(name: CallFormatName, template: str | None) -> CallFormat | None
 
 
 def _by_mark(template: str) -> CallFormat | None:
-    """Returns the format whose own markers the template contains, or None."""
+    """Returns the format whose own markers the template contains, or None if there are no such markers."""
     if DeepSeekParser.OPEN in template:
         return DEEPSEEK_V3 if DeepSeekParser.CODE in template else DEEPSEEK_V31
     if GraniteParser.MARK in template and "<|start_of_role|>" in template:
@@ -203,5 +249,10 @@ def _by_mark(template: str) -> CallFormat | None:
         return QWEN3_CODER
     if Lfm2Parser.OPEN in template or "<|tool_list_start|>" in template:
         return LFM2
-    forms = (KIMI_K2, PHI4_MINI, HUNYUAN, INTERNLM, SEED_OSS, MINIMAX_M2, OLMO3)
-    return next((form for form in forms if form.marker in template), None)
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return HARMONY
+    forms = (KIMI_K2, PHI4_MINI, HUNYUAN, INTERNLM, SEED_OSS, MINIMAX_M2, OLMO3, DEEPSEEK_V32, COHERE)
+    if (found := next((form for form in forms if form.marker in template), None)) is not None:
+        return found
+    quoted = (GEMMA4, FUNCTION_GEMMA)
+    return next((form for form in quoted if form.marker in template and form.quote in template), None)

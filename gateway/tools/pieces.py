@@ -17,7 +17,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The beginning of a tool call: everything but its arguments."""
+    """The beginning of a tool call: its number, name and id."""
 
     index: int
     """The call's number within the answer, from 0."""
@@ -38,7 +38,7 @@ Piece = Content | Reasoning | CallBegin | CallArguments
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
-    """Returns the pieces, with adjacent pieces of the same kind, and of the same call, joined."""
+    """Joins adjacent pieces of the same kind and the same call, and returns the resulting pieces."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

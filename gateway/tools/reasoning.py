@@ -40,7 +40,7 @@ class ReasoningSplitter:
         return (held, "") if is_reasoning else ("", held)
 
     def _started(self, text: str) -> str:
-        """Decides whether the output begins with reasoning. Returns the text to split, or "" if more is needed."""
+        """Decides whether the output begins with reasoning. Returns the text to split, or "" if more text is needed."""
         begun = text.lstrip()
         if begun.startswith(OPEN):
             self._state = "reasoning"

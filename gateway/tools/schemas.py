@@ -17,7 +17,9 @@ _DATA = frozenset(("enum", "const", "required", "dependentRequired", "type"))
 
 
 def object_schema(parameters: Mapping[str, Any]) -> str:
-    """Returns the schema of a function's arguments on one line. A schema without a type becomes that of an object."""
+    """Returns the schema of a function's arguments on one line. A schema without a type becomes the schema of an
+    object.
+    """
     schema = without_notes(parameters)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
         schema["type"] = "object"
@@ -33,7 +35,7 @@ def value_schema(schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without its descriptions, which are long and do not change what it accepts."""
+    """Returns a schema without its descriptions, which are long and do not restrict the values."""
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""Finds tool calls in the formats of DeepSeek, Kimi K2, Granite 3, Phi-4-mini, Hunyuan, Jamba and InternLM 2, which
-write JSON arguments between markers.
+"""Finds tool calls in the formats of DeepSeek V3, Kimi K2, Granite 3, Phi-4-mini, Hunyuan, Jamba, Command A and
+InternLM 2 and 3, which write JSON arguments between markers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SectionParser(CallParser):
 
     @abstractmethod
     def _call(self, ch: str) -> Scan:
-        """Reads one call after its first marker."""
+        """Reads one call, from the end of its first marker."""
 
 
 class DeepSeekParser(SectionParser):
@@ -77,8 +77,8 @@ class KimiParser(SectionParser):
     """A parser of `<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}
     <|tool_call_end|><|tool_calls_section_end|>` (Kimi K2).
 
-    The text before the arguments is the call's id, which the model must find again in the history. It contains the
-    name. A bare number is accepted if there is only one tool.
+    The text before the arguments is the call's id. It contains the name, and must appear unchanged in the history. A
+    bare number is accepted if there is only one tool.
     """
 
     OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -110,7 +110,9 @@ class KimiParser(SectionParser):
 
 
 class ListParser(CallParser):
-    """The base class of parsers of a marker followed by `{"name": ..., "arguments": {...}}` or a list of these."""
+    """The base class of parsers of a marker followed by `{"name": ..., "arguments": {...}}` or a list of such
+    objects.
+    """
 
     MARK: str
     CLOSE = ""
@@ -150,6 +152,15 @@ class HunyuanParser(ListParser):
     MARK, CLOSE = "<tool_calls>", "</tool_calls>"
 
 
+class CohereParser(ListParser):
+    """A parser of `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>`
+    (Command A, Command R7B). The numbers in `tool_call_id` start over in each answer, so they do not become ids.
+    """
+
+    triggers = frozenset("<")
+    MARK, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+
+
 class InternLmParser(ListParser):
     """A parser of `<|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>` (InternLM 2 and 3)."""
 
@@ -159,7 +170,7 @@ class InternLmParser(ListParser):
 
 
 def _until(ch: str, end: str, into: list[str]) -> Scan:
-    """Reads into `into` up to `end`, a line break or the end of the text."""
+    """Appends the text up to `end`, a line break or the end of the text to `into`."""
     while ch not in (end, END, "\n"):
         into.append(ch)
         ch = yield

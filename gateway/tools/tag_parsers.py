@@ -1,4 +1,5 @@
-"""Finds tool calls in the formats of Qwen 3 Coder, Seed-OSS, GLM and MiniMax: each argument is text between two tags.
+"""Finds tool calls in the formats of Qwen 3 Coder, Seed-OSS, GLM, MiniMax and DeepSeek V3.2, in which each argument is
+text between two tags.
 
 Arguments are converted to JSON by the tool's schema (`typed_values`). A string is passed on while it is written, and
 other values once they are complete.
@@ -32,11 +33,14 @@ class Tags:
     key: str
     """The tag before the name of an argument."""
     keyed: str
+    """The text after the name of an argument. If there is a `keyed_json`, this text means that the value is text."""
     value: str
     value_end: str
     call_end: str
     is_padded: bool
-    """Whether a value is on separate lines."""
+    """Whether there is a line break before and after each value."""
+    keyed_json: str = ""
+    """The text after the name of an argument whose value is JSON, or "" if only the tool's schema gives the type."""
 
     @property
     def marks(self) -> Sequence[str]:
@@ -60,6 +64,12 @@ GLM_TAGS = Tags(
 MINIMAX_TAGS = Tags(
     open="<minimax:tool_call>", close="</minimax:tool_call>", call='<invoke name="', named='">',
     key='<parameter name="', keyed='">', value="", value_end="</parameter>", call_end="</invoke>", is_padded=False,
+)  # fmt: skip
+DSML_TAGS = Tags(
+    open="<\uff5cDSML\uff5cfunction_calls>", close="</\uff5cDSML\uff5cfunction_calls>",
+    call='<\uff5cDSML\uff5cinvoke name="', named='">', key='<\uff5cDSML\uff5cparameter name="',
+    keyed='" string="true">', keyed_json='" string="false">', value="", value_end="</\uff5cDSML\uff5cparameter>",
+    call_end="</\uff5cDSML\uff5cinvoke>", is_padded=False,
 )  # fmt: skip
 
 
@@ -86,7 +96,7 @@ class TagParser(CallParser):
         return (yield from self._calls(ch))
 
     def _calls(self, ch: str, must_know: bool = False) -> Scan:
-        """Reads from the name of the first call."""
+        """Reads the calls, beginning with the name of the first call."""
         tags = self._tags
         while True:
             ch = yield from self._call(ch, must_know)
@@ -113,9 +123,9 @@ class TagParser(CallParser):
         while mark == tags.key:
             self._held = [mark, ch]
             key: list[str] = []
-            ch = yield from self._key(ch, key)
+            keyed, ch = yield from self._key(ch, key)
             self.arguments(f"{before}{json.dumps(''.join(key), ensure_ascii=False)}: ")
-            ch = yield from self._value(ch, name, "".join(key))
+            ch = yield from self._value(ch, self._types(name, "".join(key), keyed))
             self._held, before = [ch], ", "
             mark, ch = yield from self._next(ch)
         self.arguments("{}" if before == "{" else "}")
@@ -133,21 +143,29 @@ class TagParser(CallParser):
             raise NotACall
         return read, ch
 
-    def _key(self, ch: str, into: list[str]) -> Scan:
-        """Reads the name of an argument, up to its value."""
+    def _key(self, ch: str, into: list[str]) -> Generator[None, str, tuple[str, str]]:
+        """Reads the name of an argument, up to its value. Returns the text after the name, and the next character."""
         while ch != END and ch not in '<>"\n':
             into.append(ch)
             ch = yield
-        ch = yield from expect(ch, self._tags.keyed)
+        keyed, ch = yield from read_among(ch, [text for text in (self._tags.keyed, self._tags.keyed_json) if text])
+        if keyed not in (self._tags.keyed, self._tags.keyed_json):
+            raise NotACall
         if self._tags.value:
             ch = yield from skip_space(ch)
             ch = yield from expect(ch, self._tags.value)
-        return ch
+        return keyed, ch
 
-    def _value(self, ch: str, name: str, key: str) -> Scan:
+    def _types(self, name: str, key: str, keyed: str) -> frozenset[str]:
+        """Returns the types that an argument of a function may have. `keyed` is the text after its name."""
+        if self._tags.keyed_json and keyed == self._tags.keyed:
+            return STRING
         root = self._known.get(name, {})
         properties = resolved(root, root).get("properties")
         types = types_of(properties.get(key) if isinstance(properties, dict) else None, root)
+        return types - STRING if keyed == self._tags.keyed_json else types
+
+    def _value(self, ch: str, types: frozenset[str]) -> Scan:
         if types != STRING:
             raw: list[str] = []
             ch = yield from self._text(ch, raw.append)

@@ -1,8 +1,8 @@
-"""Converts the text of an argument to JSON, for formats in which arguments are plain text. The tool's schema determines
-their types.
+"""Converts the text of an argument to JSON, for formats in which arguments are plain text.
 
-The rules are those of vLLM: the types of the schema are tried from the narrowest to the widest. Text that matches none
-of them becomes a string, or other JSON if the schema allows no string. In addition, references to `$defs` are followed.
+The tool's schema determines the types of the arguments. The rules are those of vLLM: the types of the schema are tried
+from the narrowest to the widest. Text that matches none of the types becomes a string, or other JSON if the schema
+allows no string. In addition, references to `$defs` are followed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
             break
         schema = root
-        for key in path.removeprefix("#").strip("/").split("/"):
+        for key in filter(None, path.removeprefix("#").split("/")):
             schema = schema.get(key) if isinstance(schema, Mapping) else None
     return schema if isinstance(schema, Mapping) else {}
 
@@ -56,7 +56,7 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[int]) -> Iterator[str
 
 
 def items(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """Returns the list at this keyword, or an empty one."""
+    """Returns the list at this keyword, or an empty list if there is none."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 

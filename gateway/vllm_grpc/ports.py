@@ -1,7 +1,7 @@
-"""The ports at which a gateway speaks vLLM's gRPC protocol: one for each role, because a router tells roles apart by
+"""The ports at which a gateway speaks vLLM's gRPC protocol: one for each role, because a router distinguishes roles by
 their addresses.
 
-The protocol's messages come from the package smg-grpc-proto, so nothing here may be imported without the extra `smg`.
+The protocol's messages come from the package smg-grpc-proto, so this module can be imported only with the extra `smg`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VllmPorts:
         """
         self._host, tenant = settings.vllm_grpc_host, settings.vllm_grpc_tenant
         if not is_loopback(self._host) and (tenant is not None or not authenticator.needs_key):
-            raise StartupError(f"--vllm-grpc-host {self._host}: without keys, only loopback is served")
+            raise StartupError(f"--vllm-grpc-host {self._host}: without keys, only loopback addresses are allowed")
         self._authenticator = authenticator if tenant is None else KeylessAuthenticator(authenticator, tenant)
         check = _except_health(check_of(self._authenticator))
         ports: dict[Role, int] = {
@@ -73,7 +73,7 @@ class VllmPorts:
 
 
 def _except_health(check: Check) -> Check:
-    """Returns a check that admits every caller to the health check, which needs no key at any port."""
+    """Returns a check that needs no key for the health check."""
 
     def wrapped(method: str, context: Context) -> None:
         if method != f"/{SERVICE}/HealthCheck":

@@ -28,7 +28,9 @@ class Replies:
         self._write = write
         self._stream = stream
         self._turn = asyncio.Lock()
-        """A lock for writes. An aborted request may still have one in progress, and a stream takes one at a time."""
+        """A lock for writes. A stream takes one write at a time, and an aborted request may still have a write in
+        progress.
+        """
         self._open = {index: Delta(index) for index in range(request.sampling.num_sequences)}
         """The pending content of `complete`, for each sample that has not ended."""
         self._num_tokens = dict.fromkeys(self._open, 0)
@@ -92,7 +94,7 @@ class Replies:
         )
 
     def _input_logprobs(self, given: Sequence[types_pb.TokenLogprob]) -> pb.InputLogProbs | None:
-        """Returns the log-probabilities of the prompt. The first token has none."""
+        """Returns the log-probabilities of the prompt. The first token has no log-probability."""
         if not given:
             return None
         tops = [_top(token) for token in given] if self._request.sampling.prompt_logprobs else []

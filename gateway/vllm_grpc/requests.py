@@ -1,7 +1,7 @@
-"""Converts vLLM's GenerateRequest into a `Wanted`. The error for unsupported fields names them.
+"""Converts vLLM's GenerateRequest into a `Wanted`. The error for unsupported fields names the fields.
 
-Absent numbers have the same meaning as in vLLM's own server: proto3's 0 is "not given" for top_p, repetition_penalty
-and n, and the model's generation config does not apply, because the router has applied it.
+Absent numbers have the same meaning as in vLLM's own server: proto3's 0 means "not given" for top_p, repetition_penalty
+and n. The model's generation config does not apply, because the router has applied it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _GRAMMARS: Mapping[str, Callable[[pb.SamplingParams], StructuredOutput]] = {
 
 
 def wanted_of(request: pb.GenerateRequest) -> Wanted:
-    """Converts a request, whose values the validator checks later. Raises InvalidArgument, which names the unsupported
-    fields.
+    """Converts a request, whose values the validator checks later. Raises InvalidArgument for unsupported fields, which
+    the error names.
     """
     params = request.sampling_params
     _refuse_unsupported(request)
@@ -70,11 +70,11 @@ def embed_wanted_of(request: pb.EmbedRequest) -> Wanted:
 
 
 def first_token_only(wanted: Wanted) -> None:
-    """Turns a router's prefill request into one for first tokens from which decode can continue.
+    """Changes a router's prefill request so that decode can continue from its first tokens.
 
-    The router has replaced `max_tokens` and `ignore_eos` with its own values, so prefill must end no sample: decode
-    gets the client's values and judges the first tokens. Only `min_tokens` affects what is drawn: it masks stop tokens.
-    A grammar itself determines where the output ends.
+    The router has replaced `max_tokens` and `ignore_eos` with its own values, so prefill must end no sample. Decode
+    gets the client's values and applies them to the first tokens. Only `min_tokens` affects which tokens are drawn,
+    because it masks stop tokens. A grammar itself determines where the output ends.
     """
     wanted.max_tokens, wanted.fills_context, wanted.stop = None, False, ()
     wanted.min_tokens = min(1, wanted.min_tokens or 0)
@@ -84,8 +84,8 @@ def first_token_only(wanted: Wanted) -> None:
 
 
 def head_start_of(request: pb.GenerateRequest) -> str | None:
-    """Returns the name of the prefill that the router carries to decode, or None if it carries none. Raises
-    InvalidArgument if the router carries anything else.
+    """Returns the name of the prefill in a request, or None if the request names none. Raises InvalidArgument if
+    `kv_transfer_params_json` contains anything else.
     """
     text = request.kv_transfer_params_json
     if not text:
@@ -95,7 +95,9 @@ def head_start_of(request: pb.GenerateRequest) -> str | None:
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         name = None
     if not isinstance(name, str):
-        raise InvalidArgument.of("kv_transfer_params_json", f"must be an object with {HEAD_START}, as prefill gave it")
+        raise InvalidArgument.of(
+            "kv_transfer_params_json", f"must be an object with {HEAD_START}, as prefill returned it"
+        )
     return name
 
 

@@ -1,8 +1,8 @@
 """The gRPC service VllmEngine for one role: `regular` serves whole requests, `prefill` and `decode` each serve one half
 of a request.
 
-Every role uses the gateway's own path: limits, admission, recovery. A router carries only a name from prefill to decode
-(`gateway.request.head_start`). Without a usable name, decode prefills the request itself.
+Every role uses the same limits, admission and recovery as the gateway's other APIs. A router carries only a name from
+prefill to decode (`gateway.request.head_start`). Without a usable name, decode prefills the request itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
                 await asyncio.wait_for(replies.abort(), LAST_WORD_S)
 
     async def _abortable(self, request: ResolvedRequest, work: Coroutine[Any, Any, None]) -> bool:
-        """Runs `work`. Returns whether `Abort` has ended it."""
+        """Runs `work`. Returns whether `Abort` has cancelled it."""
         task = asyncio.create_task(work)
         with self._listed(request, task):
             try:

@@ -1,6 +1,4 @@
-"""The C++ kernels: selection of the build for this CPU, and its torch operators. Does not depend on layers or
-sequences.
-"""
+"""The C++ kernels: selection of the build for this CPU, and its torch operators."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The bf16 linear on Intel's AMX tiles: finding its build, requesting the tiles from the system, packing, calling.
-
-It exists for speed and for reproducibility. oneDNN's AMX product sums a row in an order that depends on the other rows;
-this one does not.
+"""The bf16 linear layer on Intel's AMX tiles: selection of its build, packing of weights, and calls. Unlike in oneDNN's
+AMX product, the order in which a row is summed does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from kernels.cpu.loader import amx_library, current
 from kernels.cpu.selection import CpuLibrary
 
 DEPTH = 32
-"""Every number of inputs must be a multiple of DEPTH."""
+"""The number of inputs must be a multiple of DEPTH."""
 _PANEL, _TILE = 32, 16
 
 
@@ -35,14 +33,16 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _entry() -> Callable[..., int] | None:
-    """Returns the C function, or None if this CPU, system or installation does not support it."""
+    """Returns the C function, or None if this CPU, system or installation does not support AMX tiles."""
     library = _library()
     return library.ll_amx_linear if library is not None and _is_allowed(library, current()) else None
 
 
 @functools.lru_cache(maxsize=1)  # repeated when a different build is chosen
 def _is_allowed(library: ctypes.CDLL, beside: CpuLibrary) -> bool:
-    """Requests the tiles from the system. The product uses the threads of the build `beside`, if that build has any."""
+    """Requests permission to use the tiles from the system, and returns whether it was granted. `beside` is the build
+    whose thread team the product uses, if it has one.
+    """
     team = getattr(beside.handle, "ll_team", None)
     if team is not None:
         team.argtypes, team.restype = [], ctypes.c_void_p
@@ -60,7 +60,9 @@ def address() -> int | None:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Packs bf16 [out, in], `in` a multiple of 32, as [out / 32, in / 32, 2, 16, 16, 2]; zeros pad `out` to 32."""
+    """Packs bf16 [out, in] as [out / 32, in / 32, 2, 16, 16, 2]. `in` must be a multiple of 32; `out` is padded with
+    zeros.
+    """
     n_out, n_in = weight.shape
     panels = -(-n_out // _PANEL)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, panels * _PANEL - n_out))

@@ -1,7 +1,8 @@
 // Attention over block tables (long: every way of dividing the work shares one class). The class divides queries into
-// tiles and keys into pieces, distributes them over threads and finds the keys in memory. Decode splits the key axis
-// over threads and then merges the results, or computes pieces that several sequences share once for all of them. In
-// prefill, one thread walks all pieces of a tile. Every path uses piece.h, so all return the same bits.
+// tiles and keys into pieces, distributes them over threads and finds the keys in memory. Decode of few sequences
+// splits the key axis over threads and then merges the results. Larger batches compute a piece that several sequences
+// share only once. In prefill, one thread computes all pieces of a tile. All paths use piece.h, so they return the same
+// bits.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -209,7 +210,7 @@ struct Attention {
     int queries(const Unit& w, int tile) const { return int(std::min<int64_t>(q_len(w.seq) - w.at, tile)); }
 
     void walk(const std::vector<Unit>& units, int tile, int threads) const {
-        // Neighbours stay together so that the prefetch crosses units, but no thread is left without units. Long tiles
+        // Adjacent units stay together, so that the prefetch crosses units, unless a thread would have none. Long tiles
         // come first.
         const int64_t count = units.size(), most = std::min<int64_t>(4, count / (4 * threads));
         const int64_t together = std::max<int64_t>(1, most);
@@ -365,7 +366,8 @@ struct Attention {
         walk(units, tile, threads);
     }
 
-    // For batches with too few (sequence, KV head) pairs for the threads: computes pieces separately, then merges them.
+    // Decodes batches with too few (sequence, KV head) pairs to use all threads: computes pieces separately, then
+    // merges them.
     void split_decode(int threads) const {
         std::vector<Unit> units;
         std::vector<size_t> first(num_seqs * kv_heads + 1);
@@ -426,8 +428,8 @@ LL_EXPORT int ll_attention_prefetch(int64_t on) {
     return 0;
 }
 
-// Layouts are as in kernels/paged_prefill.py. A null cu_seqlens_q: one query per sequence. A window or softcap of 0, or null
-// sinks: none. Strides are in elements. kv_type: that of k and v, see entries.h.
+// Layouts are as in kernels/paged_prefill.py. If cu_seqlens_q is null, each sequence has one query. A window or softcap
+// of 0 and null sinks mean none. Strides are in elements. kv_type is the type of k and v (entries.h).
 LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
                            const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
                            int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,

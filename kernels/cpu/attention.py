@@ -1,4 +1,4 @@
-"""Calls the C++ attention core with tensors: checks and the fallback to the reference. No arithmetic here."""
+"""Checks the arguments of attention, and calls the C++ operator or the reference."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def attention(
     sinks: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Runs `paged_attention` (cu_seqlens_q None) or `paged_prefill` on the operator or on the reference."""
+    """Computes `paged_prefill`, or `paged_attention` if `cu_seqlens_q` is None, with the C++ operator or the
+    reference. Raises ValueError if an argument does not fit.
+    """
     _check_shapes(q, key_cache, value_cache, block_table, context_lens, softmax_scale)
     _check(window is None or window > 0, "window must be positive")
     _check(softcap is None or softcap > 0, "softcap must be positive")

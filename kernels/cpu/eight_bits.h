@@ -1,7 +1,8 @@
-// Keys and values of 8 bits: one row per token and head, with conversions to and from floats. Independent of kernels.
+// Keys and values of 8 bits: one row per token and head, with conversions to and from floats.
 //
-// A row of int8 is d integers in [-127, 127] and then their scale, a float: the row's largest magnitude / 127. A row of
-// e4m3 is d numbers without a scale. Either depends on its own token alone. Integers and e4m3 numbers are exact in bf16.
+// An int8 row is d integers in [-127, 127], followed by their scale, a float: the row's largest magnitude / 127. An
+// e4m3 row is d numbers without a scale. A row depends only on its own token. bf16 represents int8 and e4m3 numbers
+// exactly.
 #pragma once
 
 #include "simd.h"
@@ -20,11 +21,11 @@ typedef int8_t vsb __attribute__((vector_size(W)));
 template <class E>
 constexpr bool IS_8_BITS = std::is_same_v<E, i8> || std::is_same_v<E, e4m3>;
 
-// Elements of a row after its d numbers.
+// Number of elements in a row after its d numbers.
 template <class E>
 constexpr int64_t SCALE_WIDTH = std::is_same_v<E, i8> ? sizeof(float) : 0;
 
-// What the floats that `load` returns are to be multiplied by.
+// Returns the factor by which to multiply the floats that `load` returns.
 LL_INLINE float scale_of(const i8* row, int64_t d) {
     float scale;
     std::memcpy(&scale, row + d, sizeof scale);
@@ -42,7 +43,7 @@ LL_INLINE vf load(const i8* p) {
 #endif
 }
 
-// An e4m3 number has the bits of a half-precision one of 2^-8 times its value, but for NaN.
+// Except for NaN, the shifted bits of an e4m3 number x are those of the half-precision number x * 2^-8.
 LL_INLINE vf load(const e4m3* p) {
 #if defined(LL_AVX512) || defined(LL_AVX2)
     typedef int16_t halves __attribute__((vector_size(2 * W)));
@@ -75,7 +76,7 @@ LL_INLINE void store_bytes(void* p, vu words, int64_t n) {
     std::memcpy(p, &bytes, n >= W ? W : size_t(n));
 }
 
-constexpr float LEAST_MAGNITUDE = 0x1p-100f;  // rows without a larger one become zeros, as its inverse may overflow
+constexpr float LEAST_MAGNITUDE = 0x1p-100f;  // smaller rows become zeros, because the inverse may overflow
 
 LL_INLINE vf magnitude_of(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 
@@ -98,7 +99,7 @@ LL_INLINE void store_row(i8* row, const float* x, int64_t d) {
 LL_INLINE void store_row(e4m3* row, const float* x, int64_t d) {
     for_vectors(d, [&](int64_t i, auto n) {
         const vf v = load_upto(x + i, n), size = magnitude_of(v), most = splat(448.f);
-        const vf bounded = size > most ? most : size;  // not NaN, which is greater than nothing
+        const vf bounded = size > most ? most : size;  // not NaN: comparisons with NaN are false
         const vu u = (vu)bounded, normal = ((u + 0x7ffffu + ((u >> 20) & 1u)) >> 20) - (120u << 3);
         const vu small = (vu)(bounded + splat(16384.f)) - (vu)splat(16384.f);  // in units of 2^-9
         const vu rounded = (vu)(bounded < splat(0x1p-6f) ? small : normal);
@@ -106,7 +107,7 @@ LL_INLINE void store_row(e4m3* row, const float* x, int64_t d) {
     });
 }
 
-// Calls work(a query, a cached element) with the types that the entry points' numbers stand for.
+// Calls work(a query, a cached element) with values of the types that an entry point's is_bf16 and kv_type select.
 template <class F>
 int for_types(int64_t is_bf16, int64_t kv_type, F&& work) {
     const auto with = [&](auto q) {

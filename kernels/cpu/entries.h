@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-// Types of cached keys and values (kernels/cpu/ops.py): the queries', or one of 8 bits (eight_bits.h).
+// Types of cached keys and values (kernels/cpu/ops.py): that of the queries, or a type of 8 bits (eight_bits.h).
 enum LlKvType : int64_t { LL_KV_AS_QUERY = 0, LL_KV_INT8 = 1, LL_KV_E4M3 = 2 };
 
 #define LL_EXPORT extern "C" __attribute__((visibility("default")))

@@ -1,4 +1,4 @@
-// The choice of experts for each token. A row is computed alone, so its choice does not depend on the other rows.
+// The choice of experts for each token. Each row is computed separately, so it does not depend on the other rows.
 #include <cmath>
 #include <vector>
 
@@ -26,7 +26,7 @@ void softmax(float* odds, const T* scores, int64_t n) {
     for (int64_t i = 0; i < n; ++i) odds[i] /= sum;
 }
 
-// Chooses the most likely experts (the first of equal ones) and lists them in the order of their numbers.
+// Chooses the most likely experts, the first of equally likely ones, and lists them in the order of their numbers.
 template <class T>
 void route_row(float* weights, int64_t* experts, const T* scores, const Choice& c, float* odds) {
     softmax(odds, scores, c.num_experts);

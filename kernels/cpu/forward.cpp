@@ -1,8 +1,8 @@
-// A whole pass of a decoder in one call. It calls the other entry points exactly as engine/models/decoder.py
-// does one by one, so the bits are the same. It avoids the way through Python and torch between them: some thirty calls
-// per layer, each of which also lets other Python threads run.
+// A whole pass of a decoder in one call. It makes the same calls to the other entry points as engine/models/decoder.py,
+// so the bits are the same. It saves some thirty calls per layer through Python and torch, each of which also lets
+// other Python threads run.
 //
-// The structures have the layout of those in kernels/cpu/forward.py: pointers and 64-bit integers, floats last.
+// The structures have the same layout as in kernels/cpu/forward.py: pointers and 64-bit integers, then floats.
 #include <cstring>
 
 #include "lora.h"
@@ -21,7 +21,7 @@ struct Linear {
     Entry entry;  // the kernel that reads `packed`; null: ll_linear
     const void* const* parts;  // the weights of each part of the inputs (row_parallel.cpp), instead of `packed`
     int64_t n_in, n_out, num_parts;
-    int64_t site;  // by which adapters correct it; -1: they do not
+    int64_t site;  // number of the site for adapters; -1: none
 };
 
 struct Layer {
@@ -34,13 +34,13 @@ struct Layer {
 };
 
 struct Model {
-    const char* embed;
+    const char* embed;  // null: a stage that takes the states of the previous stage
     const Layer* layers;
-    const void* norm;
-    const Ranks* ranks;  // null: there is one
+    const void* norm;  // null: a stage that passes its states on
+    const Ranks* ranks;  // null if there is a single rank
     Linear lm_head;
-    int64_t num_sums;  // sums of a product in parts that are in memory at a time; 0: no product is
-    int64_t num_layers, vocab, heads, kv_heads, d, max_pos, rotary, is_bf16;
+    int64_t num_sums;  // number of sums in memory at a time for products in parts; 0 if there are none
+    int64_t num_layers, hidden, vocab, heads, kv_heads, d, max_pos, rotary, is_bf16;
     int64_t inner, gelu, wide_norms, num_experts, per_token, renormalize, round_weights;
     int64_t num_blocks, block_size, cache_block, cache_head, cache_slot, kv_type;
     float eps, scale, softcap, logits_softcap, embed_scale;  // scale and softcap of attention's scores; softcap 0: none
@@ -59,6 +59,7 @@ struct Pass {
     const int32_t *context_lens, *cu_seqlens_q;  // null cu_seqlens_q: one query per sequence
     const int64_t* rows;                         // null: logits of every token
     void* scratch;
+    char* states;  // [T, h], inputs and outputs of a stage; null: the model is whole
     float* logits;
     const LoraStep *lora, *lora_of_rows;  // corrections of tokens and, in the last layer, of rows; null: none
     int64_t num_tokens, num_seqs, num_rows, threads;
@@ -86,14 +87,15 @@ void add_scaled(T* x, const T* y, float weight, int64_t n) {
 struct Forward {
     const Model& m;
     const Pass& p;
-    const int64_t size = m.is_bf16 ? 2 : 4, hidden = m.lm_head.n_in, q_width = m.heads * m.d;
+    const int64_t size = m.is_bf16 ? 2 : 4, hidden = m.hidden, q_width = m.heads * m.d;
     const int64_t qkv_width = (m.heads + 2 * m.kv_heads) * m.d;
     Room room{static_cast<char*>(p.scratch)};
-    char *residual = room.take(p.num_tokens * hidden * size), *normed = room.take(p.num_tokens * hidden * size),
+    char *residual = p.states ? p.states : room.take(p.num_tokens * hidden * size),
+         *normed = room.take(p.num_tokens * hidden * size),
          *projected = room.take(p.num_tokens * hidden * size);
     float* sums = reinterpret_cast<float*>(room.take(m.num_sums * p.num_tokens * hidden * 4));
 
-    // The product, plus what the adapters of its rows add.
+    // The product, with the corrections of the rows' adapters.
     int adapted(const Linear& l, const void* x, void* out, int64_t rows, const LoraStep* lora) const {
         if (int error = linear(l, x, out, rows)) return error;
         if (!lora || l.site < 0) return 0;
@@ -115,7 +117,7 @@ struct Forward {
                            hidden, m.is_bf16, m.wide_norms, p.threads, m.eps);
     }
 
-    // projected = norm(projected), if the layer normalises the output of a sublayer.
+    // projected = norm(projected), if the layer normalizes the output of a sublayer.
     int norm_output(const void* weight, int64_t rows) const {
         if (!weight) return 0;
         return ll_rms_norm(projected, projected, weight, nullptr, nullptr, rows, hidden, hidden, hidden, m.is_bf16,
@@ -144,7 +146,7 @@ struct Forward {
         return 0;
     }
 
-    // Normalises the heads of every token separately, in place.
+    // Normalizes the heads of every token separately, in place.
     void head_norms(const Layer& layer, char* qkv) const {
         team_for(p.num_tokens >= 16 ? p.threads : 1, p.num_tokens, [&](int64_t t) {
             char *q = qkv + t * qkv_width * size, *k = q + q_width * size;
@@ -173,7 +175,7 @@ struct Forward {
                             p.threads, nullptr, m.scale, m.softcap);
     }
 
-    // Moves row rows[i] of `from` to row i, in place; rows ascend, which the caller has checked.
+    // Moves row rows[i] of `from` to row i, in place. The rows must ascend; the caller has checked this.
     void keep_wanted(char* from, int64_t width) const {
         for (int64_t i = 0; i < p.num_rows; ++i)
             if (p.rows[i] != i) std::memcpy(from + i * width * size, from + p.rows[i] * width * size, width * size);
@@ -189,8 +191,8 @@ struct Forward {
         return adapted(down, product, out, rows, lora);
     }
 
-    // projected = the weighted sum of the outputs of each row's experts for `normed`, in the order of their numbers. An
-    // expert computes all rows that chose it at once. The experts of a row add to it one after the other.
+    // projected = the weighted sum of the outputs of each row's experts for `normed`, added in the order of their
+    // numbers. An expert computes all of its rows at once.
     int mixture(const Layer& layer, int64_t rows, Room room) const {
         const int64_t k = m.per_token, row_bytes = hidden * size;
         char* scores = room.take(rows * m.num_experts * size);
@@ -223,7 +225,8 @@ struct Forward {
             add_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), weight, hidden);
     }
 
-    // Adds `projected`, the output of attention, to the residual, then the MLP's output. normed = the norm of the sum.
+    // Adds `projected`, the output of attention, to the residual, then the MLP's output. normed = the norm of the sum,
+    // unless next_norm is null.
     int mlp(const Layer& layer, const void* next_norm, int64_t rows, const LoraStep* lora) {
         if (int error = norm_output(layer.attention_norm, rows)) return error;
         if (int error = norm(layer.mlp_norm, projected, rows)) return error;
@@ -231,7 +234,9 @@ struct Forward {
                                       : gated(layer.gate_up, layer.down, normed, projected, rows, room, lora))
             return error;
         if (int error = norm_output(layer.output_norm, rows)) return error;
-        return norm(next_norm, projected, rows);
+        if (next_norm) return norm(next_norm, projected, rows);
+        for (int64_t i = 0; i < rows; ++i) add_row(residual + i * hidden * size, projected + i * hidden * size, 1.f);
+        return 0;
     }
 
     int logits(Room room) const {
@@ -251,23 +256,25 @@ struct Forward {
 
     int run() {
         const Awake awake;
-        if (int error = embed()) return error;
+        if (m.embed)
+            if (int error = embed()) return error;
         if (int error = norm(m.layers[0].input_norm, nullptr, p.num_tokens)) return error;
         Room attention = room;
         char *qkv = attention.take(p.num_tokens * qkv_width * size),
              *attended = attention.take(p.num_tokens * q_width * size);
         for (int64_t i = 0; i < m.num_layers; ++i) {
             const Layer& layer = m.layers[i];
-            const bool is_last = i + 1 == m.num_layers;
+            const bool is_last = m.norm && i + 1 == m.num_layers;
             if (int error = attend(layer, qkv, attended)) return error;
             if (is_last && p.num_rows == 0) return 0;
             if (is_last && p.rows) keep_wanted(attended, q_width), keep_wanted(residual, hidden);
             const int64_t rows = is_last ? p.num_rows : p.num_tokens;
             const LoraStep* lora = is_last ? p.lora_of_rows : p.lora;
             if (int error = adapted(layer.o, attended, projected, rows, lora)) return error;
-            if (int error = mlp(layer, is_last ? m.norm : m.layers[i + 1].input_norm, rows, lora)) return error;
+            const void* next_norm = i + 1 == m.num_layers ? m.norm : m.layers[i + 1].input_norm;
+            if (int error = mlp(layer, next_norm, rows, lora)) return error;
         }
-        return logits(room);
+        return m.norm ? logits(room) : 0;
     }
 };
 

@@ -1,6 +1,5 @@
-"""A whole pass of a decoder as one C call: the structures of forward.cpp, and the call.
-
-Fields are those of forward.cpp, in its order: pointers and 64-bit integers, floats last. Does not depend on steps.
+"""A whole pass of a decoder as one C call: the structures of forward.cpp, and the call. The fields are in the same
+order as in forward.cpp: pointers and 64-bit integers, then floats.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ ALIGNMENT = 64
 
 
 class Linear(ctypes.Structure):
-    """A packed product. `entry` is its entry point (for AMX tiles or for integers), or null for `ll_linear`. A product
-    whose inputs are divided has the weights of `num_parts` parts in `parts` instead of `packed`. `site` is the number
-    by which adapters correct it, or -1.
+    """A packed linear layer. `entry` is its C function (for AMX tiles or for integers), or null for `ll_linear`. If its
+    inputs are divided, `parts` contains the weights of `num_parts` parts, and `packed` is not used. `site` is the
+    number of its site for adapters, or -1.
     """
 
     _fields_ = [(name, PTR) for name in ("packed", "bias", "entry", "parts")] + [
@@ -33,9 +32,9 @@ class Linear(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Parameters of one layer and the addresses of its keys and values in the arena. All norms except those before the
-    sublayers may be null. A window of 0 means that there is no window. `experts` has two Linears per expert, gate_up
-    and down; if it is null, the layer has one MLP.
+    """The C structure of one layer's parameters, and of the addresses of its keys and values in the arena. Norms other
+    than those before the sublayers may be null. A window of 0 means that there is no window. `experts` has two Linears
+    for each expert, gate_up and down; it is null if the layer has a single MLP.
     """
 
     _fields_ = [
@@ -47,16 +46,17 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """The parameters and sizes of a model. `cache_*` are the strides of a layer's keys and values, in elements. `inner`
-    is the width of the widest MLP or expert. With `wide_norms` the weights of norms are fp32. A softcap of 0 means that
-    there is no softcap.
+    """The C structure of the parameters and sizes of a model or of a stage. A stage other than the first stage has no
+    `embed`, and a stage other than the last stage has no `norm` and no `lm_head`. `cache_*` are the strides of a
+    layer's keys and values, in elements. `inner` is the width of the widest MLP or expert. With `wide_norms`, the
+    weights of norms are fp32. A softcap of 0 means that there is no softcap.
     """
 
     _fields_ = [
         *((name, PTR) for name in ("embed", "layers", "norm", "ranks")),
         ("lm_head", Linear),
         ("num_sums", I64),
-        *((name, I64) for name in ("num_layers", "vocab", "heads", "kv_heads", "d", "max_pos", "rotary")),
+        *((name, I64) for name in ("num_layers", "hidden", "vocab", "heads", "kv_heads", "d", "max_pos", "rotary")),
         *((name, I64) for name in ("is_bf16", "inner", "gelu", "wide_norms")),
         *((name, I64) for name in ("num_experts", "per_token", "renormalize", "round_weights")),
         *((name, I64) for name in ("num_blocks", "block_size", "cache_block", "cache_head", "cache_slot")),
@@ -75,13 +75,15 @@ class Group(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The arrays of one step. If cu_seqlens_q is null, there is one query per sequence; if rows is null, logits of
-    every token are computed. lora and lora_of_rows are `kernels.cpu.lora.Step`s, or null if no row has an adapter.
+    """The C structure of one step's arrays. If cu_seqlens_q is null, there is one query per sequence; if rows is null,
+    logits of every token are computed. lora and lora_of_rows are `kernels.cpu.lora.Step`s, or null if no row has an
+    adapter. `states` [T, h] are the inputs of a stage without `embed`, which may overwrite them, and the outputs of a
+    stage without `norm`.
     """
 
     _fields_ = [
         *((name, PTR) for name in ("tokens", "positions", "groups", "context_lens", "cu_seqlens_q", "rows")),
-        *((name, PTR) for name in ("scratch", "logits", "lora", "lora_of_rows")),
+        *((name, PTR) for name in ("scratch", "states", "logits", "lora", "lora_of_rows")),
         *((name, I64) for name in ("num_tokens", "num_seqs", "num_rows", "threads")),
     ]
 
@@ -90,8 +92,8 @@ Entry = Callable[[Model, Pass], None]
 
 
 def entry(library: CpuLibrary) -> Entry | None:
-    """Returns the function of a build that runs a pass, or None if the build does not contain it. The function raises
-    ValueError for a token, position, slot or block out of range.
+    """Returns the function of a build that runs a pass, or None if the build has none. The function raises ValueError
+    if a token, position, slot or block is out of range.
     """
     if library.handle is None or not hasattr(library.handle, "ll_forward"):
         return None
@@ -107,7 +109,7 @@ def entry(library: CpuLibrary) -> Entry | None:
 def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
     """Returns the number of bytes of scratch memory that a pass needs. Must agree with forward.cpp."""
     size = 2 if model.is_bf16 else 4
-    hidden, q_width, most = model.lm_head.n_in, model.heads * model.d, max(num_tokens, num_rows)
+    hidden, q_width, most = model.hidden, model.heads * model.d, max(num_tokens, num_rows)
     qkv_width = q_width + 2 * model.kv_heads * model.d
     attention = _taken(num_tokens * qkv_width * size, num_tokens * q_width * size)
     mlp = _taken(most * 2 * model.inner * size, most * model.inner * size)

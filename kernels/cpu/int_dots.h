@@ -1,12 +1,12 @@
-// Weights of 4 or 8 bits times bf16 inputs, as integers (AVX512-VNNI). An instruction multiplies four values of a lane,
-// and 8-bit values are used as they are stored.
+// The product of weights of 4 or 8 bits and bf16 inputs, in integers (AVX512-VNNI). An instruction multiplies four
+// values of a lane, and 8-bit values are used as they are stored.
 //
 // A block is up to 256 inputs of a group. Its inputs become integers of 15 bits, q = round(x / unit) = 256 * high +
 // low, where unit is 2^-13 of the power of two that its largest input reaches. Inputs of at least 1/64 of the largest
-// are exact, because bf16 has 8 bits. The others are off by at most 2^-14 of the largest, which bf16 itself has rounded
-// by up to 2^-9. A value v is taken as the unsigned byte v + SHIFT, and -SHIFT * sum(q) corrects this. Sums of integers
-// are exact in any order. They are multiplied by scale * unit and added in the order of the blocks, as is offset *
-// sum(x). A block with infinity or NaN makes its row NaN.
+// are exact, because bf16 has 8 significant bits. The error of the others is at most 2^-14 of the largest, whose own
+// rounding to bf16 has an error of up to 2^-9. A value v is taken as the unsigned byte v + SHIFT, and -SHIFT * sum(q)
+// corrects this. Sums of integers are exact in any order. They are multiplied by scale * unit and added in the order of
+// the blocks, as is offset * sum(x). A block with infinity or NaN makes its row NaN.
 #pragma once
 
 #include <cstddef>
@@ -154,7 +154,7 @@ struct IntDots : IntPanels<BITS> {
                     sums[r][p] = fma(splat(*block(r, offsetof(Block, sum))), offset, sums[r][p]);
                 }
     }
-    // Not inlined for many rows, because gcc 12 would keep every sum in two registers, or on the stack.
+    // This is not inlined for many rows, because gcc 12 would keep every sum in two registers, or on the stack.
     template <int R, int P>
     __attribute__((noinline)) void add_block_apart(vf (&sums)[R][P], const Place& at) const {
         add_block<R, P>(sums, at);

@@ -1,11 +1,11 @@
 // Panels of weights of 4 or 8 bits, packed by kernels/cpu/linear_int.py: w = value * scale + offset, with one fp32 or
 // bf16 scale (and offset) for an output and `group` consecutive inputs.
 //
-// A section holds outputs that are stored alike. It is a header of 64 bytes, then panels of 16 outputs. A panel holds
-// 16 scales for each group, then 16 offsets for each group if there are any, then the values, each part padded to 64
-// bytes. Values of 8 bits: 16 words for every four inputs, the first in the lowest bits. Values of 4 bits: 16 words for
-// every eight inputs, with the even inputs in the low half, lowest bits first, and the odd ones in the high half.
-// Inputs are padded to whole groups with zeros.
+// A section contains outputs with the same format. It is a header of 64 bytes, followed by panels of 16 outputs. A
+// panel contains 16 scales for each group, 16 offsets for each group (if there are offsets), and the values, each part
+// padded to 64 bytes. Values of 8 bits: 16 words for every four inputs, the first in the lowest bits. Values of 4 bits:
+// 16 words for every eight inputs, with the even inputs in the low half, lowest bits first, and the odd ones in the
+// high half. Inputs are padded to whole groups with zeros.
 #pragma once
 
 #include "panels.h"
@@ -23,7 +23,7 @@ constexpr int64_t to_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 template <int BITS>
 struct IntPanels {
-    static constexpr int64_t UNIT = 8;                              // inputs that are taken at once
+    static constexpr int64_t UNIT = 8;                              // number of inputs that are processed at once
     static constexpr int64_t UNIT_BYTES = UNIT * PANEL * BITS / 8;  // their values in a panel
 
     const char* data;
@@ -36,7 +36,8 @@ struct IntPanels {
     LL_INLINE vf factor(const char* at) const {
         return header.wide_scales ? load((const float*)at) : load((const bf16*)at);
     }
-    // Where to prefetch from while values are used: AHEAD_BYTES on in the panel that ends at `end`, or in those `then`.
+    // Returns the address to prefetch while the values at a given address are used. It is AHEAD_BYTES further on, in
+    // the panel that ends at `end`, or else in the panels at `then`.
     static const char* asked(const char* values, const char* end, const char* then) {
         return values + AHEAD_BYTES < end ? values + AHEAD_BYTES : then + (values + AHEAD_BYTES - end);
     }

@@ -1,6 +1,6 @@
-// Attention of bf16 queries over int8 keys and values in integers, where the instruction set has multiply-adds of 16-bit
-// pairs. Queries and weights are rounded to 16 bits with one scale per row, much finer than the 8 bits of keys and
-// values. Sums of integers are exact, so their order does not affect bits. Does not depend on pieces and tiles.
+// Attention of bf16 queries over int8 keys and values in integers, where the instruction set has multiply-adds of
+// 16-bit pairs. Queries and weights are rounded to 16 bits with one scale per row, much finer than the 8 bits of keys
+// and values. Sums of integers are exact, so their order does not affect bits.
 #pragma once
 
 #include "eight_bits.h"

@@ -1,5 +1,5 @@
-// The rest of a layer: RMS norm, the elementwise half of a gated MLP, RoPE with the write into slots, and block copies.
-// One thread always computes a whole row (or token, or block), in an order fixed by its length.
+// The other kernels of a layer: RMS norm, the elementwise half of a gated MLP, RoPE with the write to slots, and block
+// copies. One thread computes a whole row (or token, or block), in an order that depends only on its length.
 #include <vector>
 
 #include "eight_bits.h"
@@ -8,10 +8,10 @@
 namespace ll {
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements; below, waking threads costs more than it saves
+constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements; with fewer, waking threads costs more than it saves
 
 // Distributes the vectors over four sums in turn. With ADD, `summed` = x + residual, and the norm is that of `summed`.
-// A weight of x's type (Llama) multiplies the rounded norm, an fp32 weight (Gemma) the norm before it is rounded.
+// A weight of x's type (Llama) multiplies the rounded norm; an fp32 weight (Gemma) multiplies the norm before rounding.
 template <bool ADD, class T, class Weight>
 void rms_norm_row(T* out, const T* x, const Weight* weight, const T* residual, T* summed, int64_t n, float eps) {
     vf acc[4] = {};
@@ -77,7 +77,7 @@ void rotate(D* dst, const T* src, const float* cos_sin, int64_t rotary, int64_t 
     }
 }
 
-// Rotates src into a row of a cache, rounded once. A rotary of 0 copies.
+// Writes src, rotated and rounded once, to a row of a cache. If rotary is 0, src is not rotated.
 template <class E, class T>
 void write_row(E* row, const T* src, const float* cos_sin, int64_t rotary, int64_t d) {
     if constexpr (IS_8_BITS<E>) {

@@ -1,6 +1,5 @@
-"""The vector linear, bf16 and fp32, of the C++ build in use: packing and calling.
-
-A row's bits depend neither on the other rows nor on threads; linear_simd.cpp explains why.
+"""The SIMD linear layer of the current C++ build, for bf16 and fp32: packing and calls. A row's bits depend neither on
+the other rows nor on the number of threads; linear_simd.cpp explains why.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ _PANEL = 16
 
 
 def entry() -> Callable[..., int] | None:
-    """Returns the C function of the build in use; None for the torch reference or a build older than the function.
-
-    The packed weights stay valid when a different build is chosen later, because all builds use the same packed form.
+    """Returns the C function of the current build, or None if the build has none (such as the torch reference). Packed
+    weights stay valid if a different build is chosen later, because all builds use the same packed form.
     """
     function = getattr(current().handle, "ll_linear", None)
     if function is None:
@@ -44,7 +42,9 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
-    """Maps x [rows, in], last dimension contiguous, to [rows, out]; bias: [out] or None. All have the same dtype."""
+    """Maps x [rows, in] (last dimension contiguous) to [rows, out]. `bias` is [out] or None. All tensors have the same
+    dtype.
+    """
     if x.dtype != packed.dtype:
         raise ValueError(f"x is {x.dtype}, the weight {packed.dtype}")
     out = x.new_empty((x.shape[0], n_out))

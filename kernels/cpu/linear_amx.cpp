@@ -1,5 +1,5 @@
 // y = x @ W^T + bias in bf16 on Intel's AMX tiles. The products of an output are summed in ascending order of inputs,
-// in one fp32 accumulator, for any number of rows. So a row's bits do not depend on the other rows.
+// in one fp32 accumulator, for any number of rows, so a row's bits do not depend on the other rows.
 //
 // The caller packs the weights (kernels/cpu/amx.py) into panels of 32 outputs. For every 32 inputs a panel holds two
 // tiles of 16 outputs. In a tile, element [r][c][e] belongs to input 2 r + e and output c (TDPBF16PS' second operand).

@@ -1,7 +1,7 @@
 // y = x @ W^T + bias with weights of 4 or 8 bits, stored as int_panels.h describes. Within a group, a lane sums the
 // products of its output's values in fp32 as linear_simd.cpp does. These sums times the scales are added in the order
 // of the groups, as are the offsets times the sum of the group's inputs. With AVX512, bf16 inputs are multiplied as
-// integers (int_dots.h). A row's bits depend neither on the other rows nor on threads.
+// integers (int_dots.h). A row's bits depend neither on the other rows nor on the number of threads.
 #include "int_dots.h"
 #include "int_panels.h"
 

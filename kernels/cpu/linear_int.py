@@ -1,7 +1,5 @@
-"""The linear over weights of 4 or 8 bits, of the C++ build in use: packing and calling.
-
-A row's bits depend neither on the other rows nor on threads; linear_int.cpp explains why.
-int_panels.h states the packed form.
+"""The linear layer of the current C++ build over weights of 4 or 8 bits: packing and calls. A row's bits depend neither
+on the other rows nor on the number of threads; linear_int.cpp explains why. int_panels.h describes the packed form.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _PANEL, _LINE, _UNIT = 16, 64, 8
 
 
 def entry() -> Callable[..., int] | None:
-    """Returns the C function of the build in use; None for the torch reference or a build older than the function."""
+    """Returns the C function of the current build, or None if the build has none (such as the torch reference)."""
     function = getattr(current().handle, "ll_linear_int", None)
     if function is None:
         return None
@@ -35,7 +33,7 @@ def address() -> int | None:
 
 
 def pack(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tensor:
-    """Packs weights, stacked one below the other, as uint8 for inputs of `dtype` (bf16 or fp32), in the form that
+    """Packs weights, stacked vertically, for inputs of `dtype` (bf16 or fp32). Returns uint8 in the form that
     int_panels.h describes.
     """
     sections = [_section(weight, dtype) for weight in weights]
@@ -54,7 +52,7 @@ def _section(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     header[:6] = torch.tensor([weight.bits, weight.group, int(weight.offsets is not None), int(wide), is_bf16, n_out])
 
     def factors(of: Tensor) -> Tensor:
-        """Returns [panels, groups * 16], padded to whole lines, as bytes."""
+        """Returns the scales or offsets [panels, groups * 16] as bytes, with each panel padded to whole cache lines."""
         laid = torch.nn.functional.pad(of, (0, 0, 0, rows)).view(panels, _PANEL, groups).transpose(1, 2)
         as_bytes = laid.contiguous().view(panels, -1).view(torch.uint8)
         return torch.nn.functional.pad(as_bytes, (0, -as_bytes.shape[1] % _LINE))
@@ -72,7 +70,7 @@ def _bytes(values: Tensor, panels: int) -> Tensor:
 
 
 def _words(values: Tensor, panels: int) -> Tensor:
-    """Returns words of eight values each: even inputs are in the low half, lowest bits first, and odd inputs in the
+    """Returns words of eight values each, with even inputs in the low half, lowest bits first, and odd inputs in the
     high half.
     """
     eight = (values.view(panels, _PANEL, -1, _UNIT) & 15).to(torch.int32)  # panel, output, unit, input
@@ -83,8 +81,8 @@ def _words(values: Tensor, panels: int) -> Tensor:
 
 
 def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
-    """Maps x [rows, in], last dimension contiguous, to [rows, out]; bias: [out] or None. x and bias have the dtype that
-    the weight was packed for.
+    """Maps x [rows, in], last dimension contiguous, to [rows, out]; bias: [out] or None. x and bias have the dtype for
+    which the weight was packed.
     """
     out = x.new_empty((x.shape[0], n_out))
     bias_at = None if bias is None else bias.data_ptr()
@@ -96,8 +94,8 @@ def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | 
 def packed_product(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-    """Packs weights, stacked one below the other. Returns them with a function from x [rows, in] to [rows, out]. If no
-    kernel supports them, counts a fallback and returns None.
+    """Packs weights, stacked vertically. Returns the packed weights, and a function from x [rows, in] to [rows, out].
+    If there is no kernel for the weights, counts a fallback and returns None.
     """
     function, n_out = entry(), sum(weight.shape[0] for weight in weights)
     if weights[0].values.is_cuda or function is None or dtype not in (torch.bfloat16, torch.float32):

@@ -1,6 +1,7 @@
 // y = x @ W^T + bias in vectors, bf16 or fp32. Every output has its own lane. Its products are summed in one fp32
 // accumulator, in ascending order of inputs, with one fused multiply-add each (or, with AVX512-BF16, one dot product
-// for every two inputs). So the bits of a row depend neither on the number of rows nor on its position or on threads.
+// for every two inputs). The bits of a row therefore depend neither on the number of rows, nor on the row's position,
+// nor on the number of threads.
 //
 // The caller packs the weights (kernels/cpu/linear.py) into panels of 16 outputs. For every two inputs, a bf16 panel
 // holds 16 words with the even input's weight in the low half; an fp32 panel holds 16 weights of the even input, then

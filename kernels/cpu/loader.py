@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ISAS: tuple[Isa, ...] = ("avx512", "avx2", "portable", "reference")  # best first
 
-# CPU features that each build requires, under their names in /proc/cpuinfo.
+# CPU features that each build requires, by their names in /proc/cpuinfo.
 _NEEDS: dict[str, frozenset[str]] = {
     "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "f16c"}),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
@@ -43,7 +43,7 @@ def supported_isas() -> tuple[Isa, ...]:
 
 
 def best_isa() -> Isa:
-    """Returns the build that `load()` chooses if none is forced."""
+    """Returns the build that `load()` chooses by default."""
     return next(iter(supported_isas()), "reference")
 
 
@@ -70,9 +70,8 @@ def amx_library() -> Path | None:
 
 
 def load(isa: Isa | None = None) -> CpuLibrary:
-    """Chooses the process's kernels: `isa`, or the best build for this CPU. Returns the build now in use.
-
-    Raises ValueError if a forced `isa` cannot run here. If none is forced, the torch reference replaces a library that
+    """Chooses the process's kernels: `isa`, or the best build for this CPU. Returns the build now in use. Raises
+    ValueError if `isa` is given but cannot run on this CPU. If `isa` is None, the torch reference replaces a build that
     cannot be loaded; this is logged and counted under "library".
     """
     from kernels.cpu.ops import register  # needs torch, unlike the queries above
@@ -94,14 +93,14 @@ def load(isa: Isa | None = None) -> CpuLibrary:
 
 
 def current() -> CpuLibrary:
-    """Returns the library in use. The first call loads the best library if none has been chosen."""
+    """Returns the build in use. If no build has been chosen, loads the best build."""
     return selection().library or load()
 
 
 @contextlib.contextmanager
 def using(isa: Isa) -> Iterator[CpuLibrary]:
-    """Runs a `with` block on a different build, for tests and benchmarks. This affects the whole process, so other
-    threads must not run kernels meanwhile.
+    """Runs a `with` block on a different build, for tests and benchmarks. The whole process is affected, so other
+    threads must not run kernels at the same time.
     """
     before = current()
     try:
@@ -111,7 +110,5 @@ def using(isa: Isa) -> Iterator[CpuLibrary]:
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
-    """Returns whether the Triton kernels handle this tensor: it is on a GPU, or the process rehearses them
-    on the CPU.
-    """
+    """Returns whether to use the Triton kernels for a tensor: it is on a GPU, or they are rehearsed on the CPU."""
     return tensor.is_cuda or current().isa == "triton"

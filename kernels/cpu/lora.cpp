@@ -1,6 +1,7 @@
-// y += scale * (x A^T) B^T for rows that have an adapter (LoRA), bf16 or fp32, with sums in fp32. Rows without one are
-// not touched. A row's sums have an order that depends only on n_in and the rank: the rows of a tile share loads of A
-// and B, but not accumulators. So its bits depend neither on the other rows, nor on their adapters, nor on threads.
+// y += scale * (x A^T) B^T for rows that have an adapter (LoRA), bf16 or fp32, with sums in fp32. Other rows are not
+// changed. The order of a row's sums depends only on n_in and the rank: the rows of a tile share loads of A and B, but
+// not accumulators. A row's bits therefore depend neither on the other rows, nor on their adapters, nor on the number
+// of threads.
 #include "lora.h"
 
 #include <algorithm>
@@ -11,9 +12,9 @@
 namespace ll {
 namespace {
 
-constexpr int64_t PARALLEL_FROM = 1 << 16;  // multiply-adds; below, waking threads costs more than it saves
+constexpr int64_t PARALLEL_FROM = 1 << 16;  // multiply-adds; with fewer, waking threads costs more than it saves
 #if defined(LL_AVX512)
-constexpr int SUMS = 4;  // vectors that a row's products are distributed over in turn
+constexpr int SUMS = 4;  // number of vectors over which a row's products are distributed in turn
 #else
 constexpr int SUMS = 2;
 #endif

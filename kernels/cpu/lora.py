@@ -1,4 +1,4 @@
-"""The structures of lora.h and the call of ll_lora. Fields are those of lora.h, in its order."""
+"""The C structures of lora.h, with fields in the same order, and the call of `ll_lora`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kernels.cpu.selection import CpuLibrary
 
 I64, I32, F64, PTR = ctypes.c_int64, ctypes.c_int32, ctypes.c_double, ctypes.c_void_p
 MOST_PARTS, MOST_RANK, TILE_ROWS = 3, 512, 4
-"""Limits of lora.h."""
+"""The limits in lora.h."""
 
 
 class PartOf(Protocol):
-    """A protocol with the fields of `kernels.lora.LoraPart`."""
+    """The interface of `kernels.lora.LoraPart`."""
 
     a: Tensor
     b: Tensor
@@ -48,7 +48,7 @@ class Step(ctypes.Structure):
 
 
 def table_of(products: Sequence[Sequence[PartOf]]) -> ctypes.Array[Product]:
-    """Returns one `Product` per site. The caller must keep the tensors for as long as the table is used."""
+    """Returns one `Product` per site. The caller must keep the tensors alive while the table is used."""
     table = (Product * len(products))()
     for product, parts in zip(table, products, strict=True):
         product.num_parts = len(parts)
@@ -60,8 +60,8 @@ def table_of(products: Sequence[Sequence[PartOf]]) -> ctypes.Array[Product]:
 
 
 def tiles_of(adapter_of_row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Returns tiles int32 [tiles, 2 + TILE_ROWS]: adapter, number of rows, rows. A row whose adapter is -1 is in no
-    tile.
+    """Returns tiles int32 [tiles, 2 + TILE_ROWS]: the adapter, the number of rows, and the rows. Rows whose adapter is
+    -1 are in no tile.
     """
     tiles = []
     for adapter in np.unique(adapter_of_row[adapter_of_row >= 0]):
@@ -78,9 +78,7 @@ def tiles_of(adapter_of_row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 @functools.cache
 def entry(library: CpuLibrary) -> Callable[..., int] | None:
-    """Returns the C function `ll_lora` of a build with its argument types set, or None if the build does not contain
-    that function.
-    """
+    """Returns the C function `ll_lora` of a build, or None if the build has none."""
     if library.handle is None or not hasattr(library.handle, "ll_lora"):
         return None
     function = library.handle["ll_lora"]

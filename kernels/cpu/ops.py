@@ -1,7 +1,7 @@
 """The C entry points as torch operators, in one table (long: every operator has a wrapper here).
 
-The namespace is `looseleaf`, and no build is tied to a torch version.
-Every operator writes into tensors that the caller passes and returns nothing. The number of threads is torch's.
+The namespace is `looseleaf`. Builds do not depend on the torch version. An operator writes to tensors that the caller
+passes, and returns nothing. It uses as many threads as torch (`torch.get_num_threads`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def raise_for(code: int) -> None:
 
 
 def _call(name: str, *arguments: int | float | None) -> None:
-    """Calls one entry point. Passes floats as float, and anything else as a 64-bit integer or pointer (same size and
-    class).
-    """
+    """Calls a C function. Floats are passed as float, and other arguments as a 64-bit integer or pointer."""
     library = selection().library
     assert library is not None, "operators are registered only when a library is selected"
     raise_for(_entry(library, name)(*arguments))
@@ -75,11 +73,9 @@ def _dtype(t: Tensor) -> int:
     return 1 if t.dtype == torch.bfloat16 else 0
 
 
-def kv_type(cache: Tensor, q: Tensor) -> int:
-    """Returns the number that denotes a cache's dtype in the C++ kernels, given the dtype of the queries
-    (kernels/cpu/entries.h).
-    """
-    return 0 if cache.dtype == q.dtype else _KV_TYPES[cache.dtype]
+def kv_type(cache: torch.dtype, q: torch.dtype) -> int:
+    """Returns the number of a cache's type in the C++ kernels (kernels/cpu/entries.h), given the queries' dtype."""
+    return 0 if cache == q else _KV_TYPES[cache]
 
 
 def _last_contiguous(*tensors: Tensor) -> None:
@@ -110,7 +106,7 @@ def _attention(
         context_lens.data_ptr(), _pointer(cu),
         *out.stride()[:2], *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
         num_blocks, block_table.shape[1], q.shape[0], context_lens.shape[0], q.shape[1], kv_heads, block_size,
-        q.shape[2], window, _dtype(q), kv_type(key_cache, q), torch.get_num_threads(), _pointer(sinks),
+        q.shape[2], window, _dtype(q), kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(), _pointer(sinks),
         softmax_scale, softcap,
     )  # fmt: skip
 
@@ -136,7 +132,7 @@ def _write_blocks(
         key_cache.data_ptr(), value_cache.data_ptr(), _pointer(table),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         q.shape[0], q.shape[1], kv_heads, q.shape[2], num_blocks, block_size, max_pos, rotary, _dtype(q),
-        kv_type(key_cache, q), torch.get_num_threads(),
+        kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -175,7 +171,7 @@ def _route(weights: Tensor, experts: Tensor, scores: Tensor, renormalize: bool, 
 
 
 def _states(states: Tensor, block_table: Tensor) -> tuple[int, ...]:
-    """Returns strides and sizes of states over blocks, up to the number of blocks of a table."""
+    """Returns the strides of the states and the table, the number of states, and the width of the table."""
     if states.dtype != torch.float32 or states.stride(1) != 1:
         raise ValueError("states must be fp32 with contiguous rows")
     return states.stride(0), block_table.stride(0), states.shape[0], block_table.shape[1]
@@ -308,7 +304,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Defines the operators, once per process. The returned library keeps them alive."""
+    """Defines the operators, once per process. They exist as long as the returned library exists."""
     library = torch.library.Library("looseleaf", "FRAGMENT")
     for name, (schema, function) in _OPERATORS.items():
         library.define(name + schema)

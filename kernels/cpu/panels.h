@@ -10,8 +10,8 @@
 //   many(rows), unpack(...)  whether panels are unpacked before use; unpacks them
 //   add<R, P>(...)           adds the products of R rows with P panels
 //
-// Every output has its own lane. The order of its sum depends neither on the number of rows nor on a row's
-// position or on threads.
+// Every output has its own lane. The order of its sum depends neither on the number of rows, nor on a row's position,
+// nor on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ constexpr int64_t PANEL = 16;               // outputs that are computed togethe
 constexpr int64_t PAIR = 2 * PANEL;         // weights of two inputs in a panel
 constexpr int VECS = PANEL / W;             // accumulators of a row in a panel
 constexpr int64_t GROUP_BYTES = 1 << 17;    // weights of a group of panels: a quarter of a small L2 cache
-constexpr int64_t SLAB_BYTES = 1 << 19;     // input rows that a thread holds at once: the size of an L2 cache
+constexpr int64_t SLAB_BYTES = 1 << 19;     // input rows that a thread copies at once: the size of an L2 cache
 constexpr int64_t PARTS = 16;               // approximate number of parts per thread
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // weights; with fewer, waking threads costs more time than it saves
 #if defined(LL_AVX512)

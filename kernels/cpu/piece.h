@@ -177,8 +177,8 @@ LL_INLINE void score_term(const float* k, const float* q, int q_width, vf (&acc)
     }
 }
 
-// Scores R rows, starting at `row`, against C vectors of the panel, starting at `at`. The panel begins with vector g of
-// the piece.
+// Computes the scores of R rows, starting at `row`, for C vectors of the panel, starting at `at`. The panel begins with
+// vector g of the piece.
 template <class T, class E, int R, int C, bool AHEAD>
 void score_block(Tile<T, E>& t, int row, int at, int g) {
     using D = DotOf<T, E>;

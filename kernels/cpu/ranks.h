@@ -1,4 +1,4 @@
-// The place of a process among the ranks of a worker (kernels/cpu/ranks.py has the same layout).
+// A process's connections to the ranks of its worker (kernels/cpu/ranks.py has the same layout).
 #pragma once
 
 #include "entries.h"
@@ -6,9 +6,9 @@
 namespace ll {
 
 struct Ranks {
-    const int64_t* sockets;  // one stream socket to each rank; the own entry is not used
+    const int64_t* sockets;  // a stream socket to each rank; that of this rank is not used
     int64_t size, rank;
-    int64_t rehearses;  // nothing is exchanged, and every peer's sum is taken to be the own one
+    int64_t rehearses;  // if set, nothing is exchanged, and this rank's sum is used for every peer
 };
 
 }  // namespace ll

@@ -1,4 +1,4 @@
-"""The place of a process among the ranks of a worker, as the C++ kernels read it (ranks.h)."""
+"""A process's connections to the ranks of its worker, in the layout of ranks.h."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 
 class Ranks(ctypes.Structure):
-    """One stream socket to each rank (the own entry is not used), the number of ranks, and the own rank. While it
-    `rehearses`, nothing is exchanged, and every peer's sum is taken to be the own one.
+    """The C structure of a rank's connections: a stream socket to each rank (the socket at this rank's own index is not
+    used), the number of ranks, and this rank. If `rehearses` is set, nothing is exchanged, and this rank's sum is used
+    for every peer.
     """
 
     _fields_ = [("sockets", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("size", "rank", "rehearses")]
 
     @classmethod
     def of(cls, sockets: Sequence[int], rank: int) -> Ranks:
-        """`sockets` are file descriptors, in the order of the ranks."""
+        """Returns the structure for these sockets, which are file descriptors in the order of the ranks."""
         numbers = (ctypes.c_int64 * len(sockets))(*sockets)
         found = cls(ctypes.addressof(numbers), len(sockets), rank, 1)
         found._kept = numbers  # type: ignore[attr-defined]  # keeps the memory behind the address alive

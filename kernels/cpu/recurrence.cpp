@@ -1,7 +1,7 @@
 // Layers with a recurrent state in blocks: a short causal convolution and a gated linear recurrence. Contract:
-// kernels/recurrence.py. A tile of channels processes all tokens of a step in order. So its state stays in the cache, a
-// later sequence of the step reads the state that an earlier one has stored, and a row's bits do not depend on other
-// rows.
+// kernels/recurrence.py. A tile of channels processes all tokens of a step in order. Its state therefore stays in the
+// CPU cache, a later sequence of the step can read the state that an earlier one has stored, and a row's bits do not
+// depend on other rows.
 #include <algorithm>
 #include <vector>
 

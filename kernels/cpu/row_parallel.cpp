@@ -1,8 +1,8 @@
 // Products whose inputs are divided into parts, and the exchange of their sums between the ranks of a worker.
 //
-// Every part is an fp32 sum of its own (ll_linear_sums). The parts are added as the leaves of a balanced tree, and each
-// rank has a whole branch of it. So the order of the additions, and with it the bits, depends on the number of parts in
-// all ranks together, not on the number of ranks. A rank sends one sum, however many parts it has.
+// Each part has a separate fp32 sum (ll_linear_sums). The sums are the leaves of a balanced tree of additions, of which
+// each rank computes a whole branch. The order of the additions, and with it the bits, depends on the total number of
+// parts, not on the number of ranks. A rank sends a single sum.
 #include <errno.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements; with fewer, waking threads costs more than it saves
 constexpr int MOST_RANKS = 8;
-constexpr int LOST = 6;  // kernels/cpu/ops.py
+constexpr int LOST = 6;  // the error code in kernels/cpu/ops.py
 
 // Sends `bytes` from all[rank] to every peer, and receives as many into all[peer]. Returns when both are complete.
 int exchange(const Ranks& ranks, char* all, int64_t bytes) {
@@ -50,7 +50,7 @@ int exchange(const Ranks& ranks, char* all, int64_t bytes) {
     }
 }
 
-// The sum of N vectors, `step` elements apart, as a balanced tree.
+// Returns the sum of N vectors that are `step` elements apart, as a balanced tree.
 template <int N, class Count>
 LL_INLINE vf tree(const float* at, int64_t step, Count count) {
     if constexpr (N == 1)
@@ -69,7 +69,7 @@ void add(T* out, const float* sums, const T* bias, int64_t rows, int64_t n, int6
     });
 }
 
-// out [rows, n] = the sum of `count` arrays of that shape, one after the other in `sums`, plus the bias.
+// out [rows, n] = the bias plus the sum of `count` arrays of that shape, which `sums` contains one after the other.
 template <class T>
 void add(T* out, const float* sums, int64_t count, const T* bias, int64_t rows, int64_t n, int64_t threads) {
     (count == 1 ? add<1, T> : count == 2 ? add<2, T> : count == 4 ? add<4, T> : add<8, T>)(out, sums, bias, rows, n, threads);
@@ -78,9 +78,9 @@ void add(T* out, const float* sums, int64_t count, const T* bias, int64_t rows, 
 }  // namespace
 }  // namespace ll
 
-// x [rows, n_in], of which each part has n_in / num_parts columns, out [rows, n_out], bias [n_out] or null. `packed`: the
-// weights of each part, as for ll_linear. num_parts and the number of ranks are 1, 2, 4 or 8. sums: memory for
-// [num_parts, rows, n_out] numbers and, with several ranks, [ranks, rows, n_out] more. ranks: null if there is one.
+// x [rows, n_in], of which each part has n_in / num_parts columns, out [rows, n_out], bias [n_out] or null. `packed`:
+// the weights of each part, as for ll_linear. num_parts and the number of ranks are 1, 2, 4 or 8. sums: memory for
+// [num_parts, rows, n_out] numbers and, with several ranks, [ranks, rows, n_out] more. ranks: null for a single rank.
 LL_EXPORT int ll_row_parallel(const void* x, const void* const* packed, const void* bias, void* out, float* sums,
                               const ll::Ranks* ranks, int64_t num_parts, int64_t rows, int64_t n_in, int64_t n_out,
                               int64_t x_stride, int64_t is_bf16, int64_t threads) {

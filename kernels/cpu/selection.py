@@ -1,4 +1,4 @@
-"""The build of the C++ kernels that the process uses, and counts of calls that took a slower path instead."""
+"""The build of the C++ kernels that the process uses, and the counts of fallbacks to slower paths."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ _LOG = logging.getLogger("looseleaf.kernels")
 
 
 Isa = Literal["avx512", "avx2", "portable", "reference", "triton"]
-"""The instruction set of a build. "reference" is plain torch. "triton" is the GPU kernels under triton's interpreter, a
-rehearsal that is thousands of times slower and is never chosen automatically.
+"""The instruction set of a build. "reference" means plain torch. "triton" means the GPU kernels under triton's
+interpreter, a rehearsal that is thousands of times slower and must be requested.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """A loaded build. `handle` is None for the torch reference and the rehearsal; `why` gives the reason for using that
-    build.
-    """
+    """A loaded build. `handle` is None for "reference" and "triton"; `why` is the reason for the choice."""
 
     isa: Isa
     handle: ctypes.CDLL | None
@@ -31,7 +29,7 @@ class CpuLibrary:
 
 @dataclass(slots=True)
 class Selection:
-    """The process's choice of build, and counts of calls that did not take the fast path."""
+    """The process's build, and the number of fallbacks of each kind."""
 
     library: CpuLibrary | None = None
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -44,7 +42,7 @@ def selection() -> Selection:
 
 
 def count_fallback(what: str, why: str, instead: str = "on the torch reference") -> None:
-    """Counts one use of a slower path in place of a fast one, and logs the first use of each kind."""
+    """Counts a fallback to a slower path, and logs the first fallback of each kind."""
     counts = selection().fallbacks
     counts[what] += 1
     if counts[what] == 1:
@@ -52,5 +50,5 @@ def count_fallback(what: str, why: str, instead: str = "on the torch reference")
 
 
 def fallbacks() -> dict[str, int]:
-    """Returns how often each kernel took a slower path that was not requested."""
+    """Returns the number of fallbacks of each kernel."""
     return dict(selection().fallbacks)

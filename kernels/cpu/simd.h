@@ -1,5 +1,5 @@
 // Vectors of W floats for one instruction set, which a -DLL_* flag selects. Every operation is elementwise or has a
-// fixed order, so an element's result never depends on the number of other elements. Does not depend on the kernels.
+// fixed order, so an element's result does not depend on the number of other elements.
 #pragma once
 
 #include <cmath>

@@ -33,9 +33,9 @@ bool spin_until(F&& done) {
     return done();
 }
 
-// The team. A loop is open while `epoch_` is odd. A thread that wants to take part first increments `inside_` and then
-// checks `epoch_` again. Either it sees that the loop is closed, or the caller that closes the loop sees the thread and
-// waits for it. This requires sequentially consistent accesses on both sides.
+// The team. A loop is open while `epoch_` is odd. To join it, a thread first increments `inside_` and then checks
+// `epoch_` again. Either it sees that the loop is closed, or the caller that closes the loop sees the thread and waits
+// for it. This requires sequentially consistent accesses on both sides.
 class Team {
    public:
     void run(int64_t threads, Work work, void* context) {

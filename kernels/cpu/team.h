@@ -1,10 +1,10 @@
-// The thread team that the kernels of this process share. A free thread (the caller is one of them) takes the next
-// index of a loop. If the system takes a core away from a thread, as happens on a small machine that also runs the
-// gateway and clients, only the indices that this thread has taken are delayed. No thread waits for a sleeping one.
+// The thread team that the kernels of this process share. A free thread, which may be the caller, takes the next index
+// of a loop. If the system takes a core away from a thread, as happens on a small machine that also runs the gateway
+// and clients, only the indices that this thread has taken are delayed. A loop never waits for a sleeping thread.
 //
-// OpenMP offers two choices. Its threads either spin after every loop, on cores that other processes need, or sleep;
-// then each of the seventy loops of a pass must wake them. The threads of this team spin between the loops of a pass
-// (`Awake`) and sleep between passes. Does not depend on the kernels.
+// OpenMP's threads either spin after every loop, on cores that other processes need, or sleep, and each of the seventy
+// loops of a pass must then wake them. The threads of this team spin between the loops of a pass (`Awake`) and sleep
+// between passes.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,8 @@ class Claims {
 };
 
 // Calls work(context, claims) on the calling thread and on up to threads - 1 others, and returns when all calls have
-// returned. If the team is busy, because another thread or `work` itself has called this, the caller does the work
-// alone. An exception from `work` ends the process.
+// returned. If the team is busy, because another thread or `work` itself uses it, the caller does all the work. An
+// exception from `work` ends the process.
 using Work = void (*)(void* context, Claims& claims);
 void run_team(int64_t threads, Work work, void* context) noexcept;
 

@@ -1,6 +1,5 @@
 // The representation of queries, keys and values for the two products of attention: 32-bit words, each of which holds
-// one fp32 element or a pair of bf16 elements. Keys of 8 bits become words of the query's dtype. Does not depend on pieces
-// and tiles.
+// one fp32 element or a pair of bf16 elements. Keys of 8 bits become words of the query's dtype.
 #pragma once
 
 #include "integers.h"
@@ -51,8 +50,8 @@ template <class T, class E>
 using DotOf = Dot<T>;
 #endif
 
-// Words of a key of 8 bits, without its scale. A block of 2 n elements is n pairs of bf16, (i, n + i), which takes no
-// shuffle. `pack_q` puts a query into the same order.
+// The words of a key of 8 bits, without its scale. A block of 2 n elements becomes n pairs of bf16, (i, n + i), without
+// a shuffle. `pack_q` puts a query into the same order.
 template <class T>
 struct Words {
     template <class E>
@@ -78,7 +77,7 @@ struct Words<bf16> {
 };
 
 // Loads columns of a row of values as floats. 2 W columns of bf16 are widened at once: the W even ones, then the W odd
-// ones. The sums are stored in that order, which does not change any sum, and `in_order` restores the order of columns.
+// ones. The sums are stored in this order, which does not change any sum, and `in_order` restores the order of columns.
 // Columns after the last whole group of 2 W are not reordered.
 template <class T>
 struct Columns {

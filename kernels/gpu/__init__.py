@@ -1,5 +1,4 @@
-"""Triton kernels: one file per family. Every public function has the contract of its namesake in `kernels`.
-
-They accept CUDA tensors, or CPU tensors if TRITON_INTERPRET=1 was set before triton was first imported. Importing this
-package imports nothing; its modules import triton.
+"""Triton kernels. Every public function has the contract of the function with the same name in `kernels`. They accept
+CUDA tensors, or CPU tensors if TRITON_INTERPRET=1 was set before triton was first imported. The modules of this package
+import triton; the package itself does not.
 """

@@ -1,7 +1,7 @@
 """`paged_attention` and `paged_prefill` in Triton: shape checks, choice of tiles, launches.
 
-Nothing is read back from the device, so a call can be captured in a CUDA graph. Values are therefore not checked: block
-tables, lengths or `cu_seqlens_q` that do not fit cause reads outside the caches (only `out` is written).
+Nothing is read back from the device, so a call can be captured in a CUDA graph. Values are therefore not checked:
+invalid block tables, lengths or `cu_seqlens_q` cause reads outside the caches. Only `out` is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The arguments of one call, and sizes derived from their shapes."""
+    """The arguments of one call, and the sizes that follow from their shapes."""
 
     out: Tensor
     q: Tensor
@@ -102,9 +102,7 @@ def _check_batch(a: Attention) -> None:
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Returns the device's chip. For the interpreter, returns a small chip, so that even small cases fill it and split
-    their keys.
-    """
+    """Returns the device's chip. For the interpreter, returns a small chip, which small tests can fill."""
     if INTERPRETED:
         return Chip(90, 4)
     _require(
@@ -128,7 +126,7 @@ def plan(a: Attention, chip: Chip, max_q_len: int | None) -> tuple[Tiling, int]:
 
 
 def launch(a: Attention, tiling: Tiling, splits: int) -> Tensor:
-    """Runs the kernel, and the merge if keys are split. Does not check shapes."""
+    """Runs the kernel and, if keys are split, the merge. Does not check shapes."""
     partial_acc = partial_max = partial_sum = None
     if splits > 1:
         sums = (a.num_seqs, a.q.shape[1], splits)
@@ -226,8 +224,8 @@ def paged_prefill(
     """Implements the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as in
     `paged_attention`.
 
-    max_q_len: upper bound on the length of a chunk (not checked); short chunks then use smaller tiles. Rows of q and
-    out at index cu_seqlens_q[num_seqs] or above are neither read nor written.
+    max_q_len: upper bound of the length of a chunk (not checked), which allows smaller tiles for short chunks. Rows of
+    q and out at index cu_seqlens_q[num_seqs] or above are neither read nor written.
     """
     where = (key_cache, value_cache, block_table, context_lens, cu_seqlens_q)
     options = (softmax_scale, window, deterministic, k_scale, v_scale, softcap, sinks)

@@ -1,7 +1,6 @@
-"""Triton code of paged attention: one kernel for decode and prefill, and the merge of split keys. No torch.
-
-A program holds ROWS rows of scores: some queries of one sequence, and for each of them the GROUP heads that share a KV
-head (packed GQA). It walks over that head's keys in tiles of TILE keys. The block of every key is looked up separately,
+"""The Triton kernels of paged attention: one kernel for decode and prefill, and the merge of split keys. A program
+computes ROWS rows of scores: some queries of one sequence, and for each query the GROUP heads that share a KV head
+(packed GQA). It iterates over that head's keys in tiles of TILE keys. The block of every key is looked up separately,
 so a tile may span several blocks. Softmax is online and in base 2 (Dao et al. 2023); sums are fp32.
 
 The key axis of a sequence is divided into splits that begin at multiples of TILE:
@@ -12,7 +11,7 @@ The key axis of a sequence is divided into splits that begin at multiples of TIL
   not change it (factors are exactly 1, sums exactly zero). Launches turn off the contraction of a * b + c, which may
   differ from kernel to kernel.
 
-WIDE is for the interpreter, whose `tl.dot` is wrong for bf16: operands are rounded as on the chip, then widened.
+WIDE is for the interpreter, whose `tl.dot` is wrong for bf16. Operands are rounded as on the chip, then made fp32.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import triton
 import triton.language as tl
 
 NOT_SPECIALIZED = ["block_table", "context_lens", "cu_seqlens_q", "num_seqs", "num_splits", "table_row", "window"]
-"""Parameters whose value or alignment must not cause a compilation during serving."""
+"""Parameters on which kernels do not specialize, so that nothing is compiled during serving."""
 
 
 @triton.jit
 def find_sequence(cu_seqlens_q, program, num_seqs, QUERIES: tl.constexpr):
-    """Returns a prefill program's (sequence, tile in it). Sequence i's begin at cu_seqlens_q[i] // QUERIES + i."""
+    """Returns a program's (sequence, tile). Sequence i's programs begin at cu_seqlens_q[i] // QUERIES + i."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -49,7 +48,7 @@ def first_visible(position, window, WINDOWED: tl.constexpr):
 
 @triton.jit
 def split_size(first_key, keys_to, num_splits, TILE: tl.constexpr, PIECE: tl.constexpr):
-    """Returns (begin of split 0, keys per split). Splits are contiguous up to `keys_to`."""
+    """Returns the beginning of split 0 and the number of keys per split. Splits are contiguous up to `keys_to`."""
     begin = first_key // TILE * TILE
     size = tl.maximum(tl.cdiv(tl.cdiv(keys_to - begin, TILE), num_splits), 1) * TILE
     if PIECE > 0:
@@ -69,7 +68,7 @@ def as_operand(x, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def rescale(x, new_max):
-    """Returns exp2(x - new_max) for x <= new_max; 0 where both are -inf."""
+    """Returns exp2(x - new_max) for x <= new_max, and 0 where both are -inf."""
     return tl.exp2(x - tl.where(new_max == float("-inf"), 0.0, new_max))
 
 
@@ -93,9 +92,8 @@ def walk(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from `keys_from` to `keys_to` to the rows' sums. Keys before `first_key` are not read.
-
-    If MASKED is not set, every row sees all of these keys, and their number is a multiple of TILE.
+    """Adds keys `keys_from` to `keys_to` - 1 to the rows' sums. Keys before `first_key` are not read. If MASKED is not
+    set, every row must see all of these keys, and their number must be a multiple of TILE.
     """
     dims = tl.arange(0, WIDTH)[None, :]
     for start in range(keys_from, keys_to, TILE):
@@ -129,7 +127,9 @@ def walk(
 
 @triton.jit
 def fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum):
-    """Merges a further piece into the rows: acc fp32 [ROWS, WIDTH], row_max and row_sum [ROWS]."""
+    """Returns the rows' acc fp32 [ROWS, WIDTH], row_max [ROWS] and row_sum [ROWS] with another piece merged
+    into them.
+    """
     new_max = tl.maximum(row_max, piece_max)
     old = rescale(row_max, new_max)
     new = rescale(piece_max, new_max)
@@ -138,8 +138,8 @@ def fold(acc, row_max, row_sum, piece_acc, piece_max, piece_sum):
 
 @triton.jit
 def with_sink(acc, row_max, row_sum, sink_log2):
-    """Returns the rows after their softmax includes one more logit, a sink without a value: acc fp32 [ROWS, WIDTH],
-    the others [ROWS].
+    """Returns acc fp32 [ROWS, WIDTH] and row_sum [ROWS] after adding a sink (a logit without a value) to
+    the softmax.
     """
     new_max = tl.maximum(row_max, sink_log2)
     old = rescale(row_max, new_max)
@@ -148,7 +148,7 @@ def with_sink(acc, row_max, row_sum, sink_log2):
 
 @triton.jit
 def finish(acc, row_sum, value_scale):
-    """Returns the weighted mean of the values; zeros for rows that have seen nothing."""
+    """Returns the weighted mean of the values, or zeros for rows that see no key."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None] * value_scale
 
 

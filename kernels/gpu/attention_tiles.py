@@ -1,5 +1,5 @@
-"""The division of paged attention into programs. Head dim and chip determine the tile, warps and stages; shapes
-determine the splits.
+"""Tile sizes, warps, stages and key splits of paged attention. The head dimension and the chip determine tiles, warps
+and stages; shapes determine the splits.
 
 This code has not run on a GPU yet. The numbers come from compiler output (no spills, registers, shared memory;
 `tests/kernels/gpu/test_compile_attention.py` enforces them) and from a model of memory traffic. `python -m
@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from kernels.gpu.launch import power_of_2
 
 PIECE = 512
-"""Keys per piece in deterministic mode. Bits depend on it."""
+"""Number of keys per piece in deterministic mode. Bits depend on it."""
 MAX_SPLITS = 64
-"""Maximum number of splits in fast mode, because the merge holds as many partial rows in registers (64 x 128 fp32 over
-4 warps: 64 per thread).
+"""Maximum number of splits in fast mode, because the merge keeps a partial row of every split in registers (64 x 128
+fp32 over 4 warps: 64 per thread).
 """
 MIN_SPLIT_KEYS = 128
 """Minimum number of keys per split in fast mode: merging a shorter split costs more time than the split saves
@@ -49,12 +49,10 @@ class Tiling:
     num_warps: int
     num_stages: int = 3
     programs_per_sm: int = 1
-    """Number of programs that fit on a multiprocessor at the same time (by registers, without a window), if splits are
-    to fill it.
-    """
+    """Number of programs that fit on a multiprocessor at the same time, by registers and without a window."""
 
 
-# Keys: columns that a program holds, and whether K and V are fp8, which is widened in registers and so needs more.
+# Keys: the number of columns that a program holds, and whether K and V are fp8, which needs more registers.
 DECODE = {
     (64, False): Tiling(16, 128, 4, programs_per_sm=4),
     (128, False): Tiling(16, 64, 4, programs_per_sm=4),
@@ -63,8 +61,7 @@ DECODE = {
     (128, True): Tiling(16, 64, 4, programs_per_sm=2),
     (256, True): Tiling(16, 32, 4, programs_per_sm=2),
 }
-# The same for every chip, for decode and for any chunk: with fewer than 64 rows, sm_90 and sm_100 use mma.sync, like
-# sm_80.
+# Used for every chip, for decode and for any chunk. With fewer than 64 rows, sm_90 and sm_100 use mma.sync, like sm_80.
 DETERMINISTIC = {
     (64, False): Tiling(32, 64, 8),
     (128, False): Tiling(32, 64, 4),
@@ -90,13 +87,13 @@ PREFILL = {
     (256, True): Tiling(64, 32, 8),
 }
 
-# For all modes. fp32 has no tensor cores: every product is a multiply-add, and more rows would spill.
+# Used in all modes. fp32 does not use tensor cores: every product is a multiply-add, and more rows would spill.
 FP32 = {(64, False): Tiling(16, 32, 8, 2), (128, False): Tiling(16, 32, 8, 2), (256, False): Tiling(16, 16, 8, 2)}
 
 
 def width_of(head_dim: int) -> int:
-    """Returns the number of columns that a program holds in registers. Heads of 80 and 96 take up 128 columns, but only
-    the real columns are loaded.
+    """Returns the number of columns that a program holds in registers, which is a power of two. Only `head_dim` columns
+    are loaded.
     """
     return max(16, power_of_2(head_dim))
 
@@ -116,12 +113,16 @@ def deterministic_tiling(head_dim: int, group: int, fp8: bool) -> Tiling:
 
 
 def fp32_tiling(head_dim: int, group: int) -> Tiling:
-    """Returns the tiling for fp32 queries on a chip. The interpreter uses the other tilings, in order to test them."""
+    """Returns the tiling for fp32 queries on a chip. Triton's interpreter does not use this tiling, so that tests run
+    the tilings for bf16.
+    """
     return _pick(FP32, head_dim, group, False)
 
 
 def prefill_tiling(head_dim: int, group: int, fp8: bool, chip: Chip, max_q_len: int | None) -> Tiling:
-    """Returns the tiling for prefill: decode's if chunks of `max_q_len` fit into decode's rows."""
+    """Returns the tiling for prefill. If chunks of `max_q_len` fit into the rows of the tiling for decode, returns that
+    tiling.
+    """
     decode = decode_tiling(head_dim, group, fp8)
     if max_q_len is not None and max_q_len * group <= decode.rows:
         return decode
@@ -129,13 +130,13 @@ def prefill_tiling(head_dim: int, group: int, fp8: bool, chip: Chip, max_q_len: 
 
 
 def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
-    """Returns the number of splits in fast mode, from shapes only.
+    """Returns the number of splits in fast mode, which depends only on shapes.
 
-    programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if programs fill 80 % of
-    the chip's places (as in FlashAttention-3). Otherwise, enough splits are used to fill them. Context lengths are
-    unknown here, so a single program per KV head may have to read a long context among many short ones. A minimum of
-    keys per split for wide tables would fix that, but every step would then need a merge. The benchmark's skewed batch
-    will decide.
+    programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if the programs fill at
+    least 80 % of the places on the chip (as in FlashAttention-3). Otherwise, enough splits are used to fill them.
+    Context lengths are unknown here, so a single program per KV head may have to read a long context among many short
+    ones. A minimum of keys per split for wide tables would fix that, but every step would then need a merge. The
+    benchmark's skewed batch will decide.
     """
     places = chip.num_sms * tiling.programs_per_sm
     if programs >= 0.8 * places:
@@ -147,8 +148,8 @@ def num_pieces(max_keys: int, window: int | None) -> int:
     """Returns the number of splits in deterministic mode: the largest number of pieces in which the last query of a
     sequence can see a key.
 
-    A table of 128 Ki keys takes 256 programs per sequence and KV head. Nearly all of them return at once when sequences
-    are short, and graphs always launch all of them; the cost has not been measured.
+    A table of 128 Ki keys needs 256 programs per sequence and KV head. Nearly all of them return at once if sequences
+    are short. This cost has not been measured.
     """
     whole = max(1, -(-max_keys // PIECE))
     return whole if window is None else min(whole, -(-window // PIECE) + 1)

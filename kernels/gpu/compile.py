@@ -1,7 +1,7 @@
 """Compiles Triton kernels for NVIDIA chips ahead of time, even on a machine without a GPU, and reports their resources.
 
-Uses only tools from triton's package (ptxas, cuobjdump). The reports come from the compiler: only a GPU can show that a
-kernel also launches and is correct. Does not depend on the kernels themselves.
+The module uses only tools from triton's package (ptxas, cuobjdump). The reports come from the compiler; only a GPU can
+show that a kernel launches and is correct.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ specifications).
 """
 
 TMEM_COLUMNS = 512
-"""Columns of tensor memory of an sm_100 multiprocessor."""
+"""Number of columns of tensor memory of an sm_100 multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The resources that a thread block of a compiled kernel needs, and its code."""
+    """The resources that a thread block of a compiled kernel needs, and the kernel's code."""
 
     registers: int
     """Registers per thread."""
     spill_bytes: int
-    """Local memory and stack per thread. Above 0, registers have spilled (or an array is indexed at run time)."""
+    """Bytes of local memory and stack per thread. If it is above 0, registers have spilled, or an array is indexed at
+    run time.
+    """
     shared_bytes: int
     tmem_columns: int
-    """Columns of tensor memory; sm_100 has `TMEM_COLUMNS`, other chips have none."""
+    """Number of columns of tensor memory; sm_100 has TMEM_COLUMNS, other chips have none."""
     ptx: str
     ttgir: str
     """The kernel in Triton's GPU dialect, which shows the layout of each operation."""
@@ -75,7 +77,9 @@ def compile_for(
     num_stages: int = 3,
     fp_fusion: bool = True,
 ) -> Resources:
-    """Compiles one `triton.jit` function. Arguments are as in `Case`. Unusable with TRITON_INTERPRET=1."""
+    """Compiles a `triton.jit` function, with arguments as in `Case`. Returns its resources and its code. Does not work
+    with TRITON_INTERPRET=1.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -97,9 +101,8 @@ def compile_for(
 
 
 def compile_cases(cases: Sequence[Case], timeout_s: float = 280.0) -> list[Resources]:
-    """Compiles all cases in up to four new processes, which compile even if this one runs Triton's interpreter.
-
-    Raises RuntimeError with the compiler's output if a case does not compile, and subprocess.TimeoutExpired.
+    """Compiles all cases in up to four new processes, even if this process runs Triton's interpreter. Raises
+    RuntimeError with the compiler's output if a case does not compile, or subprocess.TimeoutExpired.
     """
     workers = max(1, min(os.cpu_count() or 1, 4, len(cases) // 4))
     shares = [cases[i::workers] for i in range(workers)]

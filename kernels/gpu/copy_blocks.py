@@ -2,8 +2,8 @@
 
 Within a device, one launch copies any number of blocks in 16-byte words. Copies from an arena into a packed buffer and
 back (gather, scatter) work in the same way, but without ids for the buffer. Between device and host, the copy engines
-are used for blocks of 28 KiB and more (vLLM's crossover on an H100; not measured here), for few blocks, and for memory
-that is not pinned. Other blocks are copied by the kernel, which reads or writes the pinned memory over the bus.
+copy blocks of 28 KiB and more (vLLM's crossover on an H100; not measured here), small numbers of blocks, and memory
+that is not pinned. The kernel copies other blocks, and accesses the pinned memory over the bus.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import power_of_2, warps_for
 
-_TILE_BYTES = 1 << 15  # per program: with 8 warps each thread has eight 16-byte words in flight
+_TILE_BYTES = 1 << 15  # per program; with 8 warps, each thread has eight 16-byte words in flight
 _ENGINE_BYTES = 28 * 1024
 _FEW_BLOCKS = 16  # for fewer blocks, the copy engines are faster at any size
 
@@ -38,7 +38,7 @@ def copy_blocks_kernel(
     HAS_DST_IDS: tl.constexpr,
     HAS_SRC_IDS: tl.constexpr,
 ):
-    """Copies one tile of a pair of blocks per program. A pair with an id out of range is not copied."""
+    """Copies one tile of a pair of blocks per program. Skips a pair if an id is out of range."""
     tiles = tl.cdiv(units * UNIT, TILE)
     pair = (tl.program_id(0) // tiles).to(tl.int64)
     word = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
@@ -51,24 +51,26 @@ def copy_blocks_kernel(
 
 
 def _unit_bytes(*arenas: Tensor) -> int:
-    """Returns 16 if every block of all arenas starts and ends at a multiple of 16 bytes, or else 1."""
+    """Returns 16 if every block of all arenas starts and ends at a multiple of 16 bytes, else 1."""
     edges = [edge for a in arenas for edge in (a.data_ptr(), a.stride(0), a.shape[1])]
     return 16 if all(edge % 16 == 0 for edge in edges) else 1
 
 
 def constexprs(block_bytes: int, unit_bytes: int) -> dict[str, Any]:
-    """Returns the variant for blocks of this size. A 16-byte unit is four int32 words; any other unit is one byte."""
+    """Returns the kernel variant for blocks of this size. A 16-byte unit is four int32 words; any other unit is one
+    byte.
+    """
     words = block_bytes // 4 if unit_bytes == 16 else block_bytes
     return {"UNIT": 4 if unit_bytes == 16 else 1, "TILE": min(_TILE_BYTES // 4, power_of_2(words))}
 
 
 def warps(variant: dict[str, Any]) -> int:
-    """Returns the warps of a launch: eight units per thread."""
+    """Returns the number of warps of a launch, with eight units per thread."""
     return warps_for(variant["TILE"] * 2 // variant["UNIT"])
 
 
 def copy_within(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None, n: int) -> None:
-    """Copies n pairs in one launch on the device that holds the ids. Skips pairs with an id out of range."""
+    """Copies n pairs in one launch on the device of the ids. Skips pairs with an id out of range."""
     unit_bytes, block_bytes = _unit_bytes(src, dst), src.shape[1]
     variant = constexprs(block_bytes, unit_bytes)
     words = torch.int32 if unit_bytes == 16 else torch.uint8
@@ -85,10 +87,8 @@ def copy_within(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tenso
 
 
 def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
-    """Issues one asynchronous copy per block. Copy engines run it if the source or the target is pinned host memory.
-
-    If the ids are on a device, waits for them. Pinned memory must not change until the current stream has reached the
-    copy.
+    """Issues one asynchronous copy per block. If the ids are on a device, waits for them. Pinned memory must not change
+    until the current stream has reached the copy.
     """
     src_at, dst_at = (None if ids is None else ids.tolist() for ids in (src_ids, dst_ids))
     for i in range(len(src_at if src_at is not None else dst_at or ())):
@@ -97,8 +97,8 @@ def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor 
 
 
 def uses_engines(src: Tensor, dst: Tensor, n: int) -> bool:
-    """Returns whether the copy engines copy n blocks: between host and device, unless the blocks are small, many and
-    pinned.
+    """Returns whether to copy n blocks with the copy engines: the copy is between host and device, and the blocks are
+    not small, many and pinned.
     """
     if src.is_cuda == dst.is_cuda:
         return False

@@ -1,9 +1,6 @@
-"""A stand-in for triton's CUDA driver. It compiles launches for a chip that may be absent, and records them without
-running them.
-
-The actual arguments of a launch (alignment, integers that are 1 or divisible by 16, None) decide which variant is
-compiled, so only a launch shows which one it is. Relies on the driver interface of triton 3.6 and 3.7; does not work in
-a process with TRITON_INTERPRET=1.
+"""A stand-in for triton's CUDA driver, which compiles launches for a chip that may be absent, and records them without
+running them. The arguments of a launch (alignment, integers that are 1 or divisible by 16, None) determine which
+variant is compiled. It relies on the driver interface of triton 3.6 and 3.7, and does not work with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ class Launch:
     kernel: str
     grid: tuple[int, int, int]
     variant: str
-    """Hash of the compiled variant. A different hash means a further compilation."""
+    """Hash of the compiled variant."""
 
 
 @dataclass
 class DryDriver:
-    """A driver that records every launch in `launches` after `install()` has been called."""
+    """A driver that records launches. Call `install` to use it."""
 
     cc: int
     launches: list[Launch] = field(default_factory=list)
@@ -51,7 +48,7 @@ class DryDriver:
         return {"max_shared_mem": SHARED_LIMIT_BYTES[self.cc]}
 
     def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
-        """Returns (module, function, registers, spills, maximum threads); the handles are dummies."""
+        """Returns (module, function, registers, spills, maximum threads). All values are dummies."""
         return 1, 1, 0, 0, 1024
 
     def get_current_target(self) -> GPUTarget:

@@ -1,11 +1,10 @@
-"""A linear layer whose rows do not depend on each other, in Triton. Does not depend on the model or on packed weights.
+"""A linear layer in Triton whose rows do not depend on each other.
 
 cuBLAS chooses an algorithm, and with it an order of summation, according to the number of rows. Here, the tile depends
 only on the weight's shape, the inner dimension is never split, and its tiles are added in ascending order to one fp32
-accumulator. A row therefore has the same bits in a batch of 1 and in a prompt of 8192. The cost is that a decode step
-computes _BLOCK_M rows for any batch (while the weight is being read), and that a prompt's tiles are smaller than those
-of cuBLAS. This code has not run on a GPU yet, so neither the cost nor the equality of bits on real tensor cores has
-been measured.
+accumulator. A row therefore has the same bits in a batch of 1 and in a prompt of 8192. In return, a decode step
+computes at least _BLOCK_M rows, and a prompt's tiles are smaller than those of cuBLAS. This code has not run on a GPU
+yet, so neither the cost nor the equality of bits has been measured.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_M = 64  # rows of one wgmma on sm_90; sm_80 runs four rows of mma.sync
+_BLOCK_M = 64  # rows of one wgmma on sm_90, or of four mma.sync on sm_80
 _BLOCK_K = 64
 _GROUP_M = 8  # row tiles that share a weight tile in L2 before the next one is read
 _FULL_GRID = 132  # with fewer programs, tiles are narrower; the number of multiprocessors of an H100 or H200
@@ -67,10 +66,8 @@ def linear_kernel(
 
 
 def constexprs(out_features: int, has_bias: bool, wide: bool = False) -> dict[str, Any]:
-    """Returns the variant for a weight.
-
-    A step that reads the weight for a few rows needs about one program per multiprocessor to keep the memory busy, so
-    the column tile is made narrower until there are that many programs.
+    """Returns the kernel variant for a weight. With few rows, about one program per multiprocessor is needed to keep
+    the memory busy, so the column tile is made narrower until there are that many programs.
     """
     block_n = 128
     while block_n > 32 and out_features < block_n * _FULL_GRID:
@@ -80,7 +77,7 @@ def constexprs(out_features: int, has_bias: bool, wide: bool = False) -> dict[st
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes x @ weight.T + bias in fp32, rounded once; a row's bits do not depend on the other rows.
+    """Returns x @ weight.T + bias, computed in fp32 and rounded once. A row's bits do not depend on the other rows.
 
     x: [..., in] bf16, fp16 or fp32; weight: [out, in] and bias: [out] in the same dtype. Returns [..., out].
     Raises ValueError if shapes or dtypes do not fit.

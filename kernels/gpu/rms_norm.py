@@ -1,7 +1,7 @@
 """RMS norm in Triton, optionally after adding a residual. Contract: `kernels.rms_norm.rms_norm`, which checks shapes.
 
-A whole row is in one tile, whose shape follows from the row's width, so its bits depend on the row alone. The only
-limit is memory traffic: x, the residual and both outputs, once each.
+A whole row is in one tile, whose shape depends only on the row's width, so its bits depend only on the row. Memory
+traffic: x, the residual and both outputs, once each.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def rms_norm_kernel(
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """Reshapes [..., width] to [outer, heads, width], a view if possible; heads is 1 unless x has three dimensions."""
+    """Reshapes [..., width] to [outer, heads, width], as a view if possible; heads is 1 unless x has three
+    dimensions.
+    """
     width = x.shape[-1]
     if x.dim() == 3:
         return x if x.stride(-1) == 1 else x.contiguous()
@@ -66,7 +68,7 @@ def _as_heads(x: Tensor) -> Tensor:
 
 
 def constexprs(width: int, has_residual: bool) -> dict[str, Any]:
-    """Returns the variant for rows of this width; the launch adds `num_warps`."""
+    """Returns the kernel variant for rows of this width, without `num_warps`."""
     cols = power_of_2(width)
     return {"WIDTH": width, "ROWS": max(1, _TILE // cols), "COLS": cols, "HAS_RESIDUAL": has_residual}
 

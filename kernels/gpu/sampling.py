@@ -1,9 +1,9 @@
 """Sampling of tokens from logits on a device: launches of `kernels.gpu.sampling_kernels`. Contract: `kernels.sampling`.
 
-Random numbers, filters and the draw are the same as on the CPU. The token is also the same, unless a float64 sum in a
-different order falls on the other side of a limit. The host reads nothing back, so a CUDA graph can capture a call if
-the columns are tensors on the device. Memory traffic: a row without top_k and top_p is read twice and written twice; a
-filter reads it once per bisection step, about 15 to 30 times [estimate: this code has not run on a GPU yet].
+Random numbers, filters and the draw are the same as on the CPU. The token is also the same, unless float64 sums in a
+different order fall on different sides of a limit. Nothing is read back, so a CUDA graph can capture a call if the
+columns are tensors on the device. Memory traffic: a row without top_k and top_p is read twice and written twice; a
+filter reads it once per bisection step, about 15 to 30 times (an estimate; this code has not run on a GPU yet).
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 
 
 def tile_for(vocab: int) -> int:
-    """Returns a tile size that depends only on the vocabulary, so that the order of a row's sums also depends only on
-    the vocabulary.
-    """
+    """Returns the tile size, which determines the order of a row's sums and depends only on the vocabulary."""
     return min(_TILE, power_of_2(vocab))
 
 
@@ -43,8 +41,8 @@ def sample(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Implements the contract of `kernels.sampling.sample`. Columns on a device other than that of the logits are first
-    copied there.
+    """Implements the contract of `kernels.sampling.sample`. Columns on other devices are copied to the
+    logits' device.
     """
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device

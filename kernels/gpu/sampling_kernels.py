@@ -1,11 +1,8 @@
-"""The Triton kernels of `kernels.gpu.sampling` (long: they share their arithmetic, step by step). No launches.
-
-They find the best token, compute weights, apply filters, draw tokens and compute log-probabilities.
-
-The arithmetic is that of kernels/cpu/sampling.cpp: the same division and 2^x, operation by operation (so these kernels
-are launched without fusing a multiplication and an addition unless the code says so), and sums in float64. A row's sums
-are computed as a tree within each tile of the vocabulary, and over the tiles in ascending order, so the vocabulary
-determines the order.
+"""The Triton kernels of `kernels.gpu.sampling` (long: they share their arithmetic, step by step). They find the best
+token, compute weights, apply filters, draw tokens and compute log-probabilities. The arithmetic is that of
+kernels/cpu/sampling.cpp, operation by operation: division, 2^x, and sums in float64. The kernels are therefore launched
+without automatic fusion of multiplication and addition. A row's sums are computed as a tree within each tile of the
+vocabulary, and over the tiles in ascending order, so the vocabulary determines the order.
 
 Filters do not sort. They keep a prefix of the row in the order (logit descending, token id ascending), identified by
 the key of its last logit and the first id not kept among equal logits. A bisection over keys finds the prefix, with one
@@ -53,7 +50,7 @@ def value_of(key):
 
 @triton.jit
 def ranked(x, at):
-    """Returns an int64 rank that encodes x and id and sorts by (x ascending, id descending); NaN counts as -inf."""
+    """Returns an int64 rank of x and its id, which sorts by (x ascending, id descending); NaN counts as -inf."""
     key = key_of(tl.where(x == x, x, float("-inf"))).to(tl.int64)
     return (key << 32) | (0x7FFFFFFF - at).to(tl.int64)
 
@@ -80,7 +77,7 @@ def best_of(best_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def top_of(best, heat):
-    """Returns (the row's highest logit over temperature, whether a token is drawn at random)."""
+    """Returns (the row's highest logit divided by the temperature, whether a token is drawn at random)."""
     top = tl.div_rn(value_of((best >> 32).to(tl.int32)), heat)
     return top, (heat > 0.0) & (tl.abs(top) < float("inf"))
 
@@ -90,9 +87,8 @@ def weigh_kernel(
     x_ptr, weight_ptr, mass_ptr, count_ptr, best_ptr, logits_ptr, temperature_ptr, min_p_ptr, vocab, logits_row,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Writes x = logit / temperature and weight e^(x - max) per token, and sum and count of weights > 0 per tile.
-
-    A token that min_p drops, or that is too unlikely ever to be drawn, gets x = -inf and weight 0.
+    """Writes x = logit / temperature and the weight e^(x - max) of each token, and the sum and count of weights > 0 of
+    each tile. A token that min_p drops, or whose weight underflows to 0, gets x = -inf and weight 0.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     heat = tl.load(temperature_ptr + row)
@@ -117,10 +113,8 @@ def in_prefix(key, at, last, limit):
 
 @triton.jit
 def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """Measures the part of the prefix with keys >= bound.
-
-    Returns (its sum of weights, or its count unless BY_MASS; its count; its lowest key; the highest key < bound in the
-    prefix).
+    """Measures the part of the prefix with keys >= bound. Returns (sum of weights, or the count unless BY_MASS; count;
+    lowest key) of this part, and the highest key < bound in the prefix.
     """
     mass = tl.zeros((TILE,), tl.float64)
     count = tl.zeros((TILE,), tl.int32)
@@ -146,8 +140,8 @@ def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr,
 def middle_of(low, high, step):
     """Returns a key between low and high.
 
-    At first, this is the key of their mean value, because logits are spread evenly over values. Later it is the mean
-    key, which guarantees termination.
+    During the first steps, this is the key of their mean value, because logits are spread evenly over values. Later, it
+    is the mean key, which guarantees termination.
     """
     by_value = key_of(value_of(low) * 0.5 + value_of(high) * 0.5)
     middle = tl.where(step < FIRST_STEPS, by_value, (low >> 1) + (high >> 1) + (low & high & 1))
@@ -156,8 +150,8 @@ def middle_of(low, high, step):
 
 @triton.jit
 def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
-    """Returns the id after the nth (from 1) token with this key and an id below limit, or limit if there are fewer such
-    tokens.
+    """Returns the id after the nth (from 1) token with this key and an id below limit, or limit if there are fewer than
+    n such tokens.
     """
     seen, found, start = nth * 0, limit, vocab * 0
     while (seen < nth) & (start < vocab):
@@ -173,10 +167,11 @@ def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
 
 @triton.jit
 def narrow(x_ptr, weight_ptr, vocab, top, last, limit, target, total, count, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """Returns the shortest prefix (last, limit) within the given one whose measure reaches target.
+    """Returns the shortest prefix (last, limit) within a given prefix whose measure reaches `target`. `total` and
+    `count` are the measure and length of the given prefix.
 
-    total, count: measure and length of the given prefix. Keys >= low always reach the target, and keys >= high never
-    do. Both limits move to keys that occur, so that any number of equal logits costs only one step.
+    Invariant: the tokens with keys >= low reach the target, and the tokens with keys >= high do not. Both bounds move
+    to keys that occur, so that any number of equal logits takes only one step.
     """
     low, high = last, key_of(top) + 1
     above, num_above = total * 0.0, count * 0  # of keys >= high
@@ -277,9 +272,7 @@ def draw_kernel(
 def log_softmax_top_kernel(
     chosen_ptr, rank_ptr, ids_ptr, top_ptr, logits_ptr, token_ids_ptr, vocab, logits_row, k, TILE: tl.constexpr
 ):
-    """Computes, per row, the log of the sum of e^x, the chosen token's rank, and the k most likely tokens
-    one by one.
-    """
+    """Writes the chosen token's log-probability and rank and the k most likely tokens. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     x_row = logits_ptr + row * logits_row
     token = tl.load(token_ids_ptr + row)

@@ -1,7 +1,7 @@
 """The elementwise halves of SwiGLU and GeGLU in Triton. Contracts: `kernels.silu_mul.silu_mul` and
 `kernels.gelu_mul.gelu_mul`, which check shapes.
 
-The operations are elementwise, so a row cannot depend on others. Memory traffic: gate, up and the product, once each.
+Memory traffic: gate, up and the product, once each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TILE = 4096  # maximum number of elements of a row that a program computes
 
 @triton.jit
 def silu_mul_kernel(out_ptr, x_ptr, width, x_row, TILE: tl.constexpr, GELU: tl.constexpr):
-    """Runs one program per row and column tile. out: [rows, width]; x: [rows, 2 * width], gate then up."""
+    """Computes one column tile of a row per program. out: [rows, width]; x: [rows, 2 * width], gate then up."""
     tiles = tl.cdiv(width, TILE)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     col = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)

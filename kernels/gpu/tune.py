@@ -1,8 +1,7 @@
-"""`python -m kernels.gpu.tune decode|prefill`: times alternatives to `attention_tiles` and prints the best per case.
-
-It uses 32 query heads and 8 KV heads in blocks of 16. Calls run over more layers than L2 can hold and are replayed from
-a CUDA graph. A person must then copy the results into the tables. `--rehearse` interprets one alternative at toy sizes.
-This tool has not run on a GPU yet.
+"""Times alternatives to the tables in `attention_tiles` (`python -m kernels.gpu.tune decode|prefill`). It prints the
+best alternatives for each case, to be copied into the tables by hand. It uses 32 query heads and 8 KV heads in blocks
+of 16. Calls run over more layers than fit into L2, and are replayed from a CUDA graph. `--rehearse` interprets one
+alternative at toy sizes. This tool has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def layers_of(case: tuple[int, int, int], args: argparse.Namespace, device: str)
 
 
 def alternatives(a: Attention, chip: Chip) -> Iterator[tuple[Tiling, int]]:
-    """Yields the tiling in the tables first, and then all alternatives to it."""
+    """Yields the tiling in the tables, and then the alternatives to it."""
     chosen, splits = plan(a, chip, None)
     yield chosen, splits
     deep = a.cu_seqlens_q is not None and not a.deterministic
@@ -82,7 +81,7 @@ def tune(case: tuple[int, int, int], args: argparse.Namespace, device: str) -> N
         timed[key] = ms
         if args.rehearse:
             break
-    print(f"{case}: rows, tile, warps, stages, splits; the first line is what the tables say")
+    print(f"{case}: rows, tile, warps, stages, splits; the first line is the current choice")
     for key, ms in [*itertools.islice(timed.items(), 1), *sorted(timed.items(), key=lambda item: item[1])[:5]]:
         print(f"  {key} {1e3 * ms:9.1f} us")
 

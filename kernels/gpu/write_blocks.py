@@ -1,9 +1,8 @@
 """RoPE on q and k and the write of k and v into slots, in one launch. Contract: `kernels.write_blocks.write_blocks`.
 
-One program handles one token and a few heads of q, or of k and v. Memory traffic: q, k and v, twice each. In a decode
-step, the launch dominates the cost. The public function checks shapes and dtypes. Slots and positions are on the device
-and are not checked by the host: for a slot past the cache, nothing is written, and a position past the table makes that
-token's q and k NaN.
+One program handles one token and a few heads of q, or of k and v. Memory traffic: q, k and v, twice each. Slots and
+positions are on the device, so the host does not check them: for a slot past the cache, nothing is written, and a
+position past the table makes the token's q and k NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
 
 @triton.jit
 def _store(at, x, mask, scale, SCALED: tl.constexpr):
-    """Stores x; for an fp8 cache x is divided by the scale, saturated and rounded once. NaN stays NaN."""
+    """Stores x. For an fp8 cache, x is divided by the scale, saturated and rounded once. NaN stays NaN."""
     if SCALED:
         x = tl.div_rn(x.to(tl.float32), tl.zeros_like(x.to(tl.float32)) + scale)
         x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
@@ -61,7 +60,7 @@ def _rotate(
     """Rotates src into dst, rounding once; dimensions 2 * HALF and above pass through. dst may be src (IN_PLACE)."""
     a, b = _turned(src, head_mask, cos_sin, known, HALF, HALF_COLS)
     if IN_PLACE:
-        tl.debug_barrier()  # several threads read a tile smaller than the program; all must read before one writes
+        tl.debug_barrier()  # several threads may read the same element, and all must read before one writes
     i = tl.arange(0, HALF_COLS)[None, :]
     mask = head_mask & (i < HALF)
     _store(dst + i, a, mask, scale, SCALED)
@@ -79,8 +78,8 @@ def write_blocks_kernel(
     Q_GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_COLS: tl.constexpr,
     HALF: tl.constexpr, HALF_COLS: tl.constexpr, REST_COLS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (token, group). The first Q_GROUPS groups rotate HEADS heads of q each; the remaining groups write k
-    and v.
+    """Rotates q, and writes k and v. Grid: (token, group). The first Q_GROUPS groups rotate HEADS heads of q each; the
+    remaining groups write k and v.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.arange(0, HEADS)[:, None]
@@ -111,7 +110,7 @@ def write_blocks_kernel(
 
 
 def constexprs(num_heads: int, head_dim: int, rotary_dim: int, scaled: bool) -> dict[str, Any]:
-    """Returns the variant for a model. With rotary_dim 0, nothing is rotated, and q is not written."""
+    """Returns the kernel variant for a model. If rotary_dim is 0, nothing is rotated, and q is not written."""
     half = rotary_dim // 2
     return {
         "Q_GROUPS": triton.cdiv(num_heads, _HEADS) if half else 0, "HEADS": _HEADS,
@@ -121,7 +120,7 @@ def constexprs(num_heads: int, head_dim: int, rotary_dim: int, scaled: bool) -> 
 
 
 def warps(variant: dict[str, Any]) -> int:
-    """Returns the warps of a launch. Each thread processes eight elements, 16 bytes, of the smaller tiles."""
+    """Returns the number of warps of a launch. Each thread processes eight elements (16 bytes) of the smaller tiles."""
     cols = variant["HALF_COLS"] if variant["HALF"] else variant["DIM_COLS"]
     return max(1, _HEADS * cols // 256)
 

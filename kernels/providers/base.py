@@ -1,7 +1,4 @@
-"""The interface between the engine and attention providers, and the data that providers receive.
-
-Does not depend on individual providers (see `kernels.providers.choice`), layers or sequences.
-"""
+"""The interface between the engine and attention providers, and the data that providers receive."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import Tensor
 
 
 class Unavailable(ValueError):
-    """Raised if a provider is not available here or does not support the model. Its text is one sentence."""
+    """Raised if a provider is not available here or does not support the model. The message is one sentence."""
 
 
 def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:
@@ -38,8 +35,8 @@ def import_for(provider: str, module: str, otherwise: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A description of a model's attention on one device: all properties that a provider may have to refuse or prepare
-    for. Lengths are in tokens.
+    """The properties of a model's attention on one device. A provider may refuse or prepare for them. Lengths are in
+    tokens.
     """
 
     device: torch.device
@@ -65,7 +62,7 @@ class AttentionSpec:
 
     @property
     def extras(self) -> str | None:
-        """The names of the model's requirements beyond plain attention, or None if there are no such requirements."""
+        """The names of the extra features that the model's attention needs, or None if it needs none."""
         found = [name for name in ("softcap", "sinks") if getattr(self, name) is not None]
         return " and ".join(found) or None
 
@@ -81,7 +78,7 @@ class HostBatch:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """The data of a step that attention receives, the same for all layers: B sequences of one KV group."""
+    """The data of a step for attention, for B sequences. All layers of a KV group share the data."""
 
     cu_seqlens_q: Tensor  # int32 [B + 1]
     context_lens: Tensor  # int32 [B], including this step's tokens; 0: a padding row
@@ -90,10 +87,8 @@ class AttentionBatch:
     decode_only: bool
     """Whether every sequence has exactly one query."""
     is_static: bool = False
-    """Whether the tensors are at addresses for which a CUDA graph has been or will be captured, the largest batch
-    first.
-
-    Their addresses and shapes recur, so the data that `prepare` creates for them must also keep its address.
+    """Whether a CUDA graph uses these tensors. Their addresses and shapes then recur, so the data that `prepare`
+    creates must also keep its address. Graphs are captured for the largest batch first.
     """
     max_q_len: int = field(init=False)
     """Largest number of queries of a sequence."""
@@ -105,8 +100,8 @@ class AttentionBatch:
 
 
 class AttentionProvider(Protocol):
-    """A protocol of implementations of attention over block tables. One object serves one runner (one stream);
-    `prepare` may keep data for all layers.
+    """The interface of an implementation of attention over block tables. An object serves one runner, or its layers
+    with the same attention.
 
     `decode` and `prefill` have the contracts of `kernels.paged_attention` and `kernels.paged_prefill`: they map queries
     [T, num_heads, head_dim] to the same shape; caches are [num_blocks, num_kv_heads, block_size, row_width], strided.
@@ -114,8 +109,8 @@ class AttentionProvider(Protocol):
 
     name: str
     version: str
-    """A string that identifies the code that decides the bits. It is part of the numerics fingerprint, so it contains
-    no spaces.
+    """Version of the code that determines the bits. It is part of the numerics fingerprint, so it must not contain
+    spaces.
     """
     deterministic: bool
     """Whether results satisfy `AttentionSpec.deterministic`."""
@@ -124,8 +119,8 @@ class AttentionProvider(Protocol):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Returns None if this provider can serve a model with this spec. Otherwise, returns the reason why not, worded
-        to follow the provider's name ("does not run on cuda").
+        """Returns None if this provider supports a model with this spec. Otherwise returns the reason, phrased to
+        follow the provider's name ("does not run on cuda").
         """
         ...
 
@@ -141,22 +136,21 @@ class AttentionProvider(Protocol):
 
 
 SPLIT_QUERIES = 256
-"""Maximum number of queries of a step that should split keys.
-
-Larger steps fill a GPU anyway, and the memory for partial results grows with the number of queries.
+"""Maximum number of queries of a step for which keys should be split. Larger steps fill a GPU without splits, and the
+memory for partial results grows with the number of queries.
 """
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def flash_window(window: int | None) -> tuple[int, int]:
-    """Returns (left, right) as flash-attn counts them, not counting the query itself; -1 means unlimited."""
+    """Returns flash-attn's (left, right) window sizes, which exclude the query itself. -1 means unlimited."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
 def flash_objection(spec: AttentionSpec) -> str | None:
-    """Returns the reason why no flash-attn kernel can serve the model, or None if one can."""
+    """Returns the reason why flash-attn does not support the model, or None if it does."""
     if spec.extras:
-        return f"is not asked for {spec.extras} yet"
+        return f"does not support {spec.extras} yet"
     if spec.dtype not in HALF_TYPES:
         return f"takes bfloat16 and float16, not {type_name(spec.dtype)}"
     if spec.kv_dtype != spec.dtype:

@@ -1,4 +1,6 @@
-"""Chooses the attention provider for a runner: the requested provider, or the best provider that supports the model."""
+"""Chooses an attention provider for a runner or for some of its layers: the requested provider, or the best provider
+that supports the model.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None =
 def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
     """Returns the provider that will compute attention, and logs it with the reason.
 
-    With "auto", the C++ kernels are chosen on a CPU. On a GPU, FlashAttention-3 is chosen if it is installed, or else
-    Triton, and always Triton if results must be deterministic. Raises Unavailable if the forced provider cannot serve
-    the model, or if none can.
+    "auto" chooses the C++ kernels on a CPU. On a GPU, it chooses Triton if results must be deterministic or
+    FlashAttention-3 is not available, and FlashAttention-3 otherwise. Raises Unavailable if the provider does not
+    support the model.
     """
     if backend != "auto":
         provider, why = open_provider(backend, spec, library), "asked for"

@@ -20,10 +20,9 @@ from kernels.providers.base import (
 
 
 class Fa2Attention:
-    """An FA2 provider for one runner.
-
-    It is not deterministic in our sense, because its tiles differ between decode and prefill. It is not captured in
-    graphs, because newer versions read a maximum back to the host on the paged path.
+    """An FA2 provider for one runner. It is not deterministic in our sense, because its tiles differ between decode and
+    prefill. It is not captured in graphs, because newer versions read a maximum back to the host if the KV cache is
+    paged.
     """
 
     name = "fa2"

@@ -1,8 +1,8 @@
 """FlashAttention-3 (Shah et al. 2024), from an installed `flash_attn_interface` or a library file named by a setting.
 
-The file inside vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and upstream's build differ in arguments, so
-calls are built from the operator's schema. One operator serves decode and prefill. Blocks may have any size. This
-provider has not run on a GPU yet: tests check the mapping of arguments against both schemas, not the kernels.
+The arguments of the file in vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and of upstream's build differ,
+so calls are built from the operator's schema. Blocks may have any size. This provider has not run on a GPU yet; tests
+check the mapping of arguments against both schemas, not the kernels.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ NAMESPACES = ("_vllm_fa3_C", "flash_attn_3")
 MAX_GRAPH_SPLITS = 32
 """Maximum number of splits of a sequence's keys, as in vLLM.
 
-Inside a CUDA graph, it determines the size of the partial results (num_splits x T x heads x head_dim fp32); the device
-decides how many splits are used. 0, the heuristic, cannot be captured.
+In a CUDA graph, it determines the size of the partial results (num_splits x T x heads x head_dim fp32). The device
+decides how many splits are used. The heuristic (0) cannot be captured.
 """
 PARTIAL_ROWS = 4096
-"""Maximum of splits x queries outside graphs, which limits the size of the same partial results.
-
-The heuristic is dominated by one long sequence among short ones: it would use 15 splits for 8192 queries in short
-chunks (2 GB for 32 heads of 128).
+"""Maximum of splits x queries outside graphs, which limits the size of the partial results. The heuristic considers
+only the longest sequence: for one long sequence among short ones, it would use 15 splits for 8192 queries (2 GB for 32
+heads of 128).
 """
 _WHERE = frozenset({"max_seqlen_q", "max_seqlen_k", "is_causal", "window_size_left", "window_size_right", "num_splits"})
 _FWD = _WHERE | {"q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "softmax_scale"}
@@ -57,9 +56,9 @@ _NEUTRAL = {
 class Fa3Attention:
     """An FA3 provider for one runner.
 
-    If determinism is requested it does not split keys, so a row does not depend on its batch. It is still not
-    deterministic in our sense: decode and prefill sum keys in tiles of different sizes, so a token that is prefilled
-    again after it has been decoded may have different bits.
+    If determinism is requested, it does not split keys, so a row does not depend on its batch. It is still not
+    deterministic in our sense: decode and prefill sum keys in tiles of different sizes, so a token may have different
+    bits if it is prefilled again after it was decoded.
     """
 
     name = "fa3"
@@ -94,7 +93,7 @@ class Fa3Attention:
 
     def prepare(self, batch: AttentionBatch) -> None:
         """Computes how the keys are split, once for all layers of a decode step. In prefill, each kernel call computes
-        this itself.
+        the split itself.
         """
         self._metadata = None
         if batch.decode_only:
@@ -121,7 +120,7 @@ class Fa3Attention:
         return out
 
     def _where(self, batch: AttentionBatch) -> dict[str, Any]:
-        """Returns the arguments on which forward and metadata must agree."""
+        """Returns the arguments that the forward call and the metadata call must share."""
         return {
             "max_seqlen_q": batch.max_q_len,
             "max_seqlen_k": self._spec.max_model_len if batch.is_static else batch.max_context_len,
@@ -132,10 +131,8 @@ class Fa3Attention:
         }
 
     def _most_splits(self, batch: AttentionBatch) -> int:
-        """Returns the maximum number of splits of a sequence's keys. It depends only on shapes, so that profiling sees
-        it.
-
-        The device decides how many of the splits are used.
+        """Returns the maximum number of splits of a sequence's keys. It depends only on shapes, so that profiling
+        measures its memory. The device decides how many splits are used.
         """
         if self._spec.deterministic:
             return 1
@@ -153,11 +150,8 @@ class Fa3Attention:
         }  # fmt: skip
 
     def _at_fixed_address(self, metadata: Tensor) -> Tensor:
-        """Copies the metadata to the address from which graphs read it: one buffer as long as the largest batch's
-        metadata.
-
-        The rest of the buffer is zeroed, because the kernel may read beyond the metadata and must not find work there
-        (as in vLLM).
+        """Copies the metadata to the buffer that graphs read, which is as large as the metadata of the largest batch.
+        The rest of the buffer is set to zero, because the kernel may read beyond the metadata (as in vLLM).
         """
         size = metadata.numel()
         if size > self._static.numel():
@@ -167,7 +161,7 @@ class Fa3Attention:
 
 
 def _open(library: str | None) -> tuple[Any, str]:
-    """Returns the operators' namespace and a version that identifies the build."""
+    """Returns the namespace of the operators, and a version that identifies the build. Raises Unavailable."""
     if library is not None:
         try:
             torch.ops.load_library(library)

@@ -1,4 +1,4 @@
-"""FlashInfer (Ye et al. 2025) from an installed `flashinfer`: planned on the host once per step, and run by each layer.
+"""FlashInfer (Ye et al. 2025) from an installed `flashinfer`. The host plans each step once, for all layers.
 
 This provider has not run on a GPU yet; tests check the plans against the package's signatures (0.6.9 and 0.7).
 """
@@ -22,9 +22,8 @@ Arrays = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int3
 class FlashInferAttention:
     """A FlashInfer provider for one runner.
 
-    Every batch size for which a graph was captured has its own wrapper, because the wrapper's buffers contain the plan
-    that the graph reads. The provider is not deterministic in our sense, because the way it distributes keys depends on
-    the batch.
+    Each batch size with a captured graph has its own wrapper, because the wrapper's buffers contain the plan that the
+    graph reads. The provider is not deterministic in our sense, because the distribution of keys depends on the batch.
     """
 
     name = "flashinfer"
@@ -52,7 +51,7 @@ class FlashInferAttention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Plans the step. Blocks are listed without padding. A padding row has no blocks and gives zeros."""
+        """Plans the step. A padding row has no blocks, and its result is zeros."""
         spec = self._spec
         starts, blocks, last_lens = (torch.from_numpy(a) for a in ragged(batch.host, spec.block_size))
         common = {
@@ -91,8 +90,8 @@ class FlashInferAttention:
         return self._static_decodes[num_seqs]
 
     def _decode_wrapper(self, **options: Any) -> Any:
-        """Returns a decode wrapper. Tensor cores are worthwhile for groups of four or more query heads (FlashInfer's
-        docs).
+        """Returns a decode wrapper, which uses tensor cores for groups of four or more query heads, as FlashInfer's
+        documentation recommends.
         """
         grouped = self._spec.num_heads // self._spec.num_kv_heads >= 4
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
@@ -100,10 +99,8 @@ class FlashInferAttention:
 
 
 def ragged(host: HostBatch, block_size: int) -> Arrays:
-    """Concatenates the rows of a block table.
-
-    Returns the start of each row, int32 [B + 1]; the blocks, int32 [N]; and the slots in use of each row's last block,
-    int32 [B].
+    """Concatenates the rows of a block table. Returns the start of each row, int32 [B + 1]; the blocks, int32 [N]; and
+    the number of used slots in each row's last block, int32 [B].
     """
     num_blocks = -(-host.context_lens // block_size)  # [B]
     starts = np.zeros(len(num_blocks) + 1, np.int32)

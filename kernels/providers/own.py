@@ -1,4 +1,4 @@
-"""The two providers that ship with the package: the C++ kernels on a CPU, the Triton kernels on a GPU."""
+"""The providers of our own kernels: the C++ kernels on a CPU, and the Triton kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ FP8_COMPUTE_CAPABILITY = (8, 9)
 class CpuAttention:
     """A provider that runs `kernels.paged_attention` and `kernels.paged_prefill` on CPU tensors.
 
-    Deterministic, except for the torch reference, which replaces a missing build and sums in an order that depends on
-    the batch.
+    It is deterministic, except with the torch reference, which replaces a missing build.
     """
 
     name = "cpu"
@@ -64,7 +63,7 @@ class CpuAttention:
 class TritonAttention:
     """A provider that runs `kernels.gpu.attention` on CUDA tensors.
 
-    Under TRITON_INTERPRET=1 it accepts CPU tensors, as a rehearsal for tests.
+    Under TRITON_INTERPRET=1, it also accepts CPU tensors, so that tests can run the kernels without a GPU.
     """
 
     name = "triton"

@@ -1,4 +1,4 @@
-"""Calls a torch operator by the argument names of its schema, so that one caller fits the variants of many builds."""
+"""Calls torch operators with arguments by name, so that one caller works with builds whose arguments differ."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import torch
 
 
 class SchemaCall:
-    """An operator that is called by the argument names in its schema.
-
-    An argument that is neither required nor optional gets the schema's default. Without a default, it gets None if its
-    type is optional, and otherwise its value in `neutral` (values that switch a feature off). If this build of the
-    operator lacks an argument, the argument is refused at construction if it is in `required`, and otherwise dropped
-    from calls.
+    """An operator that is called with arguments by the names in its schema. Arguments in `optional` that the operator
+    lacks are dropped from calls. An argument that is in neither `required` nor `optional` gets the schema's default.
+    Without a default, it gets None if its type is optional, and otherwise its value in `neutral`, which switches a
+    feature off.
     """
 
     def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:
-        """Reads the operator's schema. Raises ValueError if the schema is not supported. The text of the error is the
-        end of a sentence.
-        """
+        """Reads the operator's schema. Raises ValueError if it lacks a required argument or requires an unknown one."""
         overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
         arguments = overload._schema.arguments
         names = {argument.name for argument in arguments}

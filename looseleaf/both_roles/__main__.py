@@ -1,10 +1,10 @@
 """Starts both roles in one process: `python -m looseleaf.both_roles --model DIR --block-store HOST:PORT`.
 
-The weights are loaded once. Each role has a runner, a step thread and an attachment; one gRPC server serves both. To
-other services, they are a prefill worker and a decode worker at the same address.
+The weights are loaded once. Each role has a runner, a step thread and an attachment; one gRPC server serves both. Other
+services see a prefill worker and a decode worker at the same address.
 
-By default, each role steps independently on a GPU, on its own stream. On a CPU, the roles take turns, and each uses all
-cores, because two thread pools at the same time have a lower throughput (docs/log).
+By default, the roles step independently on a GPU, each on a separate stream. On a CPU, the roles take turns, and each
+uses all cores, because two thread pools at the same time have a lower throughput (docs/log).
 """
 
 from __future__ import annotations

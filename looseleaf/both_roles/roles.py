@@ -30,7 +30,7 @@ class Loaded:
 
     @classmethod
     def of(cls, settings: WorkerSettings, *, both: bool) -> Loaded:
-        """Loads the model. If `both` is set, adds the second runner."""
+        """Loads the model, and creates the second runner if `both` is set."""
         runner = load_model(settings)
         return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None)
 
@@ -63,15 +63,15 @@ def take_turns(settings: BothSettings, runner: ModelRunner) -> bool:
 
 
 async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) -> None:
-    """Binds, runs `join`, which may take long, and serves until a signal arrives."""
+    """Binds the port, runs `join` in a thread, and serves the roles until a signal arrives."""
     server = internal_server(settings)
     server.bind()
     await serve_roles(settings, server, await asyncio.to_thread(join))
 
 
 async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
-    """Turns this process into the worker that `python -m package flags` would start. The model has already been loaded,
-    for one thread.
+    """Turns this process, which has loaded the model with one thread, into the worker that `python -m package flags`
+    would start.
     """
     if package == "prefill_svc":
         of_prefill = PrefillSettings.load(flags)

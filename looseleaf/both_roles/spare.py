@@ -1,12 +1,13 @@
-"""`python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to replace one that dies.
+"""The program `python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to replace a worker
+that dies.
 
-Until then it is neither a holder nor a worker: the block store, Redis and gateways do not know about it. Its launcher
-sends one line on stdin with the package and flags of the process to replace. The spare worker then attaches and becomes
-that worker.
+While it waits, it is neither a holder nor a worker: the block store, Redis and gateways do not know about it. Its
+launcher sends one line on stdin with the package and flags of the process to replace. The spare worker then attaches
+and becomes that worker.
 
-It loads in a thread with the lowest priority, so it uses only time that no serving process needs. A low priority
-applies to a thread and to the threads that it starts, and cannot be raised again. The serving threads are therefore
-started by other threads.
+It loads in a thread with the lowest priority, so it takes little time from serving processes. A low priority
+applies to a thread and to the threads that it starts, and cannot be raised again. Other threads therefore start the
+serving threads.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class SpareSettings(BothSettings):
 
 
 def load(settings: SpareSettings) -> Loaded:
-    """Imports a worker's modules, loads the model and measures it, with one thread: other kernel threads would inherit
-    the priority of the thread that started them.
+    """Imports a worker's modules, loads the model and measures it, with one thread, because further kernel threads
+    would inherit the priority of this thread.
     """
     from looseleaf.both_roles.roles import Loaded  # here, so that torch is imported at this thread's priority
 
@@ -55,7 +56,9 @@ def load(settings: SpareSettings) -> Loaded:
 
 
 def behind_others(settings: SpareSettings) -> Future[Loaded]:
-    """Runs `load` in a thread that gets only CPU time that no other thread needs. Returns the future of its result."""
+    """Runs `load` in a thread with the lowest priority (nice 19), which takes little CPU time from other threads. Until
+    it is done, garbage collection is off in the whole process. Returns the future of its result.
+    """
     loaded: Future[Loaded] = Future()
 
     def run() -> None:
@@ -74,7 +77,9 @@ def behind_others(settings: SpareSettings) -> Future[Loaded]:
 
 
 async def order() -> tuple[str, list[str]]:
-    """Reads the package and flags of the worker to replace. Raises StartupError if the launcher has ended."""
+    """Waits for the launcher's line on stdin. Returns the package and the flags of the worker to replace. Raises
+    StartupError if the launcher has ended.
+    """
     line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     loop = asyncio.get_running_loop()
 

@@ -1,7 +1,6 @@
 """`looseleaf blocks [ADDRESS]`: the block map of a running block store, with the holders of each block.
 
-A prefix hash reveals nothing about its tenant, because the tenant's salt is part of the hashed data. No tenant is
-therefore shown.
+The report does not show tenants, because a prefix hash does not reveal the tenant.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
 
 
 def lines(map_: pb.InspectResponse, with_free: bool) -> Iterator[str]:
-    """Yields the lines of the report. A holder has one reference per block, however many of its sequences share the
+    """Yields the lines of the report. A holder has one reference per block, even if several of its sequences share the
     block.
     """
     if not map_.arena_id:

@@ -28,7 +28,7 @@ except ImportError as _error:
     ) from _error
 
 _LEEWAY = datetime.timedelta(minutes=5)
-"""Certificates begin this much earlier, because clocks differ."""
+"""The validity of a certificate begins this long before its creation, because clocks differ."""
 
 
 class CertsSettings(Settings):
@@ -61,7 +61,7 @@ _FILES = ("ca.pem", "inside.pem", "inside.key", "front.pem", "front.key")
 
 
 def make(directory: Path, hosts: Iterable[str], life: datetime.timedelta) -> None:
-    """Creates the CA if there is none in the directory, and issues two certificates."""
+    """Issues two certificates. Creates their CA first if the directory does not contain a CA."""
     authority = _Authority(directory, life)
     authority.issue("inside", [INSIDE_NAME])
     authority.issue("front", ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts])

@@ -52,8 +52,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
-    """Prints the samples one after the other. If `numbered` is set, each begins with its index and, for a beam, its
-    score.
+    """Prints the samples one after the other. If `numbered` is set, each sample begins with its index and, for a beam,
+    its score.
     """
     begun = -1
     for delta in in_turn(deltas):
@@ -65,9 +65,7 @@ def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
 
 
 def in_turn(deltas: Iterable[Delta]) -> Iterator[Delta]:
-    """Yields the deltas sample by sample: those of the first sample as they arrive, then those of the second, and so
-    on.
-    """
+    """Yields the deltas of the first sample as they arrive, then the deltas of the second sample, and so on."""
     current = 0
     waiting: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:

@@ -1,5 +1,5 @@
-"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine. Prints one line for each, with advice
-for problems.
+"""`looseleaf doctor [MODEL]`: checks the requirements of `serve` on this machine. Prints one line per requirement, with
+advice for problems.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Problem(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check and its name in the report. `look` returns the finding, or raises an error."""
+    """A check with its name in the report. `look` returns a description of the finding, or raises an error."""
 
     name: str
     look: Callable[[], str]
@@ -117,8 +117,8 @@ def cpu_kernels() -> str:
 
 
 def gpu() -> str:
-    """Returns the GPUs that torch can use, or why there are none. Raises Problem if the driver sees a GPU that torch
-    cannot use.
+    """Returns the GPUs that torch can use, or the reason why there are none. Raises Problem if the driver sees a GPU
+    that torch cannot use.
     """
     if (obstacle := why_no_gpu()) is not None:
         return f"none, the CPU computes: {obstacle}"
@@ -143,7 +143,9 @@ def triton() -> str:
 
 
 def attention() -> str:
-    """Returns the available providers for the Llama-3-8B shape and, on a GPU, why the others are not available."""
+    """Returns the available providers for the Llama-3-8B shape and, on a GPU, the reasons why other providers are not
+    available.
+    """
     torch = importlib.import_module("torch")
     base: Any = importlib.import_module("kernels.providers.base")
     choice: Any = importlib.import_module("kernels.providers.choice")

@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     directory = Path(settings.directory)
     if (redis_url := settings.redis_url) is None:
         if (found := operator_file.read(directory)) is None:
-            raise StartupError(f"you have no running block store in {directory}; give the URL of its Redis")
+            raise StartupError(f"no block store of this user runs in {directory}; give the URL of its Redis server")
         redis_url = found.redis_url
     try:
         return check(directory, redis_url, digests=settings.digests, and_repair=settings.repair)

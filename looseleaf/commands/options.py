@@ -1,4 +1,4 @@
-"""Flags that `complete` and `chat` share: the gateway's address and the sampling parameters."""
+"""Flags that several commands share: the connection to the gateway, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from looseleaf.client import DEFAULT_ADDRESS, Client
 from looseleaf.options import GenerateOptions
 
 
-class ClientSettings(Settings):
-    """Flags for the gateway's address and the sampling parameters. Absent flags use the model's or the gateway's
-    default.
-    """
+class ConnectionSettings(Settings):
+    """Flags for the connection to the gateway."""
 
     address: str = Field(DEFAULT_ADDRESS, description="host:port of the gateway's gRPC")
     api_key: str | None = Field(None, repr=False, description="API key (or use the variable)")
     tls_ca: str | None = Field(None, description="use TLS; the gateway has a certificate of the CA in this PEM file")
     timeout: float = Field(600.0, gt=0, description="maximum time in seconds for an answer")
+
+    def client(self) -> Client:
+        return Client(self.address, api_key=self.api_key, timeout=self.timeout, tls_ca=self.tls_ca)
+
+
+class ClientSettings(ConnectionSettings):
+    """Flags for the connection and the sampling parameters. Absent flags use the model's or the gateway's default."""
+
     temperature: float | None = Field(None, description="0 is greedy")
     top_k: int | None = None
     top_p: float | None = None
@@ -28,9 +34,6 @@ class ClientSettings(Settings):
     seed: int | None = None
     priority: int | None = Field(None, description="lower numbers go first")
     stop: list[str] = Field([], description="strings that end the text")
-
-    def client(self) -> Client:
-        return Client(self.address, api_key=self.api_key, timeout=self.timeout, tls_ca=self.tls_ca)
 
     def options(self, *more: str) -> GenerateOptions:
         """Returns the options for `Client.generate` that the user has set. `more` names options of a subclass."""

@@ -56,7 +56,7 @@ class PlanSettings(Settings):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prints the plan. Returns exit status 0."""
+    """Prints the plan. Returns the exit status, 0."""
     settings = PlanSettings.load(argv)
     print("\n".join(plan(settings, resolve(settings.model, dummy=True).directory)))
     return 0

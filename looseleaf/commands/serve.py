@@ -1,5 +1,5 @@
 """`looseleaf serve`: starts the services, prints the addresses and one generated line, and runs until a signal arrives
-or a service dies for good.
+or a service cannot be restarted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StopSignals:
             raise Interrupted
 
     def raise_if_set(self) -> None:
-        """Raises Interrupted if a signal has arrived. From now on, a signal sets the event instead of raising."""
+        """Raises Interrupted if a signal has arrived. After this call, a signal sets the event instead of raising."""
         self._launched = True
         if self.event.is_set():
             raise Interrupted
@@ -103,7 +103,7 @@ def banner(addresses: Addresses, seconds: float) -> str:
 
 
 def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str:
-    """Returns a line that the services have just generated, safe for a terminal."""
+    """Returns a line of generated text without characters that a terminal would interpret."""
     if addresses.is_tls and tls_ca is None:
         return "  says  nothing yet: verifying the gateway's certificate needs --tls-ca"
     from looseleaf.client import Client  # imported here, so that services are started before gRPC is loaded

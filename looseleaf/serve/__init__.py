@@ -1,1 +1,1 @@
-"""`looseleaf serve`: starts every service on one machine, watches them and replaces those that end."""
+"""`looseleaf serve`: starts every service on one machine, watches the services and replaces a service that ends."""

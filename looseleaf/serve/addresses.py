@@ -8,7 +8,9 @@ from common.errors import StartupError
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises StartupError if the port cannot be bound now. Port 0 means any free port."""
+    """Raises StartupError if the host cannot be resolved or the port cannot be bound now. Port 0 means any free
+    port.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -18,6 +20,12 @@ def check_port_free(host: str, port: int) -> None:
         raise StartupError(f"host {host!r} cannot be resolved: {error.strerror}") from error
     except OSError as error:
         raise StartupError(f"port {port} on {host} cannot be used ({error.strerror}); choose another port") from error
+
+
+def check_ports_free(host: str, *ports: int) -> None:
+    """Raises StartupError if the host cannot be resolved or one of the ports cannot be bound now."""
+    for port in ports:
+        check_port_free(host, port)
 
 
 def reachable(address: str) -> str:

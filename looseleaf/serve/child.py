@@ -4,8 +4,8 @@ A flag `@ready:FILE:LINE` is replaced by that line of another service's ready fi
 waits for the file, so services start in parallel even if one needs another's address. Python's garbage collector is off
 during the imports, because repeated visits to torch's objects would take a fifth of a worker's import time.
 
-PR_SET_PDEATHSIG would do this in the kernel, but it fires when the *thread* that started the child ends, and `LLM` may
-be created in any thread. Instead, a thread watches the parent's pid.
+A thread of the child watches the parent's pid. The kernel's PR_SET_PDEATHSIG cannot replace this thread, because the
+signal is sent when the *thread* that started the child ends, and `LLM` may be created in any thread.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ def _follow(parent: int) -> None:
 
 
 def later(ready_file: Path, line: int) -> str:
-    """Returns a flag that `filled` replaces by one line of a ready file. Lines are counted from 0."""
+    """Returns a flag that `filled` replaces by one line of a ready file. Line numbers start at 0."""
     return f"{_READY}{ready_file}:{line}"
 
 
 def filled(flags: Sequence[str]) -> list[str]:
-    """Returns `flags` with those made by `later` replaced by lines of ready files. Waits until the files exist."""
+    """Returns `flags`, with each flag that `later` created replaced by its line of a ready file. Waits until the files
+    exist.
+    """
     return [_line(flag) if flag.startswith(_READY) else flag for flag in flags]
 
 
@@ -68,7 +70,7 @@ def _import_for(package: str) -> None:
 
 
 def main() -> None:
-    """Starts the watch and runs the service."""
+    """Starts the thread that watches the parent, and runs the service."""
     parent, package = int(sys.argv[1]), sys.argv[2]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the service defines what the signal means
     threading.Thread(target=_follow, args=(parent,), name="follow-parent", daemon=True).start()

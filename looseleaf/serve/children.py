@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import StartupError
+from common.telemetry import LogFormat, json_line
 from looseleaf.serve.child import later
 
 _POLL_S = 0.05
@@ -40,6 +41,7 @@ class ServiceSpec:
     environment: Mapping[str, str]
     inherited_fd: int
     """A descriptor that the process keeps open until it ends (the launcher's lock)."""
+    log_format: LogFormat = "text"
     takes_orders: bool = False
     """Whether the process waits on stdin for the process that it is to replace (`Child.become`)."""
 
@@ -93,8 +95,8 @@ class Child:
         return self._process.pid
 
     def later(self, line: int) -> str:
-        """Returns a flag for a service that starts before this one is ready. The other service waits for this line of
-        the ready file.
+        """Returns a flag for another service. That service replaces it by a line of this child's ready file, once the
+        file exists.
         """
         return later(self._ready_file, line)
 
@@ -104,8 +106,8 @@ class Child:
         return self._process.poll()
 
     def become(self, spec: ServiceSpec) -> bool:
-        """Makes the child replace a process of `spec`, whose name and ready file it then uses. Returns False if the
-        child has ended.
+        """Makes the child replace the process of `spec`. The child then uses the name and the ready file of that
+        process. Returns False if the child has ended.
         """
         assert self._process.stdin is not None
         ready_file = _ready_file(self._ready_file.parent, spec)
@@ -123,7 +125,7 @@ class Child:
         for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
             self._tail.append(line)
-            echo(f"{self.name:<11} | {line}")
+            echo(labelled(self.name, line, self.spec.log_format))
 
     def check(self) -> None:
         """Checks that the child is still running. Raises ChildDied if it has ended."""
@@ -159,6 +161,26 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.0, seconds))
         return self._process.poll() is not None
+
+
+def labelled(name: str, line: str, log_format: LogFormat) -> str:
+    """Returns a service's line with its name. In JSON, the name is added to the line's object. A line that is not a
+    JSON object, such as a line of a traceback or of Redis, becomes the message of a new object.
+    """
+    if log_format == "text":
+        return f"{name:<11} | {line}"
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    return json.dumps({**event, "process": name}) if isinstance(event, dict) else own_line(line, log_format, name)
+
+
+def own_line(line: str, log_format: LogFormat, name: str = "looseleaf") -> str:
+    """Returns a plain line in the format of the log. In JSON, the line becomes the message of an object with the level
+    info.
+    """
+    return line if log_format == "text" else json_line(name, line, time.time(), "info")
 
 
 def _ready_file(directory: Path, spec: ServiceSpec) -> Path:

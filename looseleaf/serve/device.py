@@ -19,8 +19,8 @@ Device = Literal["cpu", "cuda"]
 
 
 def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Resolves `auto` as a worker does: to cuda if torch was built for it and the driver sees a GPU. Raises
-    StartupError if cuda was requested and is unavailable.
+    """Returns the device that a worker would choose. `auto` means cuda if torch was built for CUDA and the driver sees
+    a GPU. Raises StartupError if cuda was requested and is unavailable.
     """
     if asked == "cpu":
         return "cpu"
@@ -33,11 +33,13 @@ def resolve_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def why_no_gpu() -> str | None:
-    """Returns the reason why torch can use no GPU, in one sentence, or None if it can use one."""
+    """Returns the reason why torch cannot use a GPU, in one sentence. Returns None if torch was built for CUDA and the
+    driver sees a GPU.
+    """
     if torch_cuda() is None:
         return "the torch that is installed here was not built for CUDA"
-    # In a separate process: a process that has called the driver cannot fork others that use it, and `LLM` does not
-    # control what else its process does.
+    # In a separate process, because a process that has called the driver cannot fork processes that use the driver, and
+    # the process that uses `LLM` may fork.
     command = [sys.executable, "-m", "looseleaf.serve.device"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -54,7 +56,7 @@ def driver_obstacle() -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """Returns the CUDA version that the installed torch was built for, or None if it is a CPU build or not
+    """Returns the CUDA version that the installed torch was built for, or None if torch is a CPU build or is not
     installed.
     """
     spec = importlib.util.find_spec("torch")

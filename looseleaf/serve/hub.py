@@ -1,4 +1,4 @@
-"""Finds a model by its Hugging Face Hub name: uses the local cache, or else downloads the model and shows a progress
+"""Finds a model by its Hugging Face Hub name. Uses the local cache, or else downloads the model and shows a progress
 bar.
 """
 
@@ -16,12 +16,12 @@ _UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
 
 
 def is_name(given: str) -> bool:
-    """Returns whether `given` is ORGANIZATION/NAME rather than a directory that exists."""
+    """Returns whether `given` has the form ORGANIZATION/NAME and is not an existing path."""
     return _NAME.fullmatch(given) is not None and not Path(given).exists()
 
 
 def cached(name: str) -> Path | None:
-    """Returns the model's directory in the local cache, or None if the configuration or the weights are not there."""
+    """Returns the model's directory in the local cache, or None if the cache lacks the configuration or the weights."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -31,9 +31,9 @@ def cached(name: str) -> Path | None:
     return found if (found / "config.json").is_file() and any(found.glob("*.safetensors")) else None
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, *, needs_weights: bool = True) -> Path:
     """Returns the model's directory in the local cache, after a download if necessary. Raises StartupError if the
-    download fails.
+    download fails or, with `needs_weights`, if the repository has no safetensors files.
     """
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -42,7 +42,7 @@ def fetch(name: str) -> Path:
         return found
     where = f"model {name} is neither a directory nor in the Hugging Face cache ({HF_HUB_CACHE})"
     try:
-        return _snapshot(name)
+        found = _snapshot(name)
     except GatedRepoError as error:
         why = f"; its owner grants access on {ENDPOINT}/{name}, then run `hf auth login`"
         raise StartupError(where + why) from error
@@ -53,6 +53,13 @@ def fetch(name: str) -> Path:
             f"{where}, and {ENDPOINT} cannot be reached; on a machine with access, run `hf download {name} --local-dir "
             f"{name.partition('/')[2]}`, copy that directory here and pass its path"
         ) from error
+    if needs_weights and not any(found.glob("*.safetensors")):
+        raise StartupError(
+            f"{ENDPOINT}/{name} has no *.safetensors files; for a GGUF file, run `hf download {name} FILE.gguf "
+            f"--local-dir .` and pass its path; for pickled *.bin files, run `hf download {name} --local-dir "
+            f"{name.partition('/')[2]}` and pass that directory, and the command that converts them is shown"
+        )
+    return found
 
 
 def _snapshot(name: str, local_files_only: bool = False) -> Path:

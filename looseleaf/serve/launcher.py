@@ -1,7 +1,7 @@
 """Runs every service on this machine as child processes that end together: Redis, block store, workers, gateway.
 
 Defines the order in which they start and stop, and restarts a service that ends. State that must survive is in the
-arena, in Redis, or in the launcher. `children` handles the processes, and `service_flags` their flags.
+arena, in Redis, or in the launcher. `children` handles the processes, and `service_flags` builds their flags.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from block_store.errors import RedisUnusable
 from block_store.redis.private_redis import PrivateServer
 from common.errors import StartupError
 from common.secret_files import write_secret
-from looseleaf.serve.addresses import check_port_free, reachable
-from looseleaf.serve.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, wait_ready
+from looseleaf.serve.addresses import check_ports_free, reachable
+from looseleaf.serve.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, own_line, wait_ready
 from looseleaf.serve.model_source import resolve
 from looseleaf.serve.placement import (
     by_turns,
@@ -85,11 +85,13 @@ def echo_to_stderr(line: str) -> None:
 
 
 class Launcher:
-    """The processes of one launch. Call `start`, then `check` from time to time. `stop`, or a `with` block, ends it."""
+    """The owner of the processes of one launch. Call `start`, then `check` from time to time, and `stop` at the end."""
 
     def __init__(self, settings: ServeSettings, echo: Echo = echo_to_stderr) -> None:
         self._settings = settings
+        self._log_format = settings.log_format
         self._echo = echo
+        self._say: Echo = lambda line: echo(own_line(line, settings.log_format))
         self._children: list[Child] = []
         self._shared: SharedDirectory | None = None
         self._run_directory: Path | None = None
@@ -99,8 +101,8 @@ class Launcher:
         self._standby: Standby | None = None
 
     def start(self) -> Addresses:
-        """Starts every service. Returns when the gateway serves. If this fails, stops everything and raises
-        StartupError.
+        """Starts every service. Returns when the gateway serves requests. If a service does not start, stops everything
+        and raises StartupError.
         """
         try:
             return self._start()
@@ -109,20 +111,18 @@ class Launcher:
             raise
 
     def _start(self) -> Addresses:
-        asked, settings = self._settings, settled(self._settings)
-        self._settings = settings
+        asked = self._settings
+        self._settings = settings = settled(asked)
         source = resolve(settings.model or settings.model_directory, dummy=settings.load_format == "dummy")
         if source.notice:
-            self._echo(source.notice)
-        for port in (settings.port, settings.grpc_port):
-            check_port_free(settings.host, port)
-        for port in vllm_grpc_ports(settings):
-            check_port_free(settings.vllm_grpc_host, port)
+            self._say(source.notice)
+        check_ports_free(settings.host, settings.port, settings.grpc_port)
+        check_ports_free(settings.vllm_grpc_host, *vllm_grpc_ports(settings))
         self._shared = SharedDirectory(Path(settings.directory) if settings.directory else ROOT)
         write_secret(self._secret_file)
         self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
         self._notice.file = self._run_directory / "restarting"
-        self._echo(describe(asked, settings))
+        self._say(describe(asked, settings))
         # Workers start in parallel with the store; a service that needs the store's address waits for it.
         redis_url = settings.redis_url or self._start_redis()
         flags = store_flags(settings, self._shared.path, source)
@@ -143,20 +143,20 @@ class Launcher:
         return self._addresses(ready, source.notice)
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
-        """Starts a spare worker if `standby.wanted` says so. `flags` are the flags of all workers."""
+        """Starts a spare worker if `standby.wanted` returns True. `flags` are the flags of all workers."""
         from block_store.server.sizing import (
             available_memory,  # imported here, so that services are started before numpy is loaded
         )
 
         settings = self._settings
         has_one, why = wanted(settings, weights_bytes, available_memory())
-        self._echo(f"looseleaf: {'a' if has_one else 'no'} spare worker ({why})")
+        self._say(f"looseleaf: {'a' if has_one else 'no'} spare worker ({why})")
         if not has_one:
             return
         place = "both" if settings.roles == "both" else "split"
         own = [*flags, *role_flags(settings, "looseleaf.both_roles"), "--place", place]
         spec = replace(self._spec(NAME, PACKAGE, own), takes_orders=True)
-        self._standby = Standby(lambda: self._child(spec), lambda: self._restarts.allow(NAME), self._echo)
+        self._standby = Standby(lambda: self._child(spec), lambda: self._restarts.allow(NAME), self._say)
         self._standby.check()
 
     def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
@@ -178,7 +178,7 @@ class Launcher:
             self._redis = PrivateServer(
                 self._shared.path,
                 may_restart=lambda: self._restarts.allow("redis"),
-                tell=lambda line: self._echo(f"looseleaf: {line}"),
+                tell=lambda line: self._say(f"looseleaf: {line}"),
             )
         except RedisUnusable as error:
             raise StartupError(str(error)) from None
@@ -196,7 +196,7 @@ class Launcher:
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
         environment.setdefault("KERNELS_CHOICES", str(self._run_directory))
         inside = inside_flags(self._settings, self._secret_file)
-        return ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd)
+        return ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd, self._log_format)
 
     def _child(self, spec: ServiceSpec) -> Child:
         assert self._run_directory is not None
@@ -213,29 +213,29 @@ class Launcher:
 
     @property
     def _secret_file(self) -> Path:
-        """The file of the secret that all internal calls of this launch must carry. It is in the arena's directory: a
-        process that can write there needs no secret.
+        """The file of the secret that all internal calls of this launch must carry. It is in the arena's directory,
+        because a process that can write there needs no secret.
         """
         assert self._shared is not None
         return self._shared.path / "secret"
 
     @property
     def pids(self) -> dict[str, int]:
-        """Returns the process id of each service, by name."""
+        """The process id of each service, by name."""
         return {child.name: child.pid for child in self._children}
 
     @property
     def spare_pids(self) -> list[int]:
-        """Returns the process ids of spare workers, loaded or not."""
+        """The process ids of spare workers, loaded or not."""
         return [child.pid for child in self._spare]
 
     @property
     def spare_is_loaded(self) -> bool:
-        """Returns whether a worker that dies now can be replaced at once."""
+        """Whether a worker that dies now can be replaced at once."""
         return self._standby is not None and self._standby.is_loaded
 
     def check(self) -> None:
-        """Restarts services that have ended. Raises ChildDied if one keeps ending.
+        """Restarts services that have ended. Raises ChildDied if a service keeps ending.
 
         A thread restarts the private Redis; this method only raises its failure.
         """
@@ -255,7 +255,7 @@ class Launcher:
     def _replacement(self, spec: ServiceSpec, death: str) -> Child:
         child = None if self._standby is None else self._standby.take_place(spec)
         what = "starting it again" if child is None else "the spare worker takes its place"
-        self._echo(f"looseleaf: {death}; {what}")
+        self._say(f"looseleaf: {death}; {what}")
         return self._notice.add(child or self._child(spec))
 
     def reload(self) -> None:
@@ -273,7 +273,7 @@ class Launcher:
 
     def stop(self, most_s: float | None = None) -> None:
         """Ends the spare worker, the gateway, the workers, the store and Redis, in this order. A second call does
-        nothing. Services that do not end within `most_s` (by default the grace period plus a margin) are killed.
+        nothing. Kills services that do not end in `most_s` seconds (default: drain delay, grace period and a margin).
         """
         if most_s is None:
             most_s = self._settings.drain_delay + self._settings.grace_s + _ENDING_S

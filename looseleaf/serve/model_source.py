@@ -35,15 +35,15 @@ class ModelSource:
 
 
 def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
-    """Returns the directory of the model `given` (a directory, a GGUF file or a name on the Hugging Face Hub). If it is
-    None, returns the built-in model's directory, or else a small random model's. Raises StartupError if there is no
-    model or the download fails.
+    """Returns the directory of the model `given` (a directory, a GGUF file or a name on the Hugging Face Hub). If
+    `given` is None, returns the directory of the built-in model or, if there is none, of a small random model. Raises
+    StartupError if there is no model or the download fails.
 
-    With `dummy` weights, the directory needs only a config.json: the small random model's tokenizer replaces a missing
-    one.
+    With `dummy` weights, the directory needs only a config.json. The small random model's tokenizer replaces a missing
+    tokenizer.
     """
     if given is not None:
-        directory = hub.fetch(given) if hub.is_name(given) else _checked(Path(given))
+        directory = hub.fetch(given, needs_weights=not dummy) if hub.is_name(given) else _checked(Path(given))
         if dummy and not (directory / "tokenizer.json").exists():
             return ModelSource(
                 with_tokenizer(directory, cache_directory()), f"{directory} has no tokenizer: using another one"
@@ -90,7 +90,7 @@ def tiny_checkpoint(cache: Path) -> Path:
             raise StartupError(f"the small random model could not be created: {_last_line(made.stderr)}")
         partial.rename(target)
     except OSError as error:
-        if not (target / "config.json").is_file():  # another launch may have been quicker
+        if not (target / "config.json").is_file():  # another launch may have created it
             raise StartupError(f"cannot write the small random model to {target}: {error.strerror}") from error
     return target
 
@@ -115,7 +115,7 @@ def gguf_directory(file: Path, cache: Path) -> Path:
             raise StartupError(_last_line(made.stderr))
         partial.rename(target)
     except OSError as error:
-        if not (target / "config.json").is_file():  # another launch may have been quicker
+        if not (target / "config.json").is_file():  # another launch may have created it
             raise StartupError(f"cannot write to {target}: {error.strerror}") from error
     return target
 

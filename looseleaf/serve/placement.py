@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from common.cores import usable_cores
 from common.errors import StartupError
@@ -15,20 +16,21 @@ from looseleaf.serve.model_source import REPOSITORY
 from looseleaf.serve.settings import ServeSettings
 
 SPLIT_FROM_CORES = 8
-"""With at least this many cores, prefill and decode have separate processes with half of the cores each. On two cores,
-a single process that alternates had a higher throughput under every kind of load. Larger machines have not been
-measured.
+"""With `--roles auto` on a CPU with at least this many cores, prefill and decode run in separate processes, which share
+the cores evenly. On two cores, a single process in which the roles take turns had a higher throughput under every kind
+of load. Larger machines have not been measured.
 """
 _TORCHLESS = ("block_store", "gateway")
 
 
 def settled(settings: ServeSettings) -> ServeSettings:
-    """Returns `settings` with device and roles filled in. Raises StartupError if the device is unavailable, or if each
-    process is to host both roles and the counts differ.
+    """Returns `settings` with `device` and `roles` resolved. Raises StartupError if the device is unavailable, if each
+    process hosts both roles but their numbers of workers or their parallel sizes differ, or if a spare worker is
+    requested although a worker has several ranks.
     """
     device = resolve_device(settings.device)
-    ranks = ranks_by_package(settings)
-    paired = settings.prefill == settings.decode and ranks["prefill_svc"] == ranks["decode_svc"]
+    grids = grids_by_package(settings)
+    paired = settings.prefill == settings.decode and grids["prefill_svc"] == grids["decode_svc"]
     roles = settings.roles
     if roles == "auto":
         alone = paired and settings.prefill == 1
@@ -37,23 +39,23 @@ def settled(settings: ServeSettings) -> ServeSettings:
     if roles == "both" and not paired:
         raise StartupError(
             f"--prefill {settings.prefill} and --decode {settings.decode} must be equal if each process hosts both "
-            "roles, and so must their tensor parallel sizes; --roles split runs them in separate processes"
+            "roles, and so must their parallel sizes; --roles split runs them in separate processes"
         )
-    if settings.spare and max(ranks.values()) > 1:
-        raise StartupError(f"--spare {settings.spare} does not support a tensor parallel size of {max(ranks.values())}")
+    if settings.spare and (most := most_ranks(settings)) > 1:
+        raise StartupError(f"--spare {settings.spare} does not support workers with {most} ranks")
     return settings.model_copy(update={"device": device, "roles": roles})
 
 
 def is_small() -> bool:
-    """Returns whether the machine has so few cores that two roles do more work if they take turns, with all cores for
-    each, than if they run at the same time.
+    """Returns whether the machine has so few cores that two roles do more work in turns, each with all cores, than at
+    the same time.
     """
     return usable_cores() < SPLIT_FROM_CORES
 
 
 def describe(asked: ServeSettings, settings: ServeSettings) -> str:
-    """Returns one line for the log: how the roles share the machine, and why. `settings` is the settled form of
-    `asked`.
+    """Returns a line for the log that states how the roles share the machine, and why. `settings` is the settled form
+    of `asked`.
     """
     cores, threads = usable_cores(), threads_per_worker(settings)
     if settings.roles == "both":
@@ -82,12 +84,26 @@ def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
     return [(name, f"{role}_svc") for role, count in counts.items() for name in numbered(role, count)]
 
 
-def ranks_by_package(settings: ServeSettings) -> dict[str, int]:
-    """Returns the tensor parallel size of each kind of worker, by package."""
-    size = settings.tensor_parallel_size
-    prefill = settings.prefill_tensor_parallel_size or size
-    decode = settings.decode_tensor_parallel_size or size
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The sizes of the grid of a worker's ranks (docs/parallel.md)."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+
+
+def grids_by_package(settings: ServeSettings) -> dict[str, Grid]:
+    """Returns the grid of each kind of worker, by package."""
+    shares, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    prefill = Grid(settings.prefill_tensor_parallel_size or shares, settings.prefill_pipeline_parallel_size or stages)
+    decode = Grid(settings.decode_tensor_parallel_size or shares, settings.decode_pipeline_parallel_size or stages)
     return {"prefill_svc": prefill, "decode_svc": decode, "looseleaf.both_roles": prefill}
+
+
+def most_ranks(settings: ServeSettings) -> int:
+    """Returns the number of ranks of the largest worker."""
+    grids = grids_by_package(settings).values()
+    return max(grid.tensor_parallel_size * grid.pipeline_parallel_size for grid in grids)
 
 
 def numbered(name: str, count: int) -> list[str]:
@@ -96,7 +112,7 @@ def numbered(name: str, count: int) -> list[str]:
 
 def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
     """Returns `--threads`, or else the user's OMP_NUM_THREADS, or else an even share of the cores that this process may
-    use. If there are few cores, each role may use all of them, because one often waits while the other is busy.
+    use. If there are few cores, each role may use all of them, because one role often waits while the other is busy.
     """
     if settings.threads:
         return settings.threads
@@ -120,13 +136,13 @@ def _apart_on_few(settings: ServeSettings) -> bool:
 
 
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:
-    """Returns the environment of the service `name`. If the service has a model, the model computes in `threads`
-    threads.
+    """Returns the environment of the service `name`.
 
-    Idle OpenMP threads sleep, because if there are few cores, spinning threads slow down others. numpy's OpenBLAS gets
-    no thread pool, because no service computes with it. Weights use huge pages if the system offers them on request
-    (glibc 2.35 and later), because they are read completely for every token. The user's values of these variables are
-    kept, except OMP_NUM_THREADS, which is set to `threads`.
+    If the service has a model, the model computes in `threads` threads. Idle OpenMP threads sleep, because with few
+    cores, spinning threads slow down other threads. numpy's OpenBLAS gets no thread pool, because no service computes
+    with it. Weights use huge pages if the system offers them on request (glibc 2.35 and later), because they are read
+    completely for every token. The user's values of these variables are kept, except OMP_NUM_THREADS, which is set to
+    `threads`, or to 1 if the service has no model.
     """
     environment = dict(base)
     environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)

@@ -1,5 +1,5 @@
-"""A file that exists while a service of a launch is being restarted. The gateway checks it (`--restarts-file`): as long
-as it exists, requests wait for workers until their deadlines.
+"""A file that exists while a service of a launch is being restarted. The gateway checks the file (`--restarts-file`).
+As long as the file exists, requests wait for workers until their deadlines.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.secret_files import lasting_secret
 from common.tensor_parallel import default_parts
 from looseleaf.serve.model_source import ModelSource
-from looseleaf.serve.placement import ranks_by_package, threads_per_worker
+from looseleaf.serve.placement import grids_by_package, threads_per_worker
 from looseleaf.serve.settings import ServeSettings
 
 _WORKER_SETTINGS = (
@@ -51,12 +51,13 @@ def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -
             "device": settings.device,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "log_level": settings.log_level,
+            "log_format": settings.log_format,
         }
     )
 
 
 def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Returns the flags of `python -m prefill_svc`, `python -m decode_svc` and `python -m looseleaf.both_roles`."""
+    """Returns the flags that all workers of a launch have in common. `block_store` is the store's address."""
     return flags_of(
         {
             "model": source.directory,
@@ -65,27 +66,31 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str)
             "block_store": block_store,
             "num_threads": threads_per_worker(settings),
             "log_level": settings.log_level,
+            "log_format": settings.log_format,
             **{name: getattr(settings, name) for name in _WORKER_SETTINGS},
         }
     )
 
 
 def role_flags(settings: ServeSettings, package: str) -> list[str]:
-    """Returns the flags that depend on the kind of worker. All workers get the same number of parts, without which they
-    would share no blocks.
+    """Returns the flags that depend on the kind of worker. All workers get the same number of reduction parts;
+    otherwise they could not share blocks.
     """
     flags: dict[str, object | None] = {}
     if package != "prefill_svc":
-        flags = {"preemption": settings.preemption, "swap_space": settings.swap_space}
-    sizes = ranks_by_package(settings)
-    parts = settings.reduction_parts or default_parts(max(sizes.values()))
+        flags = {name: getattr(settings, name) for name in ("preemption", "swap_space", "speculative_config")}
+    grids = grids_by_package(settings)
+    grid = grids[package]
+    parts = settings.reduction_parts or default_parts(max(each.tensor_parallel_size for each in grids.values()))
     if parts > 1:
-        flags |= {"tensor_parallel_size": sizes[package], "reduction_parts": parts}
+        flags |= {"tensor_parallel_size": grid.tensor_parallel_size, "reduction_parts": parts}
+    if grid.pipeline_parallel_size > 1:
+        flags |= {"pipeline_parallel_size": grid.pipeline_parallel_size}
     return flags_of(flags)
 
 
 def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Returns the flags of `python -m gateway`."""
+    """Returns the flags of `python -m gateway`. `block_store` is the store's address."""
     names = (
         "host",
         "port",
@@ -100,16 +105,19 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "reasoning_parser",
         "ssl_certfile",
         "ssl_keyfile",
+        "explain_requests",
         "strict_fields",
         "allowed_origins",
         "enable_lora",
         "allow_runtime_lora_updating",
         "drain_delay",
         "log_level",
+        "log_format",
         *(("vllm_grpc", "vllm_grpc_host", "vllm_grpc_tenant", *_VLLM_GRPC_PORTS) if settings.vllm_grpc else ()),
     )
-    modules = [part for module in settings.lora_modules for part in ("--lora-modules", module)]
-    return modules + flags_of(
+    listed = [part for module in settings.lora_modules for part in ("--lora-modules", module)]
+    listed += [] if settings.ui else ["--no-ui"]
+    return listed + flags_of(
         {
             "model": source.directory,
             "served_model_name": settings.served_model_name or source.directory.name,
@@ -121,7 +129,7 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
 
 
 def vllm_grpc_ports(settings: ServeSettings) -> list[int]:
-    """Returns the ports of vLLM's protocol, or none if it is not to be served."""
+    """Returns the ports of vLLM's protocol, or no ports if `vllm_grpc` is off."""
     return [getattr(settings, name) for name in _VLLM_GRPC_PORTS] if settings.vllm_grpc else []
 
 
@@ -133,15 +141,15 @@ def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:
 
 
 def store_secrets(redis_url: str) -> dict[str, str]:
-    """Returns the store's secrets as variables, because a URL may contain a password and every user of the machine can
-    read flags.
+    """Returns the store's secrets as environment variables, because the URL may contain a password, and every user of
+    the machine can read flags.
     """
     return {"LOOSELEAF_BLOCK_STORE_REDIS_URL": redis_url}
 
 
 def salt_secret(settings: ServeSettings) -> str:
-    """Returns the secret of the launch's cache salts. With a disk tier, the secret is kept beside the blocks, because
-    tenants would otherwise not find their blocks after a restart.
+    """Returns the secret of the launch's cache salts. With a disk tier, the secret is kept beside the blocks; otherwise
+    tenants would not find their blocks after a restart.
     """
     return (
         secrets.token_hex(32)
@@ -151,8 +159,8 @@ def salt_secret(settings: ServeSettings) -> str:
 
 
 def gateway_secrets(settings: ServeSettings, redis_url: str, salt: str) -> dict[str, str]:
-    """Returns the gateway's secrets as variables. A restarted gateway must have its predecessor's salt; otherwise
-    prompts would not find their blocks. A salt that the user has set is kept.
+    """Returns the gateway's secrets as environment variables. A restarted gateway must have its predecessor's salt
+    secret; otherwise prompts would not find their blocks. A salt secret that the user has set is kept.
     """
     variables = {"LOOSELEAF_GATEWAY_REDIS_URL": redis_url}
     variables |= {} if _SALT_SECRET in os.environ else {_SALT_SECRET: salt}
@@ -160,9 +168,7 @@ def gateway_secrets(settings: ServeSettings, redis_url: str, salt: str) -> dict[
 
 
 def with_ports(flags: Sequence[str], ports: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns `flags` with the ports that a service has bound instead of the given ones, so that its successor gets the
-    same ports.
-    """
+    """Returns `flags` with the ports that a service has bound, so that its successor binds the same ports."""
     kept = list(flags)
     for flag, address in ports.items():
         kept[kept.index(flag) + 1] = address.rpartition(":")[2]

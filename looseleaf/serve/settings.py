@@ -11,12 +11,16 @@ from pydantic_settings import CliPositionalArg
 from common.settings import (
     KV_CACHE_DTYPE,
     KV_DISK_DIR,
+    LOG_FORMAT,
+    PIPELINE_PARALLEL_SIZE,
     REDUCTION_PARTS,
     TENSOR_PARALLEL_SIZE,
     AttentionBackend,
     VllmGrpcSettings,
     settings_config,
 )
+from common.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfigText
+from common.telemetry import LogFormat
 from common.tensor_parallel import MOST_RANKS
 from common.types import KvCacheDType, Pooling
 from gateway.tools.names import CallFormatName, ReasoningFormatName
@@ -79,6 +83,13 @@ class ServeSettings(VllmGrpcSettings):
     decode_tensor_parallel_size: int | None = Field(
         None, ge=1, le=MOST_RANKS, description="the same for decode workers only; needs --roles split"
     )
+    pipeline_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=PIPELINE_PARALLEL_SIZE)
+    prefill_pipeline_parallel_size: int | None = Field(
+        None, ge=1, le=MOST_RANKS, description="the same for prefill workers only; needs --roles split"
+    )
+    decode_pipeline_parallel_size: int | None = Field(
+        None, ge=1, le=MOST_RANKS, description="the same for decode workers only; needs --roles split"
+    )
     reduction_parts: int | None = Field(None, ge=1, le=MOST_RANKS, description=REDUCTION_PARTS)
     host: str = Field("127.0.0.1", description="where the gateway listens")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0: any free port")
@@ -118,6 +129,7 @@ class ServeSettings(VllmGrpcSettings):
     swap_space: float | None = Field(
         None, ge=0, description="GiB of host memory for swapped blocks; default: the decode worker's"
     )
+    speculative_config: SpeculativeConfigText = Field(None, description=SPECULATIVE_CONFIG)
     attention_backend: AttentionBackend = Field("auto", description="provider of attention kernels")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
     deterministic: bool = Field(
@@ -170,6 +182,10 @@ class ServeSettings(VllmGrpcSettings):
         None, description="the CA of all services; with it, services use TLS and verify each other"
     )
     reflection: bool = Field(True, description="let callers list the gRPC methods and HTTP paths")
+    explain_requests: int | None = Field(
+        None, ge=0, description="number of requests that are kept for `looseleaf explain`; default: the gateway's"
+    )
+    ui: bool = Field(True, description="serve the page at /")
     strict_fields: bool = Field(
         False, description="refuse unknown fields of request bodies instead of ignoring them with a warning"
     )
@@ -177,6 +193,7 @@ class ServeSettings(VllmGrpcSettings):
         None, description="origins whose pages may call the HTTP API, separated by commas; *: any; default: none"
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_format: LogFormat = Field("text", description=LOG_FORMAT)
     startup_timeout_s: float = Field(600.0, gt=0, description="maximum time in seconds until all services are ready")
     drain_delay: float = Field(
         0.0,

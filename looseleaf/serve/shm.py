@@ -28,12 +28,13 @@ class SharedDirectory:
         sweep(root)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            self.lock_fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self.lock_fd = os.open(self.path / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartupError(
                 f"no shared memory at {root} ({error.strerror}); mount a tmpfs there or name one with --directory"
             ) from error
         fcntl.flock(self.lock_fd, fcntl.LOCK_EX)
+        (self.path / "new").rename(self.path / _LOCK)  # only now, because a launch treats an unlocked file as stale
 
     def close(self) -> None:
         """Removes the directory. A second call does nothing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from looseleaf.serve.children import Child, ChildDied, Echo, ServiceSpec
-from looseleaf.serve.placement import ranks_by_package
+from looseleaf.serve.placement import most_ranks
 from looseleaf.serve.settings import ServeSettings
 
 NAME = "spare"
@@ -18,24 +18,24 @@ WORKERS = ("prefill_svc", "decode_svc", "looseleaf.both_roles")
 FREE_WEIGHTS = 4
 """By default, there is a spare worker only if free memory is at least this many times the size of the weights."""
 _LEAST_BYTES = 1 << 30
-"""The least free memory for a default spare worker's process, even with a small model."""
+"""By default, there is a spare worker only if at least this many bytes of memory are free, even with a small model."""
 
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
-    """Returns whether a launch with these settings has a spare worker, and why, for the log. `weights_bytes` is the
-    size of a worker's weights.
+    """Returns whether a launch with these settings has a spare worker, and the reason, for the log. `weights_bytes` is
+    the size of a worker's weights, `free_bytes` the free memory of the machine.
     """
     from block_store.server.sizing import gib  # imported here, so that services are started before numpy is loaded
 
     if settings.spare is not None:
         return settings.spare > 0, f"--spare {settings.spare}"
-    if max(ranks_by_package(settings).values()) > 1:
+    if most_ranks(settings) > 1:
         return False, "workers have several ranks"
     if settings.device == "cuda":
-        return False, "a GPU would hold the weights once more; --spare 1 has one"
+        return False, "a second copy of the weights would take GPU memory; --spare 1 starts one"
     least = max(FREE_WEIGHTS * weights_bytes, _LEAST_BYTES)
     room = f"{gib(free_bytes)} of memory free, {gib(least)} wanted for {gib(weights_bytes)} of weights"
-    return (True, f"{room}; --spare 0 has none") if free_bytes >= least else (False, f"{room}; --spare 1 has one")
+    return (True, f"{room}; --spare 0 starts none") if free_bytes >= least else (False, f"{room}; --spare 1 starts one")
 
 
 class Standby:
@@ -61,8 +61,8 @@ class Standby:
         return self._child is not None and self._child.ready_lines() is not None
 
     def take_place(self, spec: ServiceSpec) -> Child | None:
-        """Returns the spare worker, which is now the process of `spec`. Returns None if there is none or it has not
-        loaded yet.
+        """Makes the spare worker the process of `spec` and returns it. Returns None if no spare worker has loaded the
+        model, or if it cannot replace this kind of process.
         """
         child = self._child
         if child is None or spec.package not in WORKERS or not self.is_loaded or not child.become(spec):
@@ -71,8 +71,8 @@ class Standby:
         return child
 
     def check(self) -> None:
-        """Starts a spare worker if there is none, unless the last one has replaced a worker and is not serving yet. If
-        spare workers keep dying, no further one is started; other services are not affected.
+        """Starts a spare worker if there is none, unless the last spare worker has replaced a worker and is not serving
+        yet. If spare workers keep dying, no further spare worker is started.
         """
         if self._has_failed or (self._successor is not None and self._is_starting(self._successor)):
             return

@@ -7,7 +7,7 @@ import threading
 from looseleaf.serve.launcher import Launcher
 
 CHECK_S = 0.05
-"""Interval between checks for deaths. It is part of the pause that a death causes."""
+"""The interval between checks for deaths, in seconds. It is part of the pause that a death causes."""
 
 
 def supervise(launcher: Launcher, ended: threading.Event) -> None:
@@ -17,7 +17,7 @@ def supervise(launcher: Launcher, ended: threading.Event) -> None:
 
 
 class Supervisor(threading.Thread):
-    """A thread that runs `supervise` until `end` is called or a service cannot be restarted (`failure`)."""
+    """A thread that runs `supervise` until `end` is called or `supervise` fails. `failure` is then the error."""
 
     def __init__(self, launcher: Launcher) -> None:
         super().__init__(name="supervisor", daemon=True)

@@ -25,47 +25,47 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import types_pb2 as protos_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/v1/block_store.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"\xd0\x01\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.looseleaf.v1.KvLayout\x12\x15\n\rweights_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15peak_activation_bytes\x18\x05 \x01(\x04\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0c\x66loor_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x08 \x01(\x0c\"\x9e\x01\n\x0e\x41ttachResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x11\n\tredis_url\x18\x05 \x01(\t\x12\x14\n\x0c\x66loor_blocks\x18\x06 \x01(\r\x12\x15\n\rhas_disk_tier\x18\x07 \x01(\x08\"@\n\x0eInspectRequest\x12\x1b\n\x0einclude_blocks\x18\x01 \x01(\x08H\x00\x88\x01\x01\x42\x11\n\x0f_include_blocks\"}\n\tBlockInfo\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.looseleaf.v1.BlockState\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07holders\x18\x05 \x03(\x04\"i\n\nHolderInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0enum_references\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\x12\x14\n\x0c\x66loor_blocks\x18\x05 \x01(\r\"e\n\x0c\x44iskTierInfo\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x02 \x01(\x04\x12\x12\n\nnum_stored\x18\x03 \x01(\x04\x12\x14\n\x0cnum_restored\x18\x04 \x01(\x04\"\x9c\x03\n\x0fInspectResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06sealed\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x12\n\nquarantine\x18\x07 \x01(\r\x12)\n\x07holders\x18\x08 \x03(\x0b\x32\x18.looseleaf.v1.HolderInfo\x12\'\n\x06\x62locks\x18\t \x03(\x0b\x32\x17.looseleaf.v1.BlockInfo\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12)\n\x06memory\x18\x0c \x01(\x0e\x32\x19.looseleaf.v1.ArenaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\r \x01(\x0c\x12\x10\n\x08kv_dtype\x18\x0e \x01(\t\x12\x32\n\tdisk_tier\x18\x0f \x01(\x0b\x32\x1a.looseleaf.v1.DiskTierInfoH\x00\x88\x01\x01\x42\x0c\n\n_disk_tier\"{\n\x11ReadBlocksRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\'\n\x05table\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.BlockTable\x12\x14\n\x0cticket_epoch\x18\x03 \x01(\x04\x12\x15\n\rticket_secret\x18\x04 \x01(\x0c\"P\n\x12ReadBlocksResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06J\x04\x08\x03\x10\x04R\x06\x64igest\"{\n\x11KeepTicketRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x14\n\x0cticket_epoch\x18\x02 \x01(\x04\x12\x15\n\rticket_secret\x18\x03 \x01(\x0c\x12\'\n\x05table\x18\x04 \x01(\x0b\x32\x18.looseleaf.v1.BlockTable\"=\n\x12KeepTicketResponse\x12\x15\n\rprefix_hashes\x18\x01 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x9e\x01\n\x0bPullRequest\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x32\n\x0b\x63\x61\x63he_quota\x18\x03 \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x15\n\rpublic_tokens\x18\x04 \x01(\rB\x0e\n\x0c_cache_quota\"\x82\x01\n\x0cPullResponse\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12\x12\n\nnum_pulled\x18\x02 \x01(\r\x12\x11\n\tnum_found\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"\x86\x01\n\x0eRestoreRequest\x12\x15\n\rprefix_hashes\x18\x01 \x03(\x0c\x12\x32\n\x0b\x63\x61\x63he_quota\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x19\n\x11num_public_blocks\x18\x03 \x01(\rB\x0e\n\x0c_cache_quota\"%\n\x0fRestoreResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r*\x81\x01\n\x0b\x41renaMemory\x12\x1c\n\x18\x41RENA_MEMORY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41RENA_MEMORY_HOST\x10\x01\x12\x1d\n\x19\x41RENA_MEMORY_STORE_DEVICE\x10\x02\x12\x1e\n\x1a\x41RENA_MEMORY_WORKER_DEVICE\x10\x03*\xa5\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x18\n\x14\x42LOCK_STATE_RESERVED\x10\x02\x12\x16\n\x12\x42LOCK_STATE_SEALED\x10\x03\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x04\x12\x1a\n\x16\x42LOCK_STATE_QUARANTINE\x10\x05\x32\xcb\x03\n\x11\x42lockStoreService\x12\x43\n\x06\x41ttach\x12\x1b.looseleaf.v1.AttachRequest\x1a\x1c.looseleaf.v1.AttachResponse\x12\x46\n\x07Inspect\x12\x1c.looseleaf.v1.InspectRequest\x1a\x1d.looseleaf.v1.InspectResponse\x12Q\n\nReadBlocks\x12\x1f.looseleaf.v1.ReadBlocksRequest\x1a .looseleaf.v1.ReadBlocksResponse0\x01\x12O\n\nKeepTicket\x12\x1f.looseleaf.v1.KeepTicketRequest\x1a .looseleaf.v1.KeepTicketResponse\x12=\n\x04Pull\x12\x19.looseleaf.v1.PullRequest\x1a\x1a.looseleaf.v1.PullResponse\x12\x46\n\x07Restore\x12\x1c.looseleaf.v1.RestoreRequest\x1a\x1d.looseleaf.v1.RestoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/v1/block_store.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"\xd0\x01\n\rAttachRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.looseleaf.v1.KvLayout\x12\x15\n\rweights_bytes\x18\x04 \x01(\x04\x12\x1d\n\x15peak_activation_bytes\x18\x05 \x01(\x04\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0c\x66loor_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x64\x65vice_uuid\x18\x08 \x01(\x0c\"\x9e\x01\n\x0e\x41ttachResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x11\n\tredis_url\x18\x05 \x01(\t\x12\x14\n\x0c\x66loor_blocks\x18\x06 \x01(\r\x12\x15\n\rhas_disk_tier\x18\x07 \x01(\x08\"\x80\x01\n\x0eInspectRequest\x12\x1b\n\x0einclude_blocks\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1b\n\x0einclude_states\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x0e\n\x06\x62locks\x18\x03 \x03(\rB\x11\n\x0f_include_blocksB\x11\n\x0f_include_states\"}\n\tBlockInfo\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.looseleaf.v1.BlockState\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x0c\x12\x0f\n\x07holders\x18\x05 \x03(\x04\"i\n\nHolderInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0enum_references\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\x12\x14\n\x0c\x66loor_blocks\x18\x05 \x01(\r\"e\n\x0c\x44iskTierInfo\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x02 \x01(\x04\x12\x12\n\nnum_stored\x18\x03 \x01(\x04\x12\x14\n\x0cnum_restored\x18\x04 \x01(\x04\"\xac\x03\n\x0fInspectResponse\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x10\n\x08reserved\x18\x04 \x01(\r\x12\x0e\n\x06sealed\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\r\x12\x12\n\nquarantine\x18\x07 \x01(\r\x12)\n\x07holders\x18\x08 \x03(\x0b\x32\x18.looseleaf.v1.HolderInfo\x12\'\n\x06\x62locks\x18\t \x03(\x0b\x32\x17.looseleaf.v1.BlockInfo\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12)\n\x06memory\x18\x0c \x01(\x0e\x32\x19.looseleaf.v1.ArenaMemory\x12\x13\n\x0b\x64\x65vice_uuid\x18\r \x01(\x0c\x12\x10\n\x08kv_dtype\x18\x0e \x01(\t\x12\x32\n\tdisk_tier\x18\x0f \x01(\x0b\x32\x1a.looseleaf.v1.DiskTierInfoH\x00\x88\x01\x01\x12\x0e\n\x06states\x18\x10 \x01(\x0c\x42\x0c\n\n_disk_tier\"{\n\x11ReadBlocksRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\'\n\x05table\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.BlockTable\x12\x14\n\x0cticket_epoch\x18\x03 \x01(\x04\x12\x15\n\rticket_secret\x18\x04 \x01(\x0c\"P\n\x12ReadBlocksResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06J\x04\x08\x03\x10\x04R\x06\x64igest\"{\n\x11KeepTicketRequest\x12\x10\n\x08\x61rena_id\x18\x01 \x01(\t\x12\x14\n\x0cticket_epoch\x18\x02 \x01(\x04\x12\x15\n\rticket_secret\x18\x03 \x01(\x0c\x12\'\n\x05table\x18\x04 \x01(\x0b\x32\x18.looseleaf.v1.BlockTable\"P\n\x12KeepTicketResponse\x12\x15\n\rprefix_hashes\x18\x01 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x11\n\tbyte_port\x18\x03 \x01(\r\"\x9e\x01\n\x0bPullRequest\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x32\n\x0b\x63\x61\x63he_quota\x18\x03 \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x15\n\rpublic_tokens\x18\x04 \x01(\rB\x0e\n\x0c_cache_quota\"\x82\x01\n\x0cPullResponse\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12\x12\n\nnum_pulled\x18\x02 \x01(\r\x12\x11\n\tnum_found\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"\x86\x01\n\x0eRestoreRequest\x12\x15\n\rprefix_hashes\x18\x01 \x03(\x0c\x12\x32\n\x0b\x63\x61\x63he_quota\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x19\n\x11num_public_blocks\x18\x03 \x01(\rB\x0e\n\x0c_cache_quota\"%\n\x0fRestoreResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r*\x81\x01\n\x0b\x41renaMemory\x12\x1c\n\x18\x41RENA_MEMORY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41RENA_MEMORY_HOST\x10\x01\x12\x1d\n\x19\x41RENA_MEMORY_STORE_DEVICE\x10\x02\x12\x1e\n\x1a\x41RENA_MEMORY_WORKER_DEVICE\x10\x03*\xa5\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x18\n\x14\x42LOCK_STATE_RESERVED\x10\x02\x12\x16\n\x12\x42LOCK_STATE_SEALED\x10\x03\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x04\x12\x1a\n\x16\x42LOCK_STATE_QUARANTINE\x10\x05\x32\xcb\x03\n\x11\x42lockStoreService\x12\x43\n\x06\x41ttach\x12\x1b.looseleaf.v1.AttachRequest\x1a\x1c.looseleaf.v1.AttachResponse\x12\x46\n\x07Inspect\x12\x1c.looseleaf.v1.InspectRequest\x1a\x1d.looseleaf.v1.InspectResponse\x12Q\n\nReadBlocks\x12\x1f.looseleaf.v1.ReadBlocksRequest\x1a .looseleaf.v1.ReadBlocksResponse0\x01\x12O\n\nKeepTicket\x12\x1f.looseleaf.v1.KeepTicketRequest\x1a .looseleaf.v1.KeepTicketResponse\x12=\n\x04Pull\x12\x19.looseleaf.v1.PullRequest\x1a\x1a.looseleaf.v1.PullResponse\x12\x46\n\x07Restore\x12\x1c.looseleaf.v1.RestoreRequest\x1a\x1d.looseleaf.v1.RestoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.block_store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ARENAMEMORY']._serialized_start=2124
-  _globals['_ARENAMEMORY']._serialized_end=2253
-  _globals['_BLOCKSTATE']._serialized_start=2256
-  _globals['_BLOCKSTATE']._serialized_end=2421
+  _globals['_ARENAMEMORY']._serialized_start=2224
+  _globals['_ARENAMEMORY']._serialized_end=2353
+  _globals['_BLOCKSTATE']._serialized_start=2356
+  _globals['_BLOCKSTATE']._serialized_end=2521
   _globals['_ATTACHREQUEST']._serialized_start=69
   _globals['_ATTACHREQUEST']._serialized_end=277
   _globals['_ATTACHRESPONSE']._serialized_start=280
   _globals['_ATTACHRESPONSE']._serialized_end=438
-  _globals['_INSPECTREQUEST']._serialized_start=440
-  _globals['_INSPECTREQUEST']._serialized_end=504
-  _globals['_BLOCKINFO']._serialized_start=506
-  _globals['_BLOCKINFO']._serialized_end=631
-  _globals['_HOLDERINFO']._serialized_start=633
-  _globals['_HOLDERINFO']._serialized_end=738
-  _globals['_DISKTIERINFO']._serialized_start=740
-  _globals['_DISKTIERINFO']._serialized_end=841
-  _globals['_INSPECTRESPONSE']._serialized_start=844
-  _globals['_INSPECTRESPONSE']._serialized_end=1256
-  _globals['_READBLOCKSREQUEST']._serialized_start=1258
-  _globals['_READBLOCKSREQUEST']._serialized_end=1381
-  _globals['_READBLOCKSRESPONSE']._serialized_start=1383
-  _globals['_READBLOCKSRESPONSE']._serialized_end=1463
-  _globals['_KEEPTICKETREQUEST']._serialized_start=1465
-  _globals['_KEEPTICKETREQUEST']._serialized_end=1588
-  _globals['_KEEPTICKETRESPONSE']._serialized_start=1590
-  _globals['_KEEPTICKETRESPONSE']._serialized_end=1651
-  _globals['_PULLREQUEST']._serialized_start=1654
-  _globals['_PULLREQUEST']._serialized_end=1812
-  _globals['_PULLRESPONSE']._serialized_start=1815
-  _globals['_PULLRESPONSE']._serialized_end=1945
-  _globals['_RESTOREREQUEST']._serialized_start=1948
-  _globals['_RESTOREREQUEST']._serialized_end=2082
-  _globals['_RESTORERESPONSE']._serialized_start=2084
-  _globals['_RESTORERESPONSE']._serialized_end=2121
-  _globals['_BLOCKSTORESERVICE']._serialized_start=2424
-  _globals['_BLOCKSTORESERVICE']._serialized_end=2883
+  _globals['_INSPECTREQUEST']._serialized_start=441
+  _globals['_INSPECTREQUEST']._serialized_end=569
+  _globals['_BLOCKINFO']._serialized_start=571
+  _globals['_BLOCKINFO']._serialized_end=696
+  _globals['_HOLDERINFO']._serialized_start=698
+  _globals['_HOLDERINFO']._serialized_end=803
+  _globals['_DISKTIERINFO']._serialized_start=805
+  _globals['_DISKTIERINFO']._serialized_end=906
+  _globals['_INSPECTRESPONSE']._serialized_start=909
+  _globals['_INSPECTRESPONSE']._serialized_end=1337
+  _globals['_READBLOCKSREQUEST']._serialized_start=1339
+  _globals['_READBLOCKSREQUEST']._serialized_end=1462
+  _globals['_READBLOCKSRESPONSE']._serialized_start=1464
+  _globals['_READBLOCKSRESPONSE']._serialized_end=1544
+  _globals['_KEEPTICKETREQUEST']._serialized_start=1546
+  _globals['_KEEPTICKETREQUEST']._serialized_end=1669
+  _globals['_KEEPTICKETRESPONSE']._serialized_start=1671
+  _globals['_KEEPTICKETRESPONSE']._serialized_end=1751
+  _globals['_PULLREQUEST']._serialized_start=1754
+  _globals['_PULLREQUEST']._serialized_end=1912
+  _globals['_PULLRESPONSE']._serialized_start=1915
+  _globals['_PULLRESPONSE']._serialized_end=2045
+  _globals['_RESTOREREQUEST']._serialized_start=2048
+  _globals['_RESTOREREQUEST']._serialized_end=2182
+  _globals['_RESTORERESPONSE']._serialized_start=2184
+  _globals['_RESTORERESPONSE']._serialized_end=2221
+  _globals['_BLOCKSTORESERVICE']._serialized_start=2524
+  _globals['_BLOCKSTORESERVICE']._serialized_end=2983
 # @@protoc_insertion_point(module_scope)

@@ -73,10 +73,14 @@ class AttachResponse(_message.Message):
     def __init__(self, arena_id: _Optional[str] = ..., directory: _Optional[str] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., redis_url: _Optional[str] = ..., floor_blocks: _Optional[int] = ..., has_disk_tier: _Optional[bool] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("include_blocks",)
+    __slots__ = ("include_blocks", "include_states", "blocks")
     INCLUDE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STATES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     include_blocks: bool
-    def __init__(self, include_blocks: _Optional[bool] = ...) -> None: ...
+    include_states: bool
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, include_blocks: _Optional[bool] = ..., include_states: _Optional[bool] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
     __slots__ = ("block", "generation", "state", "prefix_hash", "holders")
@@ -119,7 +123,7 @@ class DiskTierInfo(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., num_stored: _Optional[int] = ..., num_restored: _Optional[int] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
-    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes", "memory", "device_uuid", "kv_dtype", "disk_tier")
+    __slots__ = ("arena_id", "num_blocks", "free", "reserved", "sealed", "cached", "quarantine", "holders", "blocks", "block_size", "block_bytes", "memory", "device_uuid", "kv_dtype", "disk_tier", "states")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +139,7 @@ class InspectResponse(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     DISK_TIER_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     num_blocks: int
     free: int
@@ -150,7 +155,8 @@ class InspectResponse(_message.Message):
     device_uuid: bytes
     kv_dtype: str
     disk_tier: DiskTierInfo
-    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ..., kv_dtype: _Optional[str] = ..., disk_tier: _Optional[_Union[DiskTierInfo, _Mapping]] = ...) -> None: ...
+    states: bytes
+    def __init__(self, arena_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., sealed: _Optional[int] = ..., cached: _Optional[int] = ..., quarantine: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[HolderInfo, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory: _Optional[_Union[ArenaMemory, str]] = ..., device_uuid: _Optional[bytes] = ..., kv_dtype: _Optional[str] = ..., disk_tier: _Optional[_Union[DiskTierInfo, _Mapping]] = ..., states: _Optional[bytes] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
     __slots__ = ("arena_id", "table", "ticket_epoch", "ticket_secret")
@@ -187,12 +193,14 @@ class KeepTicketRequest(_message.Message):
     def __init__(self, arena_id: _Optional[str] = ..., ticket_epoch: _Optional[int] = ..., ticket_secret: _Optional[bytes] = ..., table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ...) -> None: ...
 
 class KeepTicketResponse(_message.Message):
-    __slots__ = ("prefix_hashes", "lease_ms")
+    __slots__ = ("prefix_hashes", "lease_ms", "byte_port")
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTE_PORT_FIELD_NUMBER: _ClassVar[int]
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     lease_ms: int
-    def __init__(self, prefix_hashes: _Optional[_Iterable[bytes]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    byte_port: int
+    def __init__(self, prefix_hashes: _Optional[_Iterable[bytes]] = ..., lease_ms: _Optional[int] = ..., byte_port: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("ticket", "source", "cache_quota", "public_tokens")

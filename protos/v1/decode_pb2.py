@@ -25,27 +25,31 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import types_pb2 as protos_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/decode.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"k\n\x0eSessionRequest\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.looseleaf.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\x88\x04\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12$\n\x06ticket\x18\x04 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x15\n\rpublic_tokens\x18\r \x01(\r\x12\x32\n\x0b\x63\x61\x63he_quota\x18\x0e \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12&\n\x08\x62ranches\x18\x07 \x03(\x0b\x32\x14.looseleaf.v1.Branch\x12.\n\x08sampling\x18\x08 \x01(\x0b\x32\x1c.looseleaf.v1.SamplingParams\x12.\n\x08stopping\x18\t \x01(\x0b\x32\x1c.looseleaf.v1.StoppingParams\x12\x15\n\x08priority\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x0b \x01(\x04H\x02\x88\x01\x01\x12\x35\n\x0f\x62\x65\x61m_candidates\x18\x0c \x01(\x0b\x32\x1c.looseleaf.v1.BeamCandidates\x12\x0f\n\x07\x61\x64\x61pter\x18\x0f \x01(\x0c\x42\x0e\n\x0c_cache_quotaB\x0b\n\t_priorityB\r\n\x0b_timeout_ms\"D\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x19\n\x0csample_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_sample_index\"\x99\x01\n\x0fSessionResponse\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.looseleaf.v1.SequenceOutput\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.WorkerLoad\x12/\n\x0cplain_tokens\x18\x03 \x01(\x0b\x32\x19.looseleaf.v1.PlainTokens\"s\n\x0bPlainTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x16\n\x0esample_indices\x18\x03 \x03(\r\x12\x16\n\x0eoutput_indices\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\"\xcc\x02\n\x0eSequenceOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1a.looseleaf.v1.FinishReason\x12*\n\trejection\x18\x08 \x01(\x0e\x32\x17.looseleaf.v1.Rejection\x12&\n\x07timings\x18\t \x01(\x0b\x32\x15.looseleaf.v1.Timings\x12\x17\n\nbeam_score\x18\n \x01(\x02H\x00\x88\x01\x01\x42\r\n\x0b_beam_score*\xfd\x01\n\tRejection\x12\x19\n\x15REJECTION_UNSPECIFIED\x10\x00\x12\x18\n\x14REJECTION_GIVEN_BACK\x10\x01\x12\x12\n\x0eREJECTION_LOST\x10\x02\x12\x18\n\x14REJECTION_QUEUE_FULL\x10\x03\x12\x16\n\x12REJECTION_DEADLINE\x10\x04\x12\x17\n\x13REJECTION_TOO_LARGE\x10\x05\x12\x16\n\x12REJECTION_DRAINING\x10\x06\x12\x16\n\x12REJECTION_INTERNAL\x10\x07\x12\x15\n\x11REJECTION_GRAMMAR\x10\x08\x12\x15\n\x11REJECTION_ADAPTER\x10\t2[\n\rDecodeService\x12J\n\x07Session\x12\x1c.looseleaf.v1.SessionRequest\x1a\x1d.looseleaf.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/v1/decode.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"k\n\x0eSessionRequest\x12&\n\x06submit\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.SubmitH\x00\x12&\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x14.looseleaf.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\xb1\x04\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12$\n\x06ticket\x18\x04 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\x15\n\rpublic_tokens\x18\r \x01(\r\x12\x32\n\x0b\x63\x61\x63he_quota\x18\x0e \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x06 \x03(\r\x12&\n\x08\x62ranches\x18\x07 \x03(\x0b\x32\x14.looseleaf.v1.Branch\x12.\n\x08sampling\x18\x08 \x01(\x0b\x32\x1c.looseleaf.v1.SamplingParams\x12.\n\x08stopping\x18\t \x01(\x0b\x32\x1c.looseleaf.v1.StoppingParams\x12\x15\n\x08priority\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x17\n\ntimeout_ms\x18\x0b \x01(\x04H\x02\x88\x01\x01\x12\x35\n\x0f\x62\x65\x61m_candidates\x18\x0c \x01(\x0b\x32\x1c.looseleaf.v1.BeamCandidates\x12\x0f\n\x07\x61\x64\x61pter\x18\x0f \x01(\x0c\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12\x12\n\ntracestate\x18\x11 \x01(\tB\x0e\n\x0c_cache_quotaB\x0b\n\t_priorityB\r\n\x0b_timeout_ms\"D\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x19\n\x0csample_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_sample_index\"\x99\x01\n\x0fSessionResponse\x12-\n\x07outputs\x18\x01 \x03(\x0b\x32\x1c.looseleaf.v1.SequenceOutput\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x18.looseleaf.v1.WorkerLoad\x12/\n\x0cplain_tokens\x18\x03 \x01(\x0b\x32\x19.looseleaf.v1.PlainTokens\"s\n\x0bPlainTokens\x12\x0f\n\x07handles\x18\x01 \x03(\x04\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x16\n\x0esample_indices\x18\x03 \x03(\r\x12\x16\n\x0eoutput_indices\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\"\xf9\x02\n\x0eSequenceOutput\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1a.looseleaf.v1.FinishReason\x12*\n\trejection\x18\x08 \x01(\x0e\x32\x17.looseleaf.v1.Rejection\x12&\n\x07timings\x18\t \x01(\x0b\x32\x15.looseleaf.v1.Timings\x12\x17\n\nbeam_score\x18\n \x01(\x02H\x00\x88\x01\x01\x12+\n\x07\x61\x63\x63ount\x18\x0b \x01(\x0b\x32\x1a.looseleaf.v1.GroupAccountB\r\n\x0b_beam_score\"n\n\x0cGroupAccount\x12\x12\n\nwaiting_ns\x18\x01 \x01(\x04\x12\x15\n\rcopied_blocks\x18\x02 \x01(\r\x12!\n\x05swaps\x18\x03 \x03(\x0b\x32\x12.looseleaf.v1.Swap\x12\x10\n\x08\x63laim_ns\x18\x04 \x01(\x04\"T\n\x04Swap\x12\x10\n\x08start_ns\x18\x01 \x01(\x04\x12\x13\n\x0b\x64uration_ns\x18\x02 \x01(\x04\x12\x12\n\nblocks_out\x18\x03 \x01(\r\x12\x11\n\tblocks_in\x18\x04 \x01(\r*\xfd\x01\n\tRejection\x12\x19\n\x15REJECTION_UNSPECIFIED\x10\x00\x12\x18\n\x14REJECTION_GIVEN_BACK\x10\x01\x12\x12\n\x0eREJECTION_LOST\x10\x02\x12\x18\n\x14REJECTION_QUEUE_FULL\x10\x03\x12\x16\n\x12REJECTION_DEADLINE\x10\x04\x12\x17\n\x13REJECTION_TOO_LARGE\x10\x05\x12\x16\n\x12REJECTION_DRAINING\x10\x06\x12\x16\n\x12REJECTION_INTERNAL\x10\x07\x12\x15\n\x11REJECTION_GRAMMAR\x10\x08\x12\x15\n\x11REJECTION_ADAPTER\x10\t2[\n\rDecodeService\x12J\n\x07Session\x12\x1c.looseleaf.v1.SessionRequest\x1a\x1d.looseleaf.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REJECTION']._serialized_start=1374
-  _globals['_REJECTION']._serialized_end=1627
+  _globals['_REJECTION']._serialized_start=1658
+  _globals['_REJECTION']._serialized_end=1911
   _globals['_SESSIONREQUEST']._serialized_start=63
   _globals['_SESSIONREQUEST']._serialized_end=170
   _globals['_SUBMIT']._serialized_start=173
-  _globals['_SUBMIT']._serialized_end=693
-  _globals['_CANCEL']._serialized_start=695
-  _globals['_CANCEL']._serialized_end=763
-  _globals['_SESSIONRESPONSE']._serialized_start=766
-  _globals['_SESSIONRESPONSE']._serialized_end=919
-  _globals['_PLAINTOKENS']._serialized_start=921
-  _globals['_PLAINTOKENS']._serialized_end=1036
-  _globals['_SEQUENCEOUTPUT']._serialized_start=1039
-  _globals['_SEQUENCEOUTPUT']._serialized_end=1371
-  _globals['_DECODESERVICE']._serialized_start=1629
-  _globals['_DECODESERVICE']._serialized_end=1720
+  _globals['_SUBMIT']._serialized_end=734
+  _globals['_CANCEL']._serialized_start=736
+  _globals['_CANCEL']._serialized_end=804
+  _globals['_SESSIONRESPONSE']._serialized_start=807
+  _globals['_SESSIONRESPONSE']._serialized_end=960
+  _globals['_PLAINTOKENS']._serialized_start=962
+  _globals['_PLAINTOKENS']._serialized_end=1077
+  _globals['_SEQUENCEOUTPUT']._serialized_start=1080
+  _globals['_SEQUENCEOUTPUT']._serialized_end=1457
+  _globals['_GROUPACCOUNT']._serialized_start=1459
+  _globals['_GROUPACCOUNT']._serialized_end=1569
+  _globals['_SWAP']._serialized_start=1571
+  _globals['_SWAP']._serialized_end=1655
+  _globals['_DECODESERVICE']._serialized_start=1913
+  _globals['_DECODESERVICE']._serialized_end=2004
 # @@protoc_insertion_point(module_scope)

@@ -40,7 +40,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "attempt", "ticket", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "timeout_ms", "beam_candidates", "adapter")
+    __slots__ = ("handle", "request_id", "attempt", "ticket", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "timeout_ms", "beam_candidates", "adapter", "traceparent", "tracestate")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,8 @@ class Submit(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     BEAM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     attempt: int
@@ -71,7 +73,9 @@ class Submit(_message.Message):
     timeout_ms: int
     beam_candidates: _types_pb2.BeamCandidates
     adapter: bytes
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    traceparent: str
+    tracestate: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., beam_candidates: _Optional[_Union[_types_pb2.BeamCandidates, _Mapping]] = ..., adapter: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle", "sample_index")
@@ -106,7 +110,7 @@ class PlainTokens(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., sample_indices: _Optional[_Iterable[int]] = ..., output_indices: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("handle", "attempt", "sample_index", "first_index", "token_ids", "logprobs", "finish_reason", "rejection", "timings", "beam_score")
+    __slots__ = ("handle", "attempt", "sample_index", "first_index", "token_ids", "logprobs", "finish_reason", "rejection", "timings", "beam_score", "account")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +121,7 @@ class SequenceOutput(_message.Message):
     REJECTION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SCORE_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     attempt: int
     sample_index: int
@@ -127,4 +132,29 @@ class SequenceOutput(_message.Message):
     rejection: Rejection
     timings: _types_pb2.Timings
     beam_score: float
-    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., sample_index: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., rejection: _Optional[_Union[Rejection, str]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., beam_score: _Optional[float] = ...) -> None: ...
+    account: GroupAccount
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., sample_index: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., rejection: _Optional[_Union[Rejection, str]] = ..., timings: _Optional[_Union[_types_pb2.Timings, _Mapping]] = ..., beam_score: _Optional[float] = ..., account: _Optional[_Union[GroupAccount, _Mapping]] = ...) -> None: ...
+
+class GroupAccount(_message.Message):
+    __slots__ = ("waiting_ns", "copied_blocks", "swaps", "claim_ns")
+    WAITING_NS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_NS_FIELD_NUMBER: _ClassVar[int]
+    waiting_ns: int
+    copied_blocks: int
+    swaps: _containers.RepeatedCompositeFieldContainer[Swap]
+    claim_ns: int
+    def __init__(self, waiting_ns: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., swaps: _Optional[_Iterable[_Union[Swap, _Mapping]]] = ..., claim_ns: _Optional[int] = ...) -> None: ...
+
+class Swap(_message.Message):
+    __slots__ = ("start_ns", "duration_ns", "blocks_out", "blocks_in")
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    DURATION_NS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_OUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_IN_FIELD_NUMBER: _ClassVar[int]
+    start_ns: int
+    duration_ns: int
+    blocks_out: int
+    blocks_in: int
+    def __init__(self, start_ns: _Optional[int] = ..., duration_ns: _Optional[int] = ..., blocks_out: _Optional[int] = ..., blocks_in: _Optional[int] = ...) -> None: ...

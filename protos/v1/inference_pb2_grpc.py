@@ -60,6 +60,11 @@ class InferenceServiceStub:
                 request_serializer=protos_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/looseleaf.v1.InferenceService/Explain',
+                request_serializer=protos_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -101,6 +106,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Explain says which workers served recent requests of the caller's tenant, and where their time went.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=protos_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=protos_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class InferenceService:
             '/looseleaf.v1.InferenceService/ListModels',
             protos_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             protos_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/looseleaf.v1.InferenceService/Explain',
+            protos_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            protos_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

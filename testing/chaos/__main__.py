@@ -1,4 +1,6 @@
-"""`python -m testing.chaos --scenario all`: runs scenarios and prints their tables. Exit status 1 if one fails."""
+"""Runs chaos scenarios and prints their tables (`python -m testing.chaos --scenario all`). The exit status is 1 if a
+scenario fails.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from testing.chaos import (
     plain,
     poison,
     pressure,
+    pulls,
     rolling,
     silence,
     size,
@@ -62,13 +65,14 @@ SCENARIOS = {
     "redis-lost-large": Scenario(silence.lost, 3),
     "ledger-size": Scenario(size.ledger_size, 500_000),
     "ledger-loss": Scenario(size.ledger_loss, 100_000),
+    **{name: Scenario(run, 50) for name, run in pulls.SCENARIOS.items()},
 }
 
 
 def main(argv: list[str]) -> int:
     """Runs the scenarios that the arguments name. Returns the exit status."""
     arguments = _parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds every `with`, so that no process keeps running
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends every `with` block, so that no process keeps running
     names = list(SCENARIOS) if "all" in arguments.scenario else arguments.scenario
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-model-") as directory:
         began = time.monotonic()
@@ -84,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(name: str, run: Run) -> Report:
-    """Runs one scenario. An exception counts as a failure, and the other scenarios still run."""
+    """Runs one scenario and prints its report. An exception counts as a failure of the scenario."""
     began = time.monotonic()
     try:
         report = SCENARIOS[name].run(run)

@@ -1,6 +1,5 @@
-"""The requests of a chaos run and their correct answers: seeded requests with shared prefixes, answered by the oracle.
-
-The oracle is a single process with a batch of one and no cache. It does not use the services.
+"""The requests of a chaos run, which are seeded and share prefixes, and their correct answers. The answers come from
+the oracle, a single process with a batch of one and no cache.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ PREFIX_LENGTHS = (0, 15, 16, 17, 32, 48, 100)
 TAIL_LENGTHS = (1, 60)
 OUTPUT_LENGTHS = (16, 256)
 MAX_MODEL_LEN = 512
-"""Enough for the longest prefix, prompt and output, with room for a few more tokens."""
-
-
+"""The maximum length of prompt and output in tokens. The longest case has 100 + 60 + 256 tokens."""
 GROUP_WIDTH = 3
 """The number of samples or beams of every fourth case."""
 _KINDS = ("greedy", "drawn", "greedy", "samples", "drawn", "greedy", "drawn", "beams")
@@ -43,11 +40,11 @@ class Case:
 
     @property
     def streamed(self) -> bool:
-        """Whether the tokens are sent as they are computed. The tokens of a beam search are all sent at its end."""
+        """Whether tokens are sent as they are computed. The tokens of a beam search are sent at the end."""
         return self.sampling.beam_width is None
 
     def options(self, salt: str) -> GenerateOptions:
-        """Returns the options of the request for a client."""
+        """Returns the options with which a client sends the request."""
         options: GenerateOptions = {"max_tokens": self.max_tokens, "ignore_eos": True, "cache_salt": salt}
         options["n"] = self.sampling.num_sequences
         if self.sampling.beam_width is not None:
@@ -77,8 +74,8 @@ def make_book(
     output_lengths: tuple[int, int] = OUTPUT_LENGTHS,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> list[Case]:
-    """Returns `num_cases` cases, answered by the oracle. Of every eight, three are greedy, three are sampled, one has
-    several samples, and one is a beam search. Takes about 1.5 ms per output token.
+    """Returns `num_cases` cases with the oracle's answers. Of every eight cases, three are greedy, three are sampled,
+    one has several samples, and one is a beam search.
     """
     rng = random.Random(seed)
     settings = RunnerSettings(model=str(model), max_model_len=max_model_len, num_threads=1, deterministic=True)

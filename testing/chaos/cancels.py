@@ -1,7 +1,6 @@
-"""Scenario: clients cancel their requests. Measures how soon the workers stop computing for them.
-
-A trial starts a few requests at once, cancels all of them at a random moment, and polls the ledger until workers hold
-only their reserve. The result is therefore that of the slowest request of each trial. It includes the path through the
+"""A scenario in which clients cancel their requests. It measures the time until the workers stop computing. A round
+starts a few requests at once, cancels all of them at a random moment, and polls the ledger until workers hold only
+their reserve. The result is therefore the time of the slowest request of a round. It includes the path through the
 client and the gateway.
 """
 
@@ -23,20 +22,20 @@ from testing.chaos.traffic import ask
 from testing.system import assert_nothing_held
 
 TOGETHER = 10
-"""The number of requests in a trial."""
+"""The number of requests in a round."""
 LATEST_S = 0.6
-"""The longest time between the start of a trial's requests and their cancellation. Most requests take longer."""
+"""The longest time between the start of a round's requests and their cancellation. Most requests take longer."""
 WAIT_S = 10.0
 POLL_S = 0.005
 LIMIT_MS = 250.0
 SHORTEST_PROMPT = 17
-"""At least one full block, so that each sequence on a decode worker holds a sealed block. Blocks in the reserve are
-never sealed.
+"""The minimum length of a prompt in tokens. It fills a block, so each sequence on a decode worker holds a sealed block.
+Blocks in the reserve are never sealed.
 """
 
 
 def cancels(run: Run) -> Report:
-    """Cancels `trials` requests."""
+    """Starts `trials` requests in rounds of TOGETHER, and cancels those that have not ended."""
     report = run.report("cancels")
     book = [case for case in run.book if len(case.prompt_ids) >= SHORTEST_PROMPT and case.max_tokens >= 64]
     with run.stack() as stack:
@@ -55,7 +54,7 @@ def cancels(run: Run) -> Report:
 
 
 async def _rounds(stack: Stack, book: Sequence[Case], num_rounds: int, rng: random.Random) -> list[tuple[int, float]]:
-    """Returns (requests cut off, seconds until the workers were idle) of each round."""
+    """Returns, for each round, the number of cancelled requests and the seconds until the workers were idle."""
     async with AsyncClient(stack.addresses.grpc) as client:
         return [await _round(client, stack.ledger(), book, rng) for _ in range(num_rounds)]
 
@@ -80,9 +79,7 @@ async def _round(
 
 
 def _idle(ledger: LedgerScripts) -> bool:
-    """Returns whether workers hold only the reserve of the decode workers. Tickets are allowed, because they compute
-    nothing.
-    """
+    """Returns whether workers hold only the reserve of the decode workers. Tickets are ignored."""
     now = inspect(ledger)
     held = {holder.name: holder.num_references for holder in now.holders if holder.kind == "worker"}
     prefill = sum(count for name, count in held.items() if name.startswith("prefill"))

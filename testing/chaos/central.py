@@ -1,8 +1,7 @@
-"""Scenarios that kill a service of which there is only one, the block store or the gateway, with SIGKILL under load.
-
-The death of the store must not affect any request. The death of the gateway may only break its connections. It comes
-back on the same ports and finds the blocks of earlier prompts, and the workers release the blocks of the requests that
-it lost.
+"""Scenarios that kill the only block store or the only gateway with SIGKILL under load. The
+death of the store must not affect any request. The death of the gateway may break only its connections. The new gateway
+listens on the same ports and finds the blocks of earlier prompts, and the workers release the blocks of the lost
+requests.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ _WARM_PROMPT = [17 + number % 200 for number in range(160)]
 
 
 def store_kill(run: Run) -> Report:
-    """Kills the store. Every second time, a decode worker is also killed, and its successor must find the new store."""
+    """Kills the store in each trial. In every second trial, also kills a decode worker, whose successor must find the
+    new store.
+    """
     with run.stack(Plan(restarted=("block_store", "prefill", "decode"))) as stack:
         return store_kill_on(run, stack)
 
@@ -73,7 +74,7 @@ def _kill_store(stack: Stack, rng: random.Random, *, with_decode: bool) -> tuple
 
 
 def _num_blocks(stack: Stack) -> int:
-    with contextlib.suppress(Exception):  # the store is not up yet; the error may be of any kind
+    with contextlib.suppress(Exception):  # the store may not be ready yet, and the error may be of any kind
         return inspect(stack.addresses.block_store).num_blocks
     return 0
 
@@ -87,7 +88,7 @@ def gateway_kill(run: Run) -> Report:
 def gateway_kill_on(run: Run, stack: Stack) -> Report:
     """Runs `gateway_kill` on an existing stack."""
     report, rng = run.report("gateway-kill"), run.rng
-    _cached(stack)  # after this, the prompt's blocks are cached
+    _cached(stack)  # caches the prompt's blocks
     outages, cached = list[tuple[float, float]](), list[int]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=60)
@@ -132,7 +133,7 @@ def _cached(stack: Stack) -> int:
 
 
 def _is_broken(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether the request failed while the gateway was down or the client had not reconnected yet."""
+    """Returns whether the request failed while the gateway was down or before its client had reconnected."""
     return answer.error is not None and any(
         answer.began < back + RECONNECT_S and kill < answer.ended for kill, back in outages
     )

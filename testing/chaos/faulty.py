@@ -1,4 +1,4 @@
-"""Faults inside a worker. Only the suite's entry points use this module; no setting of a service enables a fault.
+"""Faults in a worker. Only the suite's entry points use this module; no setting of a service enables a fault.
 
 The entry points `faulty_prefill` and `faulty_decode` call `install` and then run the service. The variable
 LOOSELEAF_CHAOS selects the faults, as JSON of `Faults`.
@@ -36,7 +36,7 @@ DIED = "chaos: dies in phase "
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """A selection of a worker's faults."""
+    """The faults of a worker."""
 
     death_notes: str | None = None
     """A directory. If it contains a file with the worker's name, the worker dies in the phase that the file names.
@@ -47,13 +47,13 @@ class Faults:
     computing.
     """
     poison_token: int | None = None
-    """A worker that computes this token dies."""
+    """A token that kills the worker that computes it; None for no such token."""
     lease_s: float | None = None
-    """The lease of workers in seconds, which is renewed six times as often; None: the default lease."""
+    """The lease of workers in seconds, during which a worker sends six beats; None: the default lease."""
     reader_rule: bool = True
     """Whether block tables are compared with the header."""
     late_counted: bool = False
-    """Not a fault: the ledger counts the calls that the worker makes after its lease has expired."""
+    """Whether the ledger counts the calls that the worker makes after its lease has expired. This is not a fault."""
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that describe these faults."""
@@ -61,7 +61,7 @@ class Faults:
 
 
 def install() -> None:
-    """Patches this process. Call it once, before the service's `main`."""
+    """Installs the faults in this process. Call it once, before the service's `main`."""
     faults = Faults(**json.loads(os.environ.get(VARIABLE, "{}")))
     if faults.lease_s is not None:
         register = LedgerClient.register

@@ -1,5 +1,5 @@
-"""Scenario: a worker is stopped (SIGSTOP) until its lease has expired, and then woken. The woken worker still believes
-that it holds blocks.
+"""A scenario in which a worker is stopped (SIGSTOP) until its lease has expired, and then woken. The woken worker
+believes that it still holds its blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOUND_S = 3.0
 POLL_S = 0.05
 WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 AT_ONCE = 2
-"""The number of workers that are stopped at a time: one of each role."""
+"""The number of workers that are stopped at the same time: one of each role."""
 FENCED = r"is fenced: |starting over: the worker's lease had expired"
 
 
@@ -31,13 +31,11 @@ class _Freeze:
     """A record of one worker that was stopped and woken."""
 
     found_after_s: float
-    """The seconds until the gateway gave the worker up; infinite if the gateway did not."""
+    """The seconds until the gateway gave up the worker; infinite if it did not."""
     by_silence: bool
-    """Whether the gateway noticed silence on a stream. Otherwise it noticed that an idle worker had left
-    the registry.
-    """
+    """Whether the gateway noticed silence on a stream, and not the absence of an idle worker from the registry."""
     fenced: bool
-    """Whether the woken process was told that it had been fenced."""
+    """Whether the woken process learned that it had been fenced."""
     survived: bool
     num_late: int
     """The number of ledger calls that the incarnation made after its lease had expired."""
@@ -95,8 +93,8 @@ def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None
 
 
 def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tuple[float, bool]:
-    """Watches for FROZEN_S. Returns when the gateway gave the worker up, and whether silence on a stream was the
-    reason.
+    """Watches for FROZEN_S. Returns the time at which the gateway gave up the worker, and whether silence on a stream
+    was the reason.
     """
     silent = rf"decode worker {name} has been silent"
     found: list[tuple[float, bool]] = []

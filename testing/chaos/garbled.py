@@ -1,8 +1,6 @@
-"""Scenario: values in Redis are changed at random under load. The changes affect whole keys, and all kinds of values in
-the ledger and the registry.
-
-No token may be wrong and no process may end. The changes may cause cache misses, repeated prefills and rebuilds. At the
-end, `fsck` repairs what the services have not noticed, and the ledger must then be consistent.
+"""A scenario that changes keys and values in Redis at random under load, in the ledger and in the registry. No token
+may be wrong, and no process may end. The changes may cause cache misses, repeated prefills and rebuilds. At the end,
+`fsck` repairs the damage that the services have not noticed, and the ledger must then be consistent.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def garbled(run: Run) -> Report:
 
 
 def garble_on(run: Run, stack: Stack) -> Report:
-    """Runs the scenario on a running stack."""
+    """Runs `garbled` on an existing stack."""
     report, pids = run.report("redis-garbled"), stack.pids
     garbler = Garbler(stack.redis.client, run.rng)
     rebuilds = stack.arena.rebuild_count
@@ -72,7 +70,7 @@ def _repaired(stack: Stack) -> float:
 
 
 class Garbler:
-    """A source of random changes to the values in one Redis. It uses the types of the values, not their meaning."""
+    """A source of random changes to the keys of a Redis server. The changes depend on the type of a key's value."""
 
     def __init__(self, client: Any, rng: random.Random) -> None:
         self._client = client
@@ -81,7 +79,7 @@ class Garbler:
         """The number of changed values, by the type of the key."""
 
     def burst(self, num_values: int) -> None:
-        """Changes the given number of values, in keys that exist now."""
+        """Changes the given number of values, in keys that exist at the beginning of the burst."""
         wanted, families = self.changed.total() + num_values, self._families()
         while self.changed.total() < wanted:
             key = self._rng.choice(families[self._rng.choice(sorted(families))])
@@ -101,8 +99,8 @@ class Garbler:
         self.changed[kind] += 1
 
     def _families(self) -> dict[bytes, list[bytes]]:
-        """Returns the existing keys, grouped by their names without numbers. A group of one key is therefore chosen as
-        often as a group of a hundred.
+        """Returns the existing keys, grouped by their names without numbers, so that a group of one key can be chosen
+        as often as a group of a hundred.
         """
         families: dict[bytes, list[bytes]] = {}
         for key in sorted(self._client.scan_iter(count=1000)):
@@ -128,7 +126,7 @@ class Garbler:
                 new = self._rng.randbytes(1)
             case 1:
                 new = self._rng.randbytes(64)
-            case 2:  # a piece from a different place
+            case 2:  # a piece from a different position
                 other = self._rng.randrange(max(1, size))
                 new = self._client.getrange(key, other, other + 55)
             case _:

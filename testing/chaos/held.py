@@ -1,6 +1,4 @@
-"""Looks up in the ledger which blocks dead workers still hold some seconds after their death. Does not depend on the
-cause of death.
-"""
+"""Finds the blocks that the ledger still records for workers some seconds after their death."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class Left:
 
 
 class HeldAfter:
-    """A checker that reads the ledger once after each death, `AFTER_S` later."""
+    """A checker that reads the ledger AFTER_S after each death."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
@@ -48,7 +46,7 @@ class HeldAfter:
         self.left.append(Left(held_by(now, dead), sum(len(refs) for e, refs in tickets.items() if e in still)))
 
     def tell(self, report: Report) -> None:
-        """Waits for the last check, and then reports the results of all checks."""
+        """Waits for the last check, and then adds the results of all checks to the report."""
         for look in self._looks:
             look.join()
         guilty = sum(left.by_the_dead > 0 for left in self.left)

@@ -1,10 +1,8 @@
-"""`python -m testing.chaos.holding DIRECTORY REDIS_URL NUM_HOLDERS NUM_BLOCKS`: workers without a model that hold many
-blocks.
-
-Each holds NUM_BLOCKS sealed blocks and a reserve. The line "ready" says that all of them hold their blocks. After that,
-each takes and releases blocks as the steps of a sequence would, until a line of input arrives. The last output is one
-JSON line: the duration of the longest of these steps, and the number of blocks on which the ledger and a holder
-disagreed.
+"""A process of workers without a model that hold many blocks
+(`python -m testing.chaos.holding DIRECTORY REDIS_URL NUM_HOLDERS NUM_BLOCKS`). Each worker holds NUM_BLOCKS sealed
+blocks and a reserve. The process prints "ready" when all workers hold their blocks. The workers then take and release
+blocks as the steps of a sequence would, until a line of input arrives. The last line of output is JSON: the duration of
+the longest step, and the number of blocks on which the ledger and a worker disagree.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ class Holding:
         self.held.top_up()
 
     def step(self) -> None:
-        """Does the work of a decode step without a pass: the reader rule, sometimes a new block, sometimes the end of a
-        sequence.
+        """Does the work of a decode step without the forward pass: applies the reader rule, and in some steps allocates
+        a block or ends the sequence.
         """
         began = time.monotonic()
         self._num_steps += 1

@@ -1,6 +1,5 @@
-"""Scenarios that kill a worker with SIGKILL while it serves.
-
-Each trial kills one worker and waits until its successor is serving. There is always a second worker of the same role.
+"""Scenarios that kill a worker with SIGKILL under load. Each trial kills one of two workers of a role, and waits until
+its successor serves.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def decode_kill_on(run: Run, stack: Stack) -> Report:
 
 
 def prefill_kill(run: Run) -> Report:
-    """Lets prefill workers, in turn, kill themselves in a chosen phase. In every fifth trial, the suite kills the
-    worker at a random moment instead.
+    """Makes prefill workers, in turn, kill themselves in a chosen phase. In every fifth trial, kills the worker at a
+    random moment instead.
     """
     report, rng = run.report("prefill-kill"), run.rng
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
@@ -112,8 +111,6 @@ def _tell_recovery(report: Report, stack: Stack, answers: Sequence[Answer], kill
 
 
 def _gaps(answers: Sequence[Answer], kills: Sequence[float]) -> list[float]:
-    """Returns, for each streamed request that was in flight at a kill, its longest gap in seconds. Beam searches do not
-    count, because they start over and send nothing before their end.
-    """
+    """Returns, for each streamed request that was in flight at a kill, its longest gap in seconds."""
     streamed = [answer for answer in answers if answer.case.streamed]
     return [answer.longest_gap_s for answer in streamed if any(answer.spans(kill) for kill in kills)]

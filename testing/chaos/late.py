@@ -1,8 +1,6 @@
-"""Counts the ledger calls that workers make after their lease has expired. The scripts themselves count.
-
+"""Counts the ledger calls that workers make after their lease has expired, in the scripts themselves.
 `count_late_calls` runs in a worker's process (`faulty`), and `late_calls` in the suite's process. Only the script can
-tell reliably whether a call came too late and whether it changed anything, because it needs no log and no clock but
-Redis'.
+determine reliably whether a call came too late and whether it changed anything.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ REFUSED = "refused"
 HARMLESS = "of no effect"
 """Verdict on a `release` or `unregister` that was answered instead of refused, but changed nothing."""
 EFFECTIVE = "EFFECTIVE"
-"""Verdict on a call that changed something, which means that the fence has a hole."""
+"""Verdict on a call that changed something although its holder was fenced."""
 _OF_HOLDERS = frozenset({
-    "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "unregister", "holdings", "holds",
-    "assert_held", "assert_all", "report",
+    "beat", "alloc", "seal", "acquire", "hand_over", "deliver", "claim", "release", "unregister", "holdings",
+    "holds", "assert_held", "assert_all", "report",
 })  # fmt: skip
 """The operations whose first argument is the caller's epoch."""
 _COUNTED = """
 local function operation()
 {operation}
 end
--- Every change that a holder can make shows in a counter, a length or a clock.
+-- Every change that a holder can make changes a counter, a length or a clock.
 local function marks()
   local meta = call('HMGET', META, 'epoch', 'tick', 'reserved', 'sealed')
   return table.concat({{ meta[1], meta[2], meta[3], meta[4], call('LLEN', FREE_LIST), call('ZCARD', CACHED_SET),
@@ -43,7 +41,7 @@ return reply
 
 
 def count_late_calls() -> None:
-    """Makes every ledger that this process opens later use scripts that count. Call this once."""
+    """Replaces the scripts of ledgers that this process opens later with scripts that count. Call this once."""
     _replace_source(ledger_module.source)
 
 

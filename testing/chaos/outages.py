@@ -1,8 +1,6 @@
-"""Scenarios that lose Redis under load: it is killed and comes back empty, is flushed, freezes, is slow, or comes back
-with older data.
-
-No process may end. Requests may have to wait, and at most MOST_FAILED of them may fail. Within 10 s of Redis' return
-the ledger must be consistent again: all invariants hold, and every worker has a lease.
+"""Scenarios that disturb Redis under load: it is killed and restarted empty, flushed, frozen, slowed down, or restarted
+with older data. No process may end. Requests may wait, and at most a share MOST_FAILED of them may fail. Within WHOLE_S
+of Redis' return, the ledger must be consistent again: all invariants hold, and every worker has a lease.
 """
 
 from __future__ import annotations
@@ -23,7 +21,9 @@ DOWN_S = 1.0
 """Seconds for which a killed Redis stays down."""
 SLOW_S = 10.0
 STALLS_S = (0.02, 0.3)
-"""The range of the lengths of a slow Redis' stalls. It includes the time for which a worker waits, 0.25 s."""
+"""The range of the lengths of a slow Redis' stalls, in seconds. It includes the time for which a worker
+waits, 0.25 s.
+"""
 PAUSES_S = (0.005, 0.05)
 """The range of the lengths of the pauses between two stalls, in seconds."""
 OLD_S = 2.0
@@ -36,7 +36,7 @@ WORKERS = frozenset({"prefill-0", "prefill-1", "decode-0", "decode-1"})
 
 
 def killed(run: Run) -> Report:
-    """Kills Redis with -9 and starts it again, empty."""
+    """Kills Redis with SIGKILL and starts it again, empty."""
     return _scenario(run, "redis-killed", _kill)
 
 
@@ -55,7 +55,7 @@ def frozen(run: Run) -> Report:
 
 
 def slow(run: Run) -> Report:
-    """Makes Redis answer late for 10 s. It stalls repeatedly, as if other processes used its core, memory or disk."""
+    """Stalls Redis repeatedly for 10 s, as if other processes used its core, memory or disk."""
     return _scenario(run, "redis-slow", partial(_stall, rng=run.rng))
 
 
@@ -99,7 +99,7 @@ def _scenario(run: Run, name: str, lose: Callable[[Stack], None]) -> Report:
 
 
 def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) -> Report:
-    """Calls `lose`, which takes Redis away and brings it back, `trials` times under load on an existing stack."""
+    """Disturbs Redis `trials` times under load on an existing stack. `lose` returns when Redis answers again."""
     report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=60)
@@ -127,7 +127,7 @@ def _gap(answers: Sequence[Answer], share: float) -> float:
 
 
 def _whole_after(stack: Stack) -> float:
-    """Returns the seconds until the ledger is consistent, or infinity if that takes three times the limit."""
+    """Returns the seconds until the ledger is consistent, or infinity if that takes more than 3 * WHOLE_S."""
     began = time.monotonic()
     while time.monotonic() < began + 3 * WHOLE_S:
         if _is_whole(stack):

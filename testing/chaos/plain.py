@@ -1,6 +1,4 @@
-"""Scenario without faults. If answers already differ from the oracle's here, the results of the other scenarios mean
-nothing.
-"""
+"""A scenario without faults. If it fails, the results of the other scenarios are meaningless."""
 
 from __future__ import annotations
 

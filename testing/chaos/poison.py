@@ -1,5 +1,5 @@
-"""Scenario: a request kills the worker that computes it. At most two workers may die before the request is refused.
-Other requests are not affected.
+"""A scenario in which a request kills each worker that computes it. At most two workers may die before the request is
+refused, and other requests must not be affected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORKERS = ("prefill-0", "prefill-1")
 
 
 def poison(run: Run) -> Report:
-    """Sends `trials` poisonous prompts, three times each. Waits for the workers to come back before the next prompt."""
+    """Sends `trials` poisonous prompts, each three times, and waits for the workers' successors after each prompt."""
     report = run.report("poison")
     book = [case for case in run.book if all(TOKEN not in tokens for tokens in case.expected)]
     packages = {"prefill_svc": "testing.chaos.faulty_prefill"}
@@ -45,7 +45,7 @@ def poison(run: Run) -> Report:
 
 
 def _send(stack: Stack, prompt: list[int]) -> int:
-    """Sends the prompt three times. Returns how often it was refused as expected."""
+    """Sends the prompt three times. Returns the number of refusals."""
     refused = 0
     with Client(stack.addresses.grpc, timeout=60.0) as client:
         for _ in range(3):

@@ -1,8 +1,7 @@
-"""Scenario: an arena that is too small, with blocks for 30 % of what the concurrent requests may need.
-
-Runs four parts of equal length: one and two pairs of workers, each with swapping and with giving back. Every answer
-must be the oracle's, unless the request is refused at once because no decode worker could ever hold it. At all times,
-some requests must be making progress. The preemption counts come from the workers' logs and the gateway's metrics.
+"""A scenario with an arena that is too small: it has 30 % of the blocks that the concurrent requests may need. It has
+four parts of equal length: one and two pairs of workers, each with swapping and with giving back. Every answer must be
+the oracle's, unless the request is refused at once because no decode worker could ever hold it. Some request must
+always make progress. The preemption counts come from the workers' logs and the gateway's metrics.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ SHARE = 0.3
 CLIENTS = 24
 """The number of clients per decode worker."""
 PRIORITIES = (0, 0, 1)
-"""A third of the requests has a lower priority than the others."""
+"""Priorities of the requests: a third of them has a lower priority than the others."""
 MAX_MODEL_LEN = 432
 BLOCK_SIZE = 16
 QUIET_S = 30.0
-"""If no request is answered for this number of seconds, the system counts as stuck."""
+"""Number of seconds without an answer after which the system counts as stuck."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
-"""A case that needs more than 256 blocks, which is more than any floor here, so it must be refused."""
+"""A case that needs more than 256 blocks. This is more than any floor here, so it must be refused."""
 REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")
 SWAPPED = r"no block left: group \d+, (\d+) blocks, is swapped out \(([\d.]+) ms\)"
 RESUMED = r"group \d+ is back: (\d+) blocks copied in ([\d.]+) ms, waited ([\d.]+) s"
@@ -82,7 +81,9 @@ def blocks_needed(case: Case) -> int:
 
 
 def _watch(traffic: Traffic, seconds: float) -> float:
-    """Waits for the given time, or until answers stop. Returns the longest time without an answer, in seconds."""
+    """Waits for the given time, or until there is no answer for QUIET_S. Returns the longest time without an answer, in
+    seconds.
+    """
     last, end, longest, seen = time.monotonic(), time.monotonic() + seconds, 0.0, 0
     while (now := time.monotonic()) < end and longest <= QUIET_S:
         if len(traffic.answers) > seen:
@@ -98,7 +99,9 @@ def _last_words(stack: Stack) -> None:
 
 
 def _judge_answers(report: Report, stack: Stack, answers: Sequence[Answer], floor: int) -> None:
-    """Checks that exactly the requests that do not fit were refused, and that all others were answered correctly."""
+    """Checks that the requests that do not fit, and no others, were refused, and that all other requests were answered
+    correctly.
+    """
     refused = [answer for answer in answers if answer.error is not None and REFUSAL.match(answer.error)]
     large = {id(answer) for answer in answers if blocks_needed(answer.case) > floor}
     wrongly = sum(id(answer) not in large or answer.num_tokens > 0 for answer in refused)
@@ -147,7 +150,7 @@ def _mean_copy(copies: Sequence[Sequence[float]]) -> str:
 
 
 def _judge_rest(report: Report, stack: Stack) -> None:
-    """Checks that no blocks are held when there are no requests."""
+    """Checks that no blocks are held after the last request."""
     try:
         assert_nothing_held(stack.addresses.block_store)
     except AssertionError as error:

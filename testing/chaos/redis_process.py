@@ -1,7 +1,4 @@
-"""A private Redis for the chaos suite, which can be killed, emptied, frozen, and restored from an older snapshot.
-
-Does not depend on the ledger.
-"""
+"""A private Redis for the chaos suite, which can be killed, emptied, frozen, and restored from an older snapshot."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ class RedisProcess:
         self._process = self._start()
 
     def start_from(self, snapshot: Path) -> None:
-        """Starts a new server with the data of an earlier moment."""
+        """Starts a new server with the data of a snapshot."""
         shutil.copy(snapshot, self._directory / "dump.rdb")
         self._process = self._start()
 

@@ -1,4 +1,4 @@
-"""The findings of a scenario as a table: counts with their trials, and the 3/n limit for every zero."""
+"""The findings of a scenario, as a table of counts and their trials, with the 3/n limit for every zero."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A finding: a row of the table."""
+    """A row of the table, which contains one finding."""
 
     what: str
     found: str
@@ -32,8 +32,8 @@ class Report:
         return all(row.good for row in self.rows)
 
     def none(self, what: str, events: int, trials: int, of: str) -> None:
-        """Adds a row for `events` in `trials`, which must be zero. For a zero, it also shows the rate that is excluded
-        with 95 % confidence (the rule of three).
+        """Adds a row for the number of `events` in `trials`, which must be zero. The row also shows the rate that zero
+        events exclude with 95 % confidence (the rule of three).
         """
         self.rows.append(Row(what, f"{events} of {trials:,} {of}{bound(events, trials)}", "0", events == 0))
 
@@ -53,7 +53,7 @@ class Report:
 
 
 def bound(events: int, trials: int) -> str:
-    """Returns ", rate < x", which is the rule of three for no event in `trials`."""
+    """Returns ", rate < x", with x by the rule of three, or "" if there are events or no trials."""
     return "" if events or not trials else f", rate < {3 / trials:.2g}"
 
 

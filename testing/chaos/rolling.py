@@ -1,8 +1,8 @@
-"""Scenario: a rolling restart under load. Every service except Redis restarts, one after the other, and no request is
-affected.
+"""A scenario of a rolling restart under load. Every service except Redis restarts, one after the other. No request may
+be affected.
 
 A worker or the store gets SIGTERM, ends with status 0, and is started again. A new gateway binds the same ports
-(`--reuse-port`) and is ready before the old one gets SIGTERM.
+(`--reuse-port`) and is ready before the old gateway gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLES = {
 
 
 def rolling(run: Run) -> Report:
-    """Runs `trials` cycles."""
+    """Restarts all services `trials` times."""
     report = run.report("rolling")
     with run.stack(Plan(variables=VARIABLES)) as stack:
         statuses: list[int] = []

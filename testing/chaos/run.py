@@ -1,4 +1,4 @@
-"""The inputs of every scenario, and the checks that every scenario makes on its answers."""
+"""The inputs of the scenarios, and the checks of their answers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Run:
         return Stack(self.model, plan or Plan())
 
     def traffic(self, stack: Stack, *, shared: bool = True, priorities: Sequence[int] = (0,)) -> Traffic:
-        """Returns clients of the stack. If `shared` is False, no request finds another request's prefix in the cache,
-        so blocks are reallocated often.
+        """Returns clients of the stack. If `shared` is False, requests do not share cached prefixes, so blocks are
+        reallocated often.
         """
         return Traffic(
             stack.addresses.grpc,

@@ -1,7 +1,7 @@
-"""Scenarios with many running streams, which must continue when Redis is silent for some seconds, or when it is killed
-while workers hold very many blocks.
+"""Scenarios with many streams, which must continue while Redis is silent for some seconds, or after Redis is killed
+while workers hold many blocks.
 
-`outages` checks the ledger after an outage. The scenarios here measure the pauses of streams.
+These scenarios measure the pauses of streams; `outages` checks the ledger after an outage.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ RUN_IN_S = 2.0
 """The time between the last stream's first token and the loss of Redis, during which a beat fills the reserve."""
 MOST_S = 0.5
 MANY_STREAMS, SMALL_BLOCK = 96, 4
-"""Number of streams, and block size in tokens. The streams hold 96 x 500 blocks at full length. In an earlier version,
-a worker with 12,000 blocks never got its ledger back.
-"""
+"""Number of streams, and block size in tokens. At full length, the streams hold about 96 x 500 blocks."""
 LOST_MOST_S = 5.0
 MAX_MODEL_LEN = 2048
 OUTPUT_LENGTHS = (1500, 1900)
 NUM_CASES = 8
 TRACEBACK = r"^Traceback"
 Loss = Callable[[Stack], Awaitable[None]]
-"""A function that takes Redis away and brings it back."""
+"""A function that stops Redis and starts it again."""
 
 
 @dataclass(slots=True)
@@ -51,9 +49,7 @@ class Stream:
         return tuple(self.tokens) == self.case.expected[0]
 
     def longest_gap_s(self, since: float) -> float:
-        """Returns the longest gap in seconds between two messages, among the gaps that ended after `since`. Returns 0
-        if no gap did.
-        """
+        """Returns the longest gap in seconds between two messages that ended after `since`, or 0 if there is none."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs if after > since), default=0.0)
 
@@ -96,7 +92,7 @@ async def _silence(stack: Stack) -> None:
 
 
 async def _kill(report: Report, stack: Stack) -> None:
-    """Kills Redis. Returns when the decode worker holds at least as many blocks in the new ledger as it did in the old
+    """Kills Redis. Returns when the decode worker holds at least as many blocks in the new ledger as it held in the old
     ledger.
     """
     before, began = stack.holder("decode"), time.monotonic()

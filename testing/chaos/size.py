@@ -1,8 +1,7 @@
-"""Scenarios with a ledger for the arena of a GPU, without a model. They measure the cost of each script in Redis, and
-how long the ledger is unavailable when Redis is killed while workers hold very many blocks.
-
-`trials` is the number of blocks. In `ledger_size`, up to 64 workers hold all of them, and one of these workers holds a
-fifth. In `ledger_loss`, a single worker holds all blocks.
+"""Scenarios with a ledger as large as for the arena of a GPU, without a model. They measure the CPU time of each
+script, and how long the ledger is unavailable after Redis is killed while workers hold very many blocks. `trials` is
+the number of blocks. In `ledger_size`, up to 64 workers hold them, one of which holds a fifth. In `ledger_loss`, a
+single worker holds all blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from testing.chaos.run import Run
 from testing.ledger.store import LAYOUT
 
 LIMIT_MS = 5.0
-"""The limit of Redis' CPU time for any script."""
+"""The limit of Redis' CPU time per script call."""
 WHOLE_S = 5.0
 """The limit for the time from the end of Redis until the ledger is complete again, per 100,000 references."""
 REFERENCES = 100_000
@@ -49,7 +48,7 @@ REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The numbers of holders and of their blocks: one holder with `big` blocks, and `num_others` with `each`."""
+    """The numbers of holders and blocks: one holder with `big` blocks, and `num_others` holders with `each` blocks."""
 
     big: int
     num_others: int
@@ -68,12 +67,12 @@ class Size:
 
 
 def ledger_size(run: Run) -> Report:
-    """Runs with `trials` blocks held by many workers."""
+    """Runs the scenario with `trials` blocks and many workers."""
     return within(run.report("ledger-size"), Size.of(run.trials), 1.0)
 
 
 def ledger_loss(run: Run) -> Report:
-    """Runs with `trials` blocks held by one worker."""
+    """Runs the scenario with `trials` blocks and one worker."""
     return within(run.report("ledger-loss"), Size(run.trials, 0, 0), 1.0)
 
 
@@ -102,7 +101,7 @@ def within(report: Report, size: Size, slack: float) -> Report:
 
 @dataclass(slots=True)
 class Store:
-    """A store for the scenarios: an arena, its ledger in a private Redis, and the reaper."""
+    """A store for the scenarios, without a model: an arena, its ledger in a private Redis, and the reaper."""
 
     arena: Arena
     redis: redis_server.RedisHandle
@@ -134,8 +133,8 @@ def _store(num_blocks: int) -> Iterator[Store]:
 
 @contextmanager
 def _workers(store: Store, size: Size) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts one process with the largest holder, and processes with the others. Yields the processes when all holders
-    have their blocks.
+    """Starts one process for the largest holder, and PROCESSES processes for the others. Yields the processes when all
+    holders have their blocks.
     """
     shares = [size.num_others // PROCESSES + (i < size.num_others % PROCESSES) for i in range(PROCESSES)]
     started = [_worker(store, 1, size.big), *(_worker(store, share, size.each) for share in shares if share)]
@@ -160,9 +159,7 @@ def _worker(store: Store, num_holders: int, num_blocks: int) -> subprocess.Popen
 
 
 def _scripts(report: Report, store: Store, slack: float) -> None:
-    """Runs each operation on the largest number of blocks that it accepts. Reports the largest Redis CPU time of any
-    call.
-    """
+    """Runs operations on the maximum number of blocks, and reports the maximum CPU time of a call in Redis."""
     costs: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -201,6 +198,10 @@ def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], A
     timed("inspect", lambda: inspect(ledger))
     for part in chunks(refs, RELEASE_CHUNK):
         timed("release", lambda part=part: ledger.release(lane(one), part))  # type: ignore[misc]
+    delivered = [SealItem(ref, secrets.token_bytes(32), quota) for ref in ledger.alloc(lane(one), CHUNK)]
+    ticket, refs = timed("deliver", lambda: ledger.deliver(lane(one), delivered))
+    timed("keep", lambda: ledger.keep(ticket, refs))
+    timed("give_up", lambda: ledger.give_up(ticket))
     fresh = [SealItem(ref, secrets.token_bytes(32), quota) for ref in ledger.alloc(lane(one), RELEASE_CHUNK)]
     ledger.seal(lane(one), fresh)
     timed("release", lambda: ledger.release(lane(one), [item.ref for item in fresh]))
@@ -210,7 +211,7 @@ def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], A
 
 
 def _cpu_ms(client: Any, call: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns the answer, and Redis' CPU time for it in ms. Concurrent calls by others are included."""
+    """Returns the answer, and the CPU time in ms that Redis used during the call."""
     before = _cpu(client)
     answer = call()
     return answer, 1000 * (_cpu(client) - before)

@@ -1,8 +1,4 @@
-"""A whole stack under test: Redis, every service as a process, their log lines with times, and methods that disturb
-them.
-
-Manages processes and the ledger. Does not depend on the requests or on a scenario's checks.
-"""
+"""A whole stack under test: Redis, the service processes, their log lines with times, and methods that disturb them."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 BACK_S = 180.0
-"""Maximum time for a service to come back. It takes ten seconds with torch on a loaded machine, and a minute during a
+"""Maximum time in seconds for a service to restart, which takes ten seconds on a loaded machine and a minute during a
 build.
 """
 EXIT_S = 30.0
@@ -60,14 +56,14 @@ class Plan:
     workers: int = 2
     """The number of workers of each role."""
     packages: Mapping[str, str] | None = None
-    """Replacements for the services' entry points, by the original names."""
+    """Replacements for the services' entry points, by original name."""
     variables: Mapping[str, str] | None = None
     """Environment variables for all services."""
     preemption: Literal["auto", "swap", "give-back"] | None = None
     """The preemption mode; None: the decode worker's default."""
     spare: int = 0
     restarted: tuple[str, ...] = ("prefill", "decode")
-    """The services that may die and are restarted without limit, by the beginnings of their names."""
+    """Prefixes of the names of services that may die and are restarted without limit."""
 
 
 class Stack:
@@ -99,8 +95,8 @@ class Stack:
         self._lines.append(Line(time.monotonic(), service.strip(), text.strip()))
 
     def lines(self, pattern: str, *, service: str = "", since: float = 0.0) -> list[tuple[Line, re.Match[str]]]:
-        """Returns the log lines that match, with their matches, of services whose name begins with `service`. `since`
-        is a `time.monotonic()` value.
+        """Returns the matching log lines of services whose name begins with `service`, with their matches. `since` is a
+        `time.monotonic()` value.
         """
         found = re.compile(pattern)
         return [
@@ -113,7 +109,7 @@ class Stack:
         return self._lines[-num_lines:]
 
     def metric(self, name: str, **labels: str) -> float:
-        """Returns the current sum of the gateway's samples with these labels."""
+        """Returns the current sum of the samples of a gateway metric with these labels."""
         return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def ledger(self) -> LedgerScripts:
@@ -137,7 +133,7 @@ class Stack:
         return self.launcher.pids
 
     def kill(self, name: str) -> float:
-        """Sends SIGKILL to a service. Returns the time (`time.monotonic()`)."""
+        """Sends SIGKILL to a service. Returns the time of the signal (`time.monotonic()`)."""
         return self._send(name, signal.SIGKILL)
 
     def freeze(self, name: str) -> float:
@@ -159,7 +155,7 @@ class Stack:
         self.wait_used(name, timeout_s)
 
     def wait_registered(self, name: str, after: Epoch, timeout_s: float = BACK_S) -> None:
-        """Waits until an incarnation later than `after` has a lease."""
+        """Waits until an incarnation later than `after` has a lease. Raises AssertionError after `timeout_s`."""
 
         def newest() -> int:
             with contextlib.suppress(KeyError):
@@ -169,7 +165,9 @@ class Stack:
         wait_for(newest, lambda epoch: epoch > after, timeout_s, f"{name} does not register again")
 
     def wait_used(self, name: str, timeout_s: float = BACK_S) -> None:
-        """Waits until the gateway sends the worker a request. Needs running traffic."""
+        """Waits until the gateway sends the worker a request, which requires running traffic. Raises AssertionError
+        after `timeout_s`.
+        """
         before = self.metric("looseleaf_worker_requests_total", worker=name)
         wait_for(
             lambda: self.metric("looseleaf_worker_requests_total", worker=name), lambda n: n > before, timeout_s,
@@ -201,8 +199,8 @@ class Stack:
 
 
 class _Launcher(Launcher):
-    """A launcher that starts the suite's entry points with its variables. Ports outlive a process, and the number of
-    restarts is not limited.
+    """A launcher that starts the suite's entry points with its variables. Restarted services keep their ports, and the
+    number of restarts is not limited.
     """
 
     def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:

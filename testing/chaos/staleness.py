@@ -28,30 +28,30 @@ MOST_STOPPED_S = 20.0
 a second on an idle machine and ten on a loaded one, because a reaped worker's blocks are evicted last.
 """
 STEP_S = 1.0
-"""The number of seconds within which a worker with work makes a step."""
+"""Maximum number of seconds within which a busy worker makes a step."""
 RENEWED_S = 3.0
 """If a woken worker has not registered again after this number of seconds, it was not fenced."""
 MAX_MODEL_LEN = 432
 NUM_BLOCKS = 160
-"""Slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14). Cached blocks are
-evicted soon, including those of a stopped worker.
+"""Number of blocks, slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14). Cached
+blocks are therefore evicted soon, including those of a stopped worker.
 """
 LONGEST_OUTPUT = 128
 """The longest output of this scenario's requests, in tokens. Shorter outputs make blocks change hands faster."""
 MOST_ATTEMPTS = 100
 CONCURRENCY = 20
-"""More requests than fit, so a group is preempted now and then."""
+"""Number of concurrent requests. They do not all fit, so groups are sometimes preempted."""
 DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
-"""A pattern for the log lines of detections in a step of either role. A group that was about to be swapped out counts
-as one sequence.
-"""
+"""A pattern for the log lines of stale blocks. A group that was about to be swapped out counts as one sequence."""
 SENT_AWAY = r"starting over: .*; (\d+) "
 UNRULED_VICTIMS = 300
 """Number of victims within which the run without the rule must produce a wrong token."""
 
 
 def staleness(run: Run) -> Report:
-    """Runs until `trials` sequences have been victims."""
+    """Stops workers until `trials` sequences have lost blocks. Then runs without the reader rule, until there is a
+    wrong answer.
+    """
     report = run.report("staleness")
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
         _with_the_rule(run, report, Path(notes))
@@ -115,7 +115,7 @@ def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[
 
 
 def _stop_in_step(note: Path) -> None:
-    """Waits until the worker has stopped itself, or gives up if the worker completes no step."""
+    """Waits until the worker has stopped itself, for at most STEP_S."""
     note.touch()
     deadline = time.monotonic() + STEP_S
     while note.exists() and time.monotonic() < deadline:
@@ -128,7 +128,7 @@ def _stop_one(stack: Stack, name: str) -> None:
     try:
         before = stack.holder(name, with_blocks=True)
         _wait_taken(stack, list(before.own))
-    except KeyError:  # its lease has expired anyway, and it is about to register again
+    except KeyError:  # its lease has already expired, and it is about to register again
         return
     finally:
         stack.thaw(name)
@@ -147,8 +147,8 @@ def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
 
 
 def victims(stack: Stack) -> int:
-    """Returns the number of sequences that lost blocks that they were using, and so were found stale or were aborted by
-    a fenced worker.
+    """Returns the number of sequences that lost blocks in use, because the reader rule found them stale or a fenced
+    worker aborted them.
     """
     return _count(stack, DETECTED) + _count(stack, SENT_AWAY)
 

@@ -1,7 +1,4 @@
-"""Runs closed-loop clients in a separate thread and records the outcome of every request.
-
-Needs only the gateway's address and the book of cases (`testing/chaos/book.py`).
-"""
+"""Runs closed-loop clients in a separate thread and records the outcome of every request."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from looseleaf.client import AsyncClient
 from testing.chaos.book import Case
 
 DRAIN_S = 90.0
-"""The time limit, in seconds, for requests in flight after the last one has been sent."""
+"""Maximum time in seconds to wait for requests in flight at the end."""
 NUM_SALTS = 3
-"""The number of shared cache salts. Every fourth case uses a unique salt instead, so that some prefixes are cached and
-some are not.
+"""The number of shared cache salts. If prefixes are shared, a random quarter of the requests use a unique salt instead,
+so that some prefixes are cached and some are not.
 """
 REFUSED_PAUSE_S = 0.05
 
@@ -35,7 +32,7 @@ class Answer:
     ended: float
     num_tokens: int
     right: bool
-    """Whether all received tokens of every sample match the oracle's, even if some are missing."""
+    """Whether all received tokens match the oracle's, even if some are missing."""
     error: str | None
     """The reason why the request did not complete, or None if it completed."""
     longest_gap_s: float
@@ -46,8 +43,8 @@ class Answer:
 
 
 class Traffic:
-    """A group of `concurrency` clients. Each sends a request, waits for the end of the answer, and repeats this until
-    `stop`.
+    """A group of closed-loop clients. Each client sends a request, waits for its end, and sends the next request, until
+    `stop` is called.
     """
 
     def __init__(
@@ -60,7 +57,9 @@ class Traffic:
         shared: bool = True,
         priorities: Sequence[int] = (0,),
     ) -> None:
-        """Sets up the clients. Each request has one of `priorities`."""
+        """Sets up the clients. If `shared` is False, every request has a unique salt. Each request has a random
+        priority from `priorities`.
+        """
         self.answers: list[Answer] = []
         self._address = address
         self._book = book
@@ -76,7 +75,7 @@ class Traffic:
         return sum(answer.error is None for answer in self.answers)
 
     def wait_for(self, num_answers: int, timeout_s: float) -> None:
-        """Waits until the given total number of requests has ended. Raises TimeoutError."""
+        """Waits until the given total number of requests has ended. Raises TimeoutError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while len(self.answers) < num_answers:
             if time.monotonic() > deadline:
@@ -84,7 +83,7 @@ class Traffic:
             time.sleep(0.05)
 
     def stop(self) -> list[Answer]:
-        """Stops sending, waits for requests in flight, and returns all answers."""
+        """Stops sending, waits at most DRAIN_S for requests in flight, and returns all answers."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -122,13 +121,15 @@ class Traffic:
         return str(self._rng.getrandbits(60) if own else self._rng.randrange(NUM_SALTS))
 
 
-async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0) -> Answer:
-    """Sends one request and returns its outcome."""
+async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0, timeout_s: float | None = None) -> Answer:
+    """Sends one request and returns its outcome. `timeout_s` is its deadline."""
     began = time.monotonic()
     samples: list[list[int]] = [[] for _ in range(case.sampling.num_sequences)]
     last, longest, error = [began] * len(samples), 0.0, "unfinished"
     options = case.options(salt)
     options["priority"] = priority
+    if timeout_s is not None:
+        options["timeout"] = timeout_s
     try:
         async for delta in client.stream(list(case.prompt_ids), **options):
             samples[delta.index] += delta.token_ids
@@ -146,7 +147,7 @@ async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0) -> 
 
 
 def _missing(samples: Sequence[Sequence[int]], case: Case) -> str:
-    """Returns what is missing from a finished answer, or an empty string."""
+    """Returns a description of the tokens that are missing from a finished answer, or an empty string."""
     came, wanted = [len(tokens) for tokens in samples], [len(tokens) for tokens in case.expected]
     return "" if came == wanted else f"{came} of {wanted} tokens"
 

@@ -1,1 +1,1 @@
-"""Tests of promise 1: on every path, requests must give the same answers as in a single process that runs alone."""
+"""Code for tests of promise 1: on every path, a request has the same answer as in a single process without batching."""

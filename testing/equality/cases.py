@@ -1,7 +1,4 @@
-"""The requests of the equality suite, the oracle's answers to them, and the comparison of answers.
-
-Does not depend on workers.
-"""
+"""The requests of the equality suite, the oracle's answers to them, and the comparison of answers."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from looseleaf.results import Completion
 from testing.oracle import Oracle
 
 TOLERANCE = 1e-4
-"""The tolerance for log-probabilities and scores."""
+"""The absolute tolerance of log-probabilities and scores."""
 _OPTIONS = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "logprobs", "beam_width", "length_penalty", "early_stopping",
@@ -93,9 +90,7 @@ def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37,
 
 
 def expect(oracle: Oracle, case: Case, begin: Callable[[], GrammarState] | None = None) -> Answer:
-    """Returns the answer of a single process that runs one sequence at a time without a cache. `begin` returns the
-    start of the grammar.
-    """
+    """Returns the oracle's answer. `begin` returns a new state of the grammar; None: the output has no grammar."""
     prompt, sampling, stopping = list(case.prompt), case.sampling, case.stopping
     if sampling.beam_width is not None:
         best = oracle.beam_search(prompt, sampling, stopping)
@@ -112,12 +107,12 @@ def expect(oracle: Oracle, case: Case, begin: Callable[[], GrammarState] | None 
 
 
 def answer_of(done: Completion) -> Answer:
-    """Returns the answer that a client received."""
+    """Returns the answer in a client's completion."""
     return [Text(list(s.token_ids), list(s.logprobs), s.finish_reason, s.beam_score) for s in done.samples]
 
 
 def differences(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Returns one sentence for each sample that differs from the expected one. The list is empty if no sample
+    """Returns one sentence for each sample that differs from the expected sample. The list is empty if no sample
     differs.
     """
     return [
@@ -135,7 +130,7 @@ def _all(wanted: Answer, got: Answer) -> list[str]:
 
 
 def _differs(wanted: Text, got: Text) -> str:
-    """Returns how two texts differ, or an empty string."""
+    """Returns a description of the difference between two texts, or an empty string."""
     if wanted.token_ids != got.token_ids:
         pairs = zip(wanted.token_ids, got.token_ids, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted.token_ids), len(got.token_ids)))

@@ -1,6 +1,4 @@
-"""A test helper for the reader rule: it takes away a block during a model step, before or after the model reads the
-block.
-"""
+"""Takes away a block during a model step, before or after the model reads it, for tests of the reader rule."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ When = Literal["before it is read", "after it is read"]
 
 
 class Meddler:
-    """A replacement of `runner.step` that takes away a block during one step, before or after the real step."""
+    """A replacement for `runner.step`. Once `is_armed` is set, it takes away one block before or after a real step."""
 
     def __init__(
         self, runner: ModelRunner, take: Callable[[int], object], when: When, pick: Callable[[StepInput], int | None]
     ) -> None:
-        """Sets up the replacement. `take` takes a block away; `pick` chooses the block of a step, or returns None to
+        """Creates the replacement. `take` takes a block away; `pick` returns the block to take in a step, or None to
         skip the step.
         """
         self._step = runner.step

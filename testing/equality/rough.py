@@ -1,9 +1,6 @@
-"""A prefill worker and a decode worker in this process, a minimal gateway between them, and every fault that can occur
-there.
-
-This is for the state machine in tests/equality. `workers.Workers` runs requests to their end; here, each move is a rule
-of the machine, so a cancel, a lost answer, a rebuild or a fence can occur in every phase of a request. Beats and sweeps
-happen on command; nothing waits for a clock.
+"""A prefill worker and a decode worker in this process, with a minimal gateway between them and with faults, for the
+state machine in tests/equality. Each move is a rule of the machine, so a cancel, a lost answer, a rebuild or a fence
+can occur in every phase of a request. Beats and sweeps occur on command, and nothing waits for a clock.
 """
 
 from __future__ import annotations
@@ -47,16 +44,16 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RoughWorld:
-    """A world of a gateway and two workers with faults. Moves are methods; `finish` ends every request and checks
-    everything.
+    """A gateway and two workers with faults. The methods are moves; `finish` ends every request and checks
+    the results.
     """
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, largest: Sequence[GroupNeed], spare_blocks: int,
         preemption: Choice, reserve: int,
     ) -> None:  # fmt: skip
-        """Creates the arena and the workers. The arena has room for the largest of these needs, for the reserves of
-        both roles, and for `spare_blocks` in each KV group. The reserve is also per KV group.
+        """Creates the arena and the workers. The arena has room for the largest of the needs in `largest`, and, in each
+        KV group, for the reserves of both roles and for `spare_blocks`.
         """
         self.runner, self._client, self._choice = runner, client, preemption
         self._rules = runner.layout.rules(TOKEN_BUDGET)
@@ -76,9 +73,7 @@ class RoughWorld:
         self._start_decode()
         self.requests: list[Request] = []
         self.errors: list[str] = []
-        """Events that a worker must not report. They are not raised immediately, because the worker would catch
-        them.
-        """
+        """Descriptions of the errors so far. They are not raised at once, because the worker would catch them."""
         self.seen: Counter[str] = Counter()
         """The number of times that each path was taken."""
         self._by_handle: dict[int, Request] = {}
@@ -119,7 +114,7 @@ class RoughWorld:
             self.errors.append(f"prefill: {event!r}")
 
     def _check_tenant(self, request: Request, event: Done) -> None:
-        """Checks that the cached tokens come from requests of the same tenant."""
+        """Checks that a request's cached tokens are from the same tenant's requests."""
         self.seen["hits"] += event.sources.cached > 0
         others = [r for r in self.requests if r.salt == request.salt and (r is not request or r.times_sent > 1)]
         known = [(*r.case.prompt, *text.token_ids) for r in others for text in [Text(), *r.texts.values()]]
@@ -177,7 +172,7 @@ class RoughWorld:
             request.handle = None
 
     def cancel(self, request: Request) -> None:
-        """Cancels the request in any phase. A ticket that is under way ends with its lease."""
+        """Cancels a request in any phase. If its ticket is not claimed yet, the ticket ends with its lease."""
         request.is_cancelled, phase = True, self.phase(request)
         self.seen[f"cancel while {phase}"] += 1
         if request.job is not None:
@@ -199,7 +194,7 @@ class RoughWorld:
                 request.handle = None
 
     def phase(self, request: Request) -> Phase:
-        """Returns the request's phase. Tests count the phases that occurred."""
+        """Returns the request's phase."""
         if request.job is not None:
             if request.job in self.prefill._parked:
                 return "parked"
@@ -211,8 +206,8 @@ class RoughWorld:
         return "under way" if request.arrived is not None else "nowhere"
 
     def bring(self, request: Request, phase: Phase, num_lost: int) -> None:
-        """Moves a request to a phase, as far as no other event intervenes. For a phase that needs a silent ledger,
-        loses `num_lost` answers first.
+        """Moves a request to a phase, unless another event intervenes. The phases "parked" and "claimed" need a silent
+        ledger, which first loses `num_lost` answers and then receives no calls until `heal`.
         """
         if phase != "queued":
             self.heal()
@@ -232,7 +227,7 @@ class RoughWorld:
                 self.deliver(request)
 
     def heal(self) -> None:
-        """Lets Redis answer again."""
+        """Ends the disturbance of Redis, and sends a beat for each worker."""
         for attachment in self.attachments.values():
             attachment.line.heal()
             attachment.beat()
@@ -248,7 +243,7 @@ class RoughWorld:
     # --- moves of the block store, and faults
 
     def sweep(self) -> None:
-        """Runs a sweep. Rebuilds the ledger if it has been voided."""
+        """Runs two consecutive sweeps. Rebuilds the ledger if it is void."""
         try:
             report = sweep(self._ledger, self.arena, ())
             sweep(self._ledger, self.arena, report.waiting_slots, report.tick)
@@ -261,7 +256,7 @@ class RoughWorld:
         self._ledger.forget()
 
     def expire(self, epochs: list[Epoch]) -> None:
-        """Lets these leases expire."""
+        """Expires the leases of those epochs that have one."""
         known = [epoch for epoch in epochs if self._client.zscore(self._ledger.tag + "leases", str(epoch)) is not None]
         if known:
             self._client.zadd(self._ledger.tag + "leases", {str(epoch): 1 for epoch in known})
@@ -271,7 +266,7 @@ class RoughWorld:
         self.sweep()
 
     def expire_tickets(self) -> None:
-        """Lets all unclaimed tickets expire."""
+        """Expires the leases of all unclaimed tickets, and sweeps. Does nothing if the ledger is void."""
         try:
             self.expire([h.epoch for h in inspect(self._ledger).holders if h.kind == "ticket"])
         except StaleDataset:
@@ -279,7 +274,7 @@ class RoughWorld:
         self.sweep()
 
     def steal(self, ref: BlockRef) -> None:
-        """Gives this block to another writer, which the ledger does not record (`testing.ledger.block_thief`)."""
+        """Reallocates a block to another writer without the ledger (`testing.ledger.block_thief`)."""
         slot = self.arena.acquire_writer_slot()
         self.arena.raise_generations([BlockRef(ref.block, int(self.arena.generations[ref.block]) + 1)], slot.number)
         self.arena.data[ref.block] = 0x3D
@@ -287,7 +282,7 @@ class RoughWorld:
         self.seen["stolen"] += 1
 
     def kill_decode(self) -> None:
-        """Simulates the death of the decode worker's process."""
+        """Simulates the death of the decode worker's process, and starts a new worker."""
         dead = self.attachments["decode"]
         dead.held.writer_slot.close()
         self.fence("decode")
@@ -299,7 +294,9 @@ class RoughWorld:
     # --- the end of a run
 
     def let_back(self) -> None:
-        """Sends waiting requests to prefill: those that fit, or one request if decode is idle."""
+        """Sends waiting requests to prefill while there are blocks for them. If decode is idle, sends one request, even
+        if there are too few blocks.
+        """
         for request in self.requests:
             if self.phase(request) == "nowhere" and not request.is_over:
                 load = self.decode.load
@@ -321,7 +318,7 @@ class RoughWorld:
         self.decode.step()
 
     def finish(self) -> list[Request]:
-        """Ends all faults and runs the requests to their end. Returns the requests that were not cancelled."""
+        """Ends all faults, and runs all requests to their end. Returns the requests that were not cancelled."""
         for pump in range(MAX_PUMPS):
             for attachment in self.attachments.values():
                 attachment.line.heal()
@@ -367,7 +364,7 @@ class RoughWorld:
         """Checks I7: sealed blocks contain the bytes with which they were sealed."""
         sealed = [b for b in range(self.arena.num_blocks) if self.arena.states[b] == HeaderState.SEALED]
         wrong = [block for block in sealed if self.arena.digest(block) != int(self.arena.digests[block])]
-        assert not wrong, f"blocks {wrong} have other bytes than were sealed"
+        assert not wrong, f"the bytes of blocks {wrong} have changed since they were sealed"
 
     def close(self) -> None:
         for attachment in self.attachments.values():

@@ -16,9 +16,7 @@ from testing.ledger.lossy_redis import LossyRedis
 
 Role = Literal["prefill", "decode"]
 BUDGET_S = 0.01
-"""The time budget of a ledger call, in seconds. It suffices for a few repetitions; after that, the worker continues
-without the ledger.
-"""
+"""Time budget of a ledger call in seconds, enough for a few repetitions."""
 
 
 @dataclass(eq=False)
@@ -28,7 +26,7 @@ class Request(Asked):
     job: Job | None = None
     """The job while the request is at prefill; None otherwise."""
     arrived: Done | None = None
-    """The output of prefill that has not been sent to decode yet."""
+    """The output of prefill, if it has not been sent to decode yet."""
     handle: int | None = None
     """The handle while the request is at decode; None otherwise."""
     times_sent: int = 0
@@ -57,7 +55,9 @@ class RoughAttachment(Attachment):
         super().__init__(arena, ledger, name, reserve=reserve, beat_s=None, budget_s=BUDGET_S)
 
     def renew(self) -> None:
-        """Waits, like `Attached.renew`, until Redis answers and the ledger exists."""
+        """Gives up all blocks and registers again, like `Attached.renew`. Instead of waiting for Redis and the ledger,
+        ends the disturbance and sweeps.
+        """
         self.held.close()
         self.line.heal()
         self._sweep()

@@ -1,8 +1,6 @@
 """A prefill worker and a decode worker in this process over a real arena and ledger, with a minimal gateway between
-them.
-
-The equality suite does not use RPC, so every family and every path takes only a second. Groups that come back from
-decode are prefilled again with their output so far, in order of arrival, as soon as there are blocks for them.
+them. There is no RPC, so each test takes about a second. Groups that decode gives back are prefilled again with their
+output so far, in order of arrival, when there are blocks for them.
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ class Attachment:
         self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
         budget_s: float = BUDGET_S, floor: int | None = None,
     ) -> None:  # fmt: skip
-        """Sets up the attachment. If `beat_s` is None, the holder beats only when `held.holder.lease.probe` is called.
-        If `floor` is None, there are no floors, and a group may need the whole arena.
+        """Registers the holder. If `beat_s` is None, it beats only when `held.holder.lease.probe` is called. If `floor`
+        is None, there are no floors, and a group may need the whole arena.
         """
         self.arena = arena
         self.floor_blocks = arena.num_blocks if floor is None else floor
@@ -78,7 +76,7 @@ class Attachment:
         return self.held.holder.fenced.is_set()
 
     def renew(self) -> None:
-        """Works like `Attached.renew`."""
+        """Gives up all blocks and registers again, like `Attached.renew`."""
         self.held.close()
         self.held = self._register()
 
@@ -124,7 +122,7 @@ class Asked:
 
 
 class Workers:
-    """A worker of each role, with a minimal gateway. Tests usually call only `answer`."""
+    """A worker of each role, with a minimal gateway."""
 
     def __init__(
         self,
@@ -138,9 +136,9 @@ class Workers:
         grammars: Grammars | None = None,
         floors: Mapping[str, int] = NO_FLOORS,
     ) -> None:
-        """Starts the workers. `client` is a Redis client; `num_blocks` is the size of the arena, by default
-        more than enough; `budget` is the maximum number of prompt tokens in a step; `grammars` is for structured
-        output; `floors` are those of the roles.
+        """Creates the workers. `client` is a Redis client. `num_blocks` is the size of the arena, by default 512 blocks
+        per KV group. `budget` is the maximum number of prompt tokens in a step. `grammars` is for structured output.
+        `floors` contains the floor of each role.
         """
         self._grammars, self._floors = grammars, floors
         self.runner = runner
@@ -163,7 +161,9 @@ class Workers:
     def answer(
         self, cases: Sequence[Case], salt: bytes = b"", before_step: Callable[[Workers], None] = lambda _: None
     ) -> list[Asked]:
-        """Runs all requests at once to their end."""
+        """Runs all requests concurrently to their end, and returns them. Calls `before_step` before each decode step.
+        Raises AssertionError after MAX_STEPS steps.
+        """
         self._asked = [Asked(case, number, salt) for number, case in enumerate(cases)]
         for asked in self._asked:
             self._send(asked)
@@ -178,7 +178,7 @@ class Workers:
         raise AssertionError(f"not done after {MAX_STEPS} steps: {self.decode.load}")
 
     def kill_decode(self) -> None:
-        """Simulates the death of the decode worker's process: the store finds it silent, and a new worker starts."""
+        """Simulates the death of the decode worker's process: the store reaps it, and a new worker starts."""
         dead = self.attachments.pop()
         report = sweep(self._ledger, self.arena, ())  # the first sweep after a pause reaps nothing
         dead.held.writer_slot.close()
@@ -192,8 +192,8 @@ class Workers:
             self._come_back(asked)
 
     def sweep(self) -> bool:
-        """Does the periodic work of the store. If damage has been found, rebuilds the ledger; the workers learn about
-        this with their next beat. Returns whether the ledger was rebuilt.
+        """Runs a sweep, as the store does periodically. Rebuilds the ledger if it has been voided. Returns whether it
+        was rebuilt.
         """
         try:
             sweep(self._ledger, self.arena, ())
@@ -227,8 +227,11 @@ class Workers:
         scheduler = DecodeScheduler(max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_NUM_SEQS)
         swap = SwapSpace(self.runner, attached, self.arena.num_blocks * self.arena.block_bytes)
         self.preemption = Preemption(scheduler, swap, self._choice)
-        self.decode = DecodeWorker(self.runner, attached, scheduler, DOMAIN, self.preemption)
+        self.decode = self.new_decode(attached, scheduler)
         self._session = Session(self._hear)
+
+    def new_decode(self, attached: Any, scheduler: DecodeScheduler) -> DecodeWorker:
+        return DecodeWorker(self.runner, attached, scheduler, DOMAIN, self.preemption)
 
     def _send(self, asked: Asked) -> None:
         case = asked.case
@@ -284,8 +287,8 @@ class Workers:
         self._returned.sort(key=lambda item: item.number)
 
     def _let_back(self) -> None:
-        """Sends the requests that came back to prefill, the oldest first, while there is room for them. If decode is
-        idle, sends one in any case.
+        """Sends given-back requests to prefill, the oldest first, while there are blocks for them. If decode is idle,
+        sends one request, even if there are too few blocks.
         """
         while self._returned:
             load = self.decode.load

@@ -1,7 +1,7 @@
-"""`make fuzz`: starts a system, sends invalid input to every port, and checks that the system keeps working.
-
-No process may end, no status may be UNKNOWN or INTERNAL, every call must end, every block must be released, and memory
-must not grow. Internal services get inputs with and without the deployment's secret.
+"""Starts a system, sends invalid input to every port, and checks that the system keeps working (`make fuzz`). No
+process may end, no status may be UNKNOWN, INTERNAL or an HTTP error of the server (500, 502 to 504), every call must
+end, every block must be released, and no process may grow by more than 64 MiB. Internal services receive inputs with
+and without the deployment's secret.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from google.protobuf.descriptor import ServiceDescriptor
 from smg_grpc_proto import vllm_engine_pb2
 
-from engine.tiny import make_checkpoint
 from looseleaf import LLM
 from protos.v1 import block_store_pb2, decode_pb2, inference_pb2, prefill_pb2
 from testing.fuzz.senders import GrpcSender, Metadata, Method, methods_of, send_http
-from testing.gateway.tool_templates import HERMES
+from testing.gateway.tool_formats import TEMPLATES
 from testing.system import assert_nothing_held, prompts, trust_at
+from testing.tool_chats import write_model
 
 _SERVICES = {
     "gateway": inference_pb2, "prefill": prefill_pb2, "decode": decode_pb2, "block_store": block_store_pb2,
@@ -39,14 +39,14 @@ MAX_GROWTH_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Outcome:
-    """A record of what a run observed."""
+    """The results of a run."""
 
     num_inputs: int = 0
     seconds: float = 0.0
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of statuses, by target."""
     growth_mib: dict[str, float] = field(default_factory=dict)
-    """Growth of memory, by service."""
+    """Growth of resident memory in MiB, by service."""
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -80,8 +80,8 @@ class Fuzzer:
         self._targets += [(f"{service.name}.{m.descriptor.name}{label}", m) for m in found]
 
     async def run(self, num_inputs: int, num_at_once: int) -> None:
-        """Sends all inputs, `num_at_once` at a time, and checks the system after that. Measures memory after a fifth of
-        the inputs, and at the end.
+        """Sends all inputs, `num_at_once` at a time, and then checks the system. Measures memory after a fifth of the
+        inputs, and at the end.
         """
         pids, queue = dict(self._llm.pids), iter(range(num_inputs))
         before: dict[str, int] = {}
@@ -134,11 +134,12 @@ def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "") -> Outcome:
-    """Runs the fuzzer against a system with a tiny model and one worker of each role."""
+def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "", family: str = "hermes") -> Outcome:
+    """Runs the fuzzer against a system with one worker of each role and a tiny model, whose tool calls have the format
+    of `family`.
+    """
     with tempfile.TemporaryDirectory(prefix="ll-fuzz-") as directory:
-        model = make_checkpoint(Path(directory) / "tiny", "llama", seed=1)
-        (model / "chat_template.jinja").write_text(HERMES, encoding="utf-8")  # the built-in template refuses tools
+        model = write_model(Path(directory) / "tiny", family)
         settings: dict[str, Any] = {"num_blocks": 512, "max_model_len": 512, "roles": "split", "vllm_grpc": True}
         with LLM(str(model), **settings) as llm:
             fuzzer = Fuzzer(llm, seed, only)
@@ -155,7 +156,7 @@ def lines_of(outcome: Outcome) -> Iterable[str]:
     for name, counts in sorted(outcome.statuses.items()):
         yield f"| {name} | {counts.total():,} | {', '.join(f'{status} {n:,}' for status, n in counts.most_common())} |"
     yield ""
-    yield f"Resident memory after the first fifth, MiB: {outcome.growth_mib}. Faults: {outcome.faults or 'none'}."
+    yield f"Growth of memory after the first fifth, MiB: {outcome.growth_mib}. Faults: {outcome.faults or 'none'}."
 
 
 def main() -> None:
@@ -164,9 +165,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--only", default="", help="only targets whose names begin with this, such as http")
+    parser.add_argument("--family", default="hermes", choices=list(TEMPLATES), help="the format of tool calls")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    outcome = fuzz(args.inputs, args.seed, args.at_once, args.only)
+    outcome = fuzz(args.inputs, args.seed, args.at_once, args.only, args.family)
     print("\n".join(lines_of(outcome)))
     if args.json:
         outcome.statuses = {name: dict(counts) for name, counts in outcome.statuses.items()}  # type: ignore[misc]

@@ -1,7 +1,5 @@
-"""Generates inputs: messages with arbitrary values, bytes that are almost messages, HTTP that is almost valid. Sends
-nothing.
-
-A `random.Random` makes all choices, so the same seed gives the same inputs.
+"""Generates inputs: messages with arbitrary values, bytes that are almost messages, and HTTP that is almost valid. The
+same seed gives the same inputs.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/tokenize", "/detokenize", "/",
     "/v1/models/x", "/v1/embeddings", "/%00", "/v1/completions/../models", "/" + "a" * 9000, "/v1/responses",
     "/v1/messages", "/v1/messages/count_tokens", "/score", "/v1/score",
-    "/version", "/ping", "/load", "/openapi.json", "/docs", "/docs.js",
+    "/version", "/ping", "/load", "/openapi.json", "/docs", "/docs.js", "/v1/explain", "/v1/explain/x", "/v1/workers",
+    "/v1/blocks", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
 
 
@@ -54,6 +53,7 @@ _TOOL = {"type": "function", "function": _FUNCTION}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
 _ASK = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
 _CHAT = {"messages": [_ASK], "max_tokens": 3, "seed": 1}
+_LONG_CHAT = {**_CHAT, "max_tokens": 40, "temperature": 1.5, "tools": [{"type": "function", "function": {"name": "f"}}]}
 _RESPONSE: dict[str, Any] = {"input": "Hi", "max_output_tokens": 3}
 _ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 _ITEMS = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}, _ITEM,
@@ -71,6 +71,8 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/chat/completions": [
         {**_CHAT, "tools": [_TOOL], "tool_choice": "auto"},
+        {**_LONG_CHAT, "stream": True},
+        {**_LONG_CHAT, "tools": [_TOOL], "tool_choice": "required"},
         {**_CHAT, "tools": [_TOOL], "tool_choice": "required", "parallel_tool_calls": False, "stream": True},
         {**_CHAT, "tools": [_TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
         {**_CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}},
@@ -121,12 +123,12 @@ RIGHT: dict[str, Message] = {
         )
     ),
 }  # fmt: skip
-"""Messages that a service accepts, or that are complete except for the ticket, by full name."""
+"""Messages that a service accepts, or that are valid except for the ticket, by full name."""
 
 
 def message(draw: random.Random, kind: type[Message]) -> Message:
-    """Returns a message whose fields have arbitrary values of their types, or a valid message with few changes. Some
-    fields are left out.
+    """Returns a message some of whose fields have arbitrary values of their types, or a valid message with
+    up to two changes.
     """
     right = RIGHT.get(kind.DESCRIPTOR.full_name)
     if right is not None and draw.random() < 0.6:
@@ -259,7 +261,7 @@ def disturbed(draw: random.Random, right: Any) -> Any:
 
 
 def body(draw: random.Random, path: str) -> bytes:
-    """Returns a request body that is nearly valid for this path in most cases."""
+    """Returns a request body, in most cases one that is nearly valid for this path."""
     if draw.random() < 0.15:
         return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
     if draw.random() < 0.6:
@@ -277,7 +279,7 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def http(draw: random.Random) -> bytes:
-    """Returns a complete request in wire format, or bytes that are not a request."""
+    """Returns the bytes of an HTTP request. Its parts may be invalid, and a tenth of the requests are damaged."""
     path = draw.choice((*_PATHS[:2], *BODIES) * 3 + _PATHS)
     content = body(draw, path)
     method = draw.choice(("POST",) * 6 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW", "\xff"))

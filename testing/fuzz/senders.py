@@ -1,4 +1,4 @@
-"""Sends single inputs, and returns their outcomes. Does not depend on how inputs are made."""
+"""Sends single inputs, and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from testing.fuzz import inputs
 
 Metadata = tuple[tuple[str, str], ...]
 TIMEOUT_S = 60.0
-"""A call that takes more than this number of seconds counts as a hang. Calls that wait have a shorter deadline and end
-with `DEADLINE_EXCEEDED`.
+"""Number of seconds after which a call counts as hung. Calls that wait have a shorter deadline, and end with
+`DEADLINE_EXCEEDED`.
 """
 _OWN_WORDS = "Internal error from Core"
 """The message that `grpc.aio`, not the server, generates if the server ends a stream while the client is still writing
@@ -61,8 +61,9 @@ class GrpcSender:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def send(self, draw: random.Random, method: Method) -> str:
-        """Sends one input. Returns the name of the status, with the server's message if it is UNKNOWN or INTERNAL, or
-        HANG if the call does not end in time.
+        """Makes one call with random messages. Returns the name of the status, with the server's message if it is
+        UNKNOWN or INTERNAL; "HANG" if the call does not end in time; or "ENDED WHILE SENDING" if the server ended the
+        stream while the client was writing.
         """
         channel = self._channels.get(method.address)
         if channel is None:
@@ -103,9 +104,9 @@ async def _status_of(call: Any) -> str:
 
 
 async def send_http(draw: random.Random, address: str) -> str:
-    """Sends one HTTP input. Returns the status of the response; CLOSED if the connection was closed without one; HANG
-    if the server does not answer in time. A status of 500 or more is followed by the end of the response and the
-    beginning of the request.
+    """Sends one HTTP input. Returns the status of the response, CLOSED if the connection was closed without a response,
+    or HANG if the server does not answer in time. After a status of 500 or more, also returns the end of the response
+    and the beginning of the request.
     """
     host, port = address.rsplit(":", 1)
     request = inputs.http(draw)

@@ -1,1 +1,1 @@
-"""Code for tests of the gateway: workers that follow a script, so that the gateway runs without real workers."""
+"""Code for tests of the gateway without real workers: workers that follow a script."""

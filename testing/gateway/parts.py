@@ -1,9 +1,6 @@
-"""For tests: the model and the script of workers that use the real protos over real sockets, with computed tokens and
-scripted faults.
-
-`testing.gateway.scripted_workers` has the workers. A token is a function of the sequence's last eight tokens, its
-length and the sample, so the correct answer is known for every path. The beam of a given rank equals the sample of that
-number.
+"""The model and the script of the scripted workers in `testing.gateway.scripted_workers`. A token is a function of the
+sequence's last eight tokens, its length and the sample, so the correct answer is known for every path. The beam of a
+given rank equals the sample with that number.
 """
 
 from __future__ import annotations
@@ -81,21 +78,23 @@ def beam_score(rank: int) -> float:
 
 @dataclass(slots=True)
 class Fault:
-    """The fault of one submitted group: the worker does `action` after `after` steps."""
+    """A fault in one submitted group: the worker performs `action` after `after` steps."""
 
     action: str
-    """One of: reject, die, gap, repeat, stray, silence (no more tokens), freeze (no heartbeats either)."""
+    """One of: none, reject, die, gap (a step is not sent), repeat (a step is sent twice), stray (an output of another
+    attempt), silence (no more tokens), freeze (no heartbeats either).
+    """
     after: int = 2
     rejection: int = decode_pb2.REJECTION_UNSPECIFIED
 
 
 @dataclass(slots=True)
 class Script:
-    """The script of the workers: the faults in the order of the calls, and the calls that the workers observe."""
+    """The script of the workers: the faults in the order of the calls, and a record of the calls."""
 
     submits: list[Fault] = field(default_factory=list)
     prefills: list[LooseleafError | float] = field(default_factory=list)
-    """For each call, an error to answer with, or the seconds that the call takes."""
+    """For each call, the error to return, or the duration of the call in seconds."""
     step_s: float = 0.0
     prefill_heartbeats: bool = True
     timings: pb.Timings = field(default_factory=lambda: pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))

@@ -1,4 +1,4 @@
-"""For tests: workers of both roles that follow a `Script`, on real sockets. See `testing.gateway.parts`."""
+"""Workers of both roles that follow a `Script` (`testing.gateway.parts`), on real sockets."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from protos.v1 import types_pb2 as pb
 from testing.gateway.parts import BLOCK_SIZE, Fault, Script, beam_score, expected_embedding, expected_ids, make_record
 
 HEARTBEAT_S = 0.05
+CLAIMED = decode_pb2.GroupAccount(claim_ns=1_000)
+"""The account of a group that is rejected."""
 
 
 class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
@@ -82,8 +84,8 @@ def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch, script:
 
 
 def _tables(prompt_len: int, branch: pb.Branch, number: int) -> pb.BranchTables:
-    """Returns the block tables of a branch. The first branch lists all its blocks. The other branches share blocks of
-    the prompt: all of the prompt's blocks if they have no outputs, or else its full blocks.
+    """Returns the block tables of a branch. The first branch lists all its blocks. Other branches share the prompt's
+    full blocks or, if they have no output, all of its blocks.
     """
     num_outputs = len(branch.output_token_ids)
     shared = prompt_len // BLOCK_SIZE if num_outputs else blocks_of(prompt_len, BLOCK_SIZE)
@@ -159,9 +161,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.SequenceOutput]) -> None:
-    """Adds outputs to a response as decode workers do. An output that contains only one token goes into the columns of
-    plain tokens.
-    """
+    """Adds outputs to a response. Like a decode worker, adds outputs that consist of one token to the plain tokens."""
     plain = response.plain_tokens
     for output in outputs:
         if len(output.token_ids) != 1 or output.logprobs or output.finish_reason or output.rejection:
@@ -175,7 +175,7 @@ def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.Sequence
 
 
 class _Group:
-    """A submitted group. Each step gives every live sample a token; a beam search gets all its tokens at its end."""
+    """A submitted group. Each step adds a token to every live sample; a beam search gets all its tokens at its end."""
 
     def __init__(self, submit: decode_pb2.Submit, script: Script) -> None:
         self._submit = submit
@@ -196,7 +196,11 @@ class _Group:
                 if fault.action == "freeze":
                     frozen.set()
                 elif fault.action != "silence":
-                    put([self._output(0, rejection=fault.rejection)] if fault.action == "reject" else None)
+                    put(
+                        [self._output(0, rejection=fault.rejection, account=CLAIMED)]
+                        if fault.action == "reject"
+                        else None
+                    )
                 return
             outputs = self._beams_step(step) if self._beams else [self._next(sample) for sample in list(self.live)]
             if step == fault.after and fault.action == "stray":
@@ -248,7 +252,7 @@ class ScriptedWorker:
     """A worker of either role on a free port."""
 
     def __init__(self, role: Role, name: str, script: Script, secret: str | None = None, **record: Any) -> None:
-        """Starts the worker. `secret` is the secret that gateways must send."""
+        """Creates the worker, which `start` starts. `secret` is the secret that gateways must send, or None."""
         self.role: Role = role
         self.name = name
         door = None if secret is None else Door(secret)

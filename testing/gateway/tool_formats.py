@@ -1,7 +1,5 @@
-"""For tests: a chat template of each family that calls tools, and the call format that the template implies.
-
-A short template offers the tools and writes the calls of a history as the family does, with the markers by which the
-family is recognized.
+"""Chat templates of the families that support tool calls, and the call formats that they imply, for tests. The
+templates are short. They contain the markers by which a family is recognized.
 """
 
 from __future__ import annotations
@@ -10,7 +8,12 @@ from collections.abc import Mapping
 
 from gateway.tools.call_format import CallFormat
 from gateway.tools.known_formats import (
+    COHERE,
+    DEEPSEEK_V32,
+    FUNCTION_GEMMA,
+    GEMMA4,
     GLM45,
+    HARMONY,
     HERMES,
     HUNYUAN,
     INTERNLM,
@@ -78,6 +81,32 @@ _PLUGIN = (
     '{{- \'<|action_start|><|plugin|>\\n{"name": "\' + name + \'", "parameters": \' + (arguments | tojson)'
     " + '}<|action_end|>\\n' }}"
 )
+_ACTION = (
+    '{{- \'    {"tool_call_id": "0", "tool_name": "\' + name + \'", "parameters": \' + (arguments | tojson) + \'}\' }}'
+    "{%- if not loop.last %}{{- ',\\n' }}{%- endif %}"
+)
+_TYPED = "('true' if value is string else 'false')"
+_DSML = (
+    "{{- '<|DSML|invoke name=\"' + name + '\">\\n' }}" + _EACH
+    + "{{- '<|DSML|parameter name=\"' + key + '\" string=\"' ~ " + _TYPED
+    + " ~ '\">' ~ " + _TEXT + " ~ '</|DSML|parameter>\\n' }}{%- endfor %}{{- '</|DSML|invoke>\\n' }}"
+).replace("|DSML|", "\uff5cDSML\uff5c")  # fmt: skip
+_HARMONY = (
+    "{{- '<|start|>assistant<|channel|>commentary to=functions.' + name + ' <|constrain|>json<|message|>'"
+    " + (arguments | tojson) + '<|call|>' }}"
+)
+
+
+def _gemma(before: str, quote: str, after: str) -> str:
+    """Returns code that writes a call with arguments that are texts or plain values."""
+    return (
+        f"{{{{- {before + 'call:'!r} + name + '{{' }}}}" + _EACH
+        + f"{{%- set text = {quote!r} ~ value ~ {quote!r} if value is string else value | tojson %}}"
+        + "{{- key ~ ':' ~ text }}{%- if not loop.last %}{{- ',' }}{%- endif %}{%- endfor %}"
+        + f"{{{{- '}}' + {after!r} }}}}"
+    )  # fmt: skip
+
+
 TEMPLATES: Mapping[str, tuple[CallFormat, str]] = {
     "hermes": (HERMES, tool_templates.HERMES),
     "llama3": (LLAMA3, tool_templates.LLAMA3),
@@ -96,6 +125,16 @@ TEMPLATES: Mapping[str, tuple[CallFormat, str]] = {
     "pythonic": (PYTHONIC, _template(_PYTHON, "[", "]", "Answer [func_name1(params_name1=params_value1)]")),
     "llama4_pythonic": (
         LLAMA4_PYTHONIC, _template(_PYTHON, "[", "]", "<|header_start|>Answer [func_name1(name=value)]"),
+    ),
+    "openai": (HARMONY, _template(_HARMONY).replace("{{- '<|assistant|>' }}", "{{- '<|start|>assistant' }}")),
+    "deepseek_v32": (
+        DEEPSEEK_V32,
+        _template(_DSML, "\n\n<\uff5cDSML\uff5cfunction_calls>\n", "</\uff5cDSML\uff5cfunction_calls>"),
+    ),
+    "cohere_command3": (COHERE, _template(_ACTION, "<|START_ACTION|>[\n", "\n]<|END_ACTION|>")),
+    "gemma4": (GEMMA4, _template(_gemma("<|tool_call>", '<|"|>', "<tool_call|>"))),
+    "functiongemma": (
+        FUNCTION_GEMMA, _template(_gemma("<start_function_call>", "<escape>", "<end_function_call>")),
     ),
     "olmo3": (OLMO3, _template(_PYTHON, "<function_calls>", "</function_calls>")),
     "lfm2": (LFM2, _template(_PYTHON, "<|tool_call_start|>[", "]<|tool_call_end|>")),

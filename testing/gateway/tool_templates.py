@@ -1,4 +1,4 @@
-"""For tests: chat templates of the families that call tools, in the form in which models contain them."""
+"""Chat templates of families that support tool calls, in the form in which models contain them, for tests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Code for tests of the ledger: random walks, an exhaustive small world, faulty writers."""
+"""Code for tests of the ledger: random walks, an exhaustive search of a small world, and faulty writers."""

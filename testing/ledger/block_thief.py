@@ -1,7 +1,6 @@
-"""For tests of the reader rule: a second process that takes a block while the first one reads it.
-
-It acts like a writer that got the block from the ledger after its holder's lease had expired: it raises the header's
-generation, records its own writer slot, and writes. The ledger is not involved, so only the reader rule can notice.
+"""A second process that takes a block while the first process reads it, for tests of the reader rule. It acts like a
+writer that has received the block after its holder's lease expired: it raises the header's generation, records its
+writer slot, and writes. Only the reader rule can notice this, because the ledger is not involved.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from testing.ledger.store import line, python
 
 
 class Thief:
-    """A process with its own mapping of the arena, which takes blocks."""
+    """A process that takes blocks of the arena, through its own mapping."""
 
     def __init__(self, arena: Arena) -> None:
         code = "from testing.ledger.block_thief import main; main()"
@@ -22,7 +21,7 @@ class Thief:
         assert line(self._process) == "ready"
 
     def take(self, block: int) -> None:
-        """Returns when the block has been reallocated and has different bytes."""
+        """Takes a block. Returns when it has been reallocated and overwritten."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{block}\n")
         assert line(self._process) == "taken"

@@ -1,9 +1,7 @@
-"""For tests: every state that two holders, two blocks and two hashes can reach, found with the real scripts in a real
-Redis.
-
+"""A search of all states that two holders, two blocks and two hashes can reach, with the real scripts in a real Redis.
 The search is breadth-first. A state consists of block states, hashes, holders by role, and the orders of eviction and
-of free blocks; generations, clocks and call numbers are not part of it. In every state, each possible operation of a
-live holder is called twice, and the invariants are checked after each move.
+of free blocks, but not of generations, clocks and call numbers. In every state, each possible operation of a live
+holder is called twice, and the invariants are checked after each move.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A state of the search, with the number of moves that lead to it."""
+    """A saved state of the search, with its distance from the start in moves."""
 
     saved: tuple[bytes, ...]
     roles: tuple[Role, ...]
@@ -56,7 +54,7 @@ class Node:
 
 
 Move = tuple[str, Callable[[], object], tuple[Role, ...]]
-"""A name, the calls, and the roles after the move."""
+"""The name of a move, the function that makes it, and the roles after it."""
 RoleMove = tuple[str, Callable[[], object], Role]
 
 
@@ -126,8 +124,8 @@ class SmallWorld:
         yield "die", partial(self._die, role), Role(role.slot, role.epoch, role.number, is_dead=True)
 
     def _of_dead(self, role: Role) -> Iterator[RoleMove]:
-        """Yields the moves of a dead holder. A late call has no effect. When its process ends, its unsealed blocks
-        become free, and a successor registers.
+        """Yields the moves of a dead holder: a late call, which has no effect, and the end of the holder's process,
+        after which its unsealed blocks are free and a successor registers.
         """
         lane = CallId(role.epoch, role.number + 1)
         yield "late call", partial(self._refused, partial(self.store.ledger.alloc, lane, 1)), role
@@ -155,9 +153,7 @@ class SmallWorld:
         return self.store.ledger.register("role", writer_slot=slot, lease_s=LONG_S)
 
     def _die(self, role: Role) -> None:
-        """Reaps a holder. The blocks that it was writing wait for its writer slot, because its process may still store
-        into them.
-        """
+        """Reaps a holder, and checks that the blocks that it was writing are in quarantine."""
         before = self.store.moment().blocks
         self._end(role.epoch)
         for old, new in zip(before, self.store.moment().blocks, strict=True):
@@ -169,9 +165,7 @@ class SmallWorld:
         assert epoch in self.store.ledger.reap(gap_s=LONG_S).reaped
 
     def _shape(self, roles: tuple[Role, ...]) -> tuple[Any, ...]:
-        """Returns the parts of the current state that determine whether it equals a state that the search has already
-        visited.
-        """
+        """Returns the parts of the current state by which the search compares states."""
         now = inspect(self.store.ledger, with_blocks=True)
         names: dict[Epoch, int | str] = {role.epoch: index for index, role in enumerate(roles)}
         waits = {block: index for block, slot in now.quarantine for index, r in enumerate(roles) if r.slot == slot}

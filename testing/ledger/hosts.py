@@ -1,4 +1,4 @@
-"""For tests: a host with a block store, a separate Redis, and a worker."""
+"""A host for tests, with a block store, a separate Redis, and a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from testing.ledger.store import LAYOUT, StoreProcess, wait_until
 
 
 class Host:
-    """A store process, and one worker (in this process) that writes and claims blocks there."""
+    """A host: a store process, and a worker in this process that writes and claims blocks."""
 
     def __init__(self, directory: Path, num_blocks: int, *flags: str, layout: KvLayout = LAYOUT) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -36,8 +36,8 @@ class Host:
         """A lock for `HeldBlocks`, which only one thread at a time may use."""
 
     def fill(self, hashes: Sequence[bytes], *, partial: bool = False) -> tuple[list[BlockRef], list[BlockRef]]:
-        """Writes and seals a full block for every hash and, if `partial` is True, one partial block. Returns both
-        kinds.
+        """Writes and seals a full block for every hash and, if `partial` is True, a partial block. Returns the full
+        blocks and the partial blocks.
         """
         refs = self.held.alloc(len(hashes) + partial)
         for number, ref in enumerate(refs):
@@ -72,7 +72,7 @@ class Host:
         return [[self.arena.read(ref.block) for ref in table] for table in tables]
 
     def claim_and_release(self, ticket: Ticket) -> None:
-        """Claims a ticket and releases its blocks, as a decode worker does, but without decoding."""
+        """Claims a ticket and releases its blocks, like a decode worker that does not decode."""
         with self._lock:
             tables = self.held.claim(ticket)
             self.held.release_many(table for branch in tables for table in branch)

@@ -1,4 +1,4 @@
-"""For tests: a Redis client that loses answers or commands on request."""
+"""A Redis client for tests that loses answers or commands on request."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import redis
 
 
 class LossyRedis(redis.Redis):
-    """A client of the same server that can lose the answers of scripts. The server has executed a script whose answer
-    is lost.
+    """A client of another client's server. On request, it loses the answers of scripts that the server has executed, or
+    does not send scripts.
     """
 
     def __init__(self, client: redis.Redis) -> None:
         super().__init__(connection_pool=client.connection_pool)
         self.num_to_lose = 0
-        """The number of further answers to lose."""
+        """The number of answers to lose."""
         self.cuts_then = False
-        """Whether commands stop arriving after these answers, until `heal` is called."""
+        """Whether scripts are no longer sent after these answers, until `heal` is called."""
         self.num_lost = 0
 
     def lose(self, num_answers: int, cut: bool) -> None:

@@ -1,7 +1,6 @@
-"""For tests: a walk of random operations on a ledger, each of which is checked.
-
-The walk keeps a model of all holders. After every operation it checks the invariants. After an irregular operation
-(repeated, stale, fenced) it also compares the whole ledger with the state before.
+"""A walk of random operations on a ledger, for tests. The walk keeps a model of all holders, and checks the invariants
+after every operation. After an operation that must have no effect (repeated, stale, fenced), it compares the whole
+ledger with the state before.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from common.types import BlockRef, CacheQuota
 from testing.ledger.store import LONG_S, Caller, TestStore, chain, content, indexed
 
 QUOTAS = {"ax": CacheQuota(b"a" * 32, 34), "bx": CacheQuota(b"b" * 32, 9)}
-"""The quotas of the tenants, by the names of the chains that they own."""
+"""The quotas of the tenants, by the names of their chains."""
 
 
 @dataclass(slots=True)
@@ -44,7 +43,9 @@ class Paper:
 
 
 class LedgerWalk:
-    """A walk of operations. The operations take arbitrary integers, which choose among the existing objects."""
+    """A walk on one ledger. Its methods are operations, whose arguments are arbitrary integers that choose among the
+    existing objects.
+    """
 
     def __init__(self, store: TestStore, successes: Counter[str], num_holders: int = 3) -> None:
         self.store = store
@@ -54,16 +55,14 @@ class LedgerWalk:
         self.zombies: list[Mine] = []
         self.seen: dict[int, int] = {}
         self._known: Inspection | None = None
-        """A copy of the ledger after the last operation. If it were stale, it could cause a false alarm, because it is
-        compared with a fresh one, but could not hide an error.
-        """
+        """The state of the ledger after the last operation, or None if it is not known."""
 
     @property
     def ledger(self) -> LedgerScripts:
         return self.store.ledger
 
     def _now(self) -> Inspection:
-        """Returns the state of the ledger. Makes no call to Redis if the state is known."""
+        """Returns the state of the ledger. Reads it only if it is not known."""
         self._known = self._known or self.store.moment()
         return self._known
 
@@ -108,29 +107,59 @@ class LedgerWalk:
 
     def seal(self, who: int, which: int, n: int) -> None:
         mine = self._mine(who)
+        items = self._written(mine, which, n)
+        if not items:
+            return
+        answer = self._once("seal", mine, lambda lane: self.ledger.seal(lane, items))
+        assert isinstance(answer, list), answer
+        for item, used in zip(items, answer, strict=True):
+            mine.held[used] = item.prefix_hash
+            if item.ref != used:
+                mine.held.setdefault(item.ref, None)
+                self.successes["dedup"] += 1
+            elif item.prefix_hash is not None:
+                owner = self._now().blocks[used.block].owner
+                assert (owner > 0) == (item.quota is not None), f"{used} counts for owner {owner}"
+        self._read(mine)
+
+    def deliver(self, who: int, which: int, n: int) -> None:
+        """Seals blocks into a new ticket, or into a ticket that already has blocks."""
+        mine = self._mine(who)
+        items = self._written(mine, which, n)
+        if not items:
+            return
+        paper = self.tickets[-1] if self.tickets and which % 2 else None
+        if paper is not None:
+            guess = replace(paper.id, secret=bytes(TICKET_SECRET_BYTES))
+            refusal = self._once("-", mine, lambda lane: self.ledger.deliver(lane, items, guess, LONG_S))
+            assert isinstance(refusal, errors.Gone), refusal
+        ticket = None if paper is None else paper.id
+        answer = self._once("deliver", mine, lambda lane: self.ledger.deliver(lane, items, ticket, LONG_S))
+        assert isinstance(answer, tuple), answer
+        if paper is None:
+            paper = Paper(answer[0], {})
+            self.tickets.append(paper)
+        assert answer[0] == paper.id
+        for item, used in zip(items, answer[1], strict=True):
+            paper.held[used] = item.prefix_hash
+            self.successes["dedup"] += item.ref != used
+        held = {holder.epoch: holder.num_references for holder in self._now().holders}
+        assert held[paper.id.epoch] == len(paper.held), "the ticket holds each block once"
+        assert held[mine.caller.epoch] == len({*mine.held, *mine.unsealed}), "the holder keeps none of them"
+
+    def _written(self, mine: Mine, which: int, n: int) -> list[SealItem]:
+        """Writes some of the holder's unsealed blocks, which are to be sealed."""
         refs, name = mine.unsealed[: n % 4 + 1], "aab"[which % 3] + "xy"[which % 2]
         if not refs:
-            return
+            return []
         hashes: list[bytes | None] = [*chain(name, len(refs))]
         if which % 7 == 3:
             hashes[-1] = hashes[0]  # two samples of one group with the same output
         if which % 5 == 4:
             hashes[-1] = None
         self.store.write(mine.caller, refs, hashes)
-        quota = QUOTAS.get(name)
-        items = [SealItem(ref, prefix_hash, quota) for ref, prefix_hash in zip(refs, hashes, strict=True)]
-        answer = self._once("seal", mine, lambda lane: self.ledger.seal(lane, items))
-        assert isinstance(answer, list), answer
         mine.unsealed = mine.unsealed[len(refs) :]
-        for own, used, prefix_hash in zip(refs, answer, hashes, strict=True):
-            mine.held[used] = prefix_hash
-            if own != used:
-                mine.held.setdefault(own, None)
-                self.successes["dedup"] += 1
-            elif prefix_hash is not None:
-                owner = self._now().blocks[used.block].owner
-                assert (owner > 0) == (quota is not None), f"{used} counts for owner {owner}"
-        self._read(mine)
+        return [SealItem(ref, prefix_hash, QUOTAS.get(name)) for ref, prefix_hash in zip(refs, hashes, strict=True)]
 
     def acquire(self, who: int, which: int, n: int) -> None:
         mine, hashes = self._mine(who), chain("aab"[which % 3] + "xy"[which % 2], n % 4 + 1)
@@ -176,14 +205,19 @@ class LedgerWalk:
         assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, paper.id)), errors.Gone)
 
     def keep(self, which: int) -> None:
-        """Extends the lease of a ticket, which changes nothing else."""
+        """Extends the lease of a ticket, and checks that nothing else changes."""
         if not self.tickets:
             return
         paper = self.tickets[which % len(self.tickets)]
         before = self._now()
         guess = replace(paper.id, secret=bytes(TICKET_SECRET_BYTES))
         assert isinstance(_attempt(lambda: self.ledger.keep(guess)), errors.Gone)
-        self.ledger.keep(paper.id)
+        held = list(paper.held)
+        others = [BlockRef(block, view.generation) for block, view in enumerate(before.blocks)]
+        wrong = [*(ref for ref in others if ref not in held), *(BlockRef(b, g - 1) for b, g in held)]
+        for ref in wrong[:: max(1, len(wrong) - 1)]:
+            assert isinstance(_attempt(lambda ref=ref: self.ledger.keep(paper.id, [*held, ref])), errors.NotHolder)  # type: ignore[misc]
+        self.ledger.keep(paper.id, held)
         assert self.store.moment() == before, "a lease is no reference"
         self.successes["keep"] += 1
 
@@ -197,7 +231,7 @@ class LedgerWalk:
             mine.held.pop(ref, None)
 
     def die(self, who: int) -> None:
-        """Silences a holder, which is reaped. Its process may continue as a zombie."""
+        """Expires a holder's lease and reaps the holder. Its process continues as a zombie."""
         if len(self.holders) < 2:
             return
         mine = self.holders.pop(who % len(self.holders))
@@ -222,7 +256,7 @@ class LedgerWalk:
             assert isinstance(answer, errors.Gone)
 
     def zombie(self) -> None:
-        """Checks I5: every call by a reaped holder fails and has no effect."""
+        """Checks I5: calls by a reaped holder have no effect."""
         for mine in self.zombies:
             before, caller = self._now(), mine.caller
             refs = [*mine.unsealed, *mine.held][:3]
@@ -231,6 +265,7 @@ class LedgerWalk:
                 lambda c=caller: self.ledger.acquire(c.lane(), [chain("ax", 1)]),  # type: ignore[misc]
                 lambda c=caller, r=refs: self.ledger.seal(c.lane(), [SealItem(ref) for ref in r]),  # type: ignore[misc]
                 lambda c=caller, r=refs: self.ledger.hand_over(c.lane(), r),  # type: ignore[misc]
+                lambda c=caller, r=refs: self.ledger.deliver(c.lane(), [SealItem(ref) for ref in r]),  # type: ignore[misc]
                 lambda c=caller: self.ledger.beat(c.epoch),  # type: ignore[misc]
                 *(lambda c=caller, p=p: self.ledger.claim(c.lane(), p.id) for p in self.tickets[:1]),  # type: ignore[misc]
             ]
@@ -248,8 +283,8 @@ class LedgerWalk:
         mine.caller.slot.close()
         before, unsealed = self._now(), {ref.block for ref in mine.unsealed}
         waiting = {block for block, slot in before.quarantine if slot == mine.caller.slot.number}
-        # A rebuild since the holder's death knows only the header, so the unsealed blocks that it had given up also
-        # wait.
+        # A rebuild after the holder's death uses only the header, so the unsealed blocks that the holder had given up
+        # also wait.
         assert waiting >= unsealed if mine.caller.ledger is not self.ledger else waiting == unsealed
         report = self._reap([mine.caller.slot.number])
         self.store.check(before)
@@ -270,6 +305,7 @@ class LedgerWalk:
             assert isinstance(_attempt(lambda: self.ledger.hand_over(mine.caller.lane(), past)), errors.Stale)
             items = [SealItem(ref) for ref in past]
             assert isinstance(_attempt(lambda: self.ledger.seal(mine.caller.lane(), items)), errors.Stale)
+            assert isinstance(_attempt(lambda: self.ledger.deliver(mine.caller.lane(), items)), errors.Stale)
             assert self.ledger.release(mine.caller.lane(), past) == 0
             self.successes["stale"] += 1
         assert self.store.moment() == before, "I10"
@@ -295,7 +331,7 @@ class LedgerWalk:
         self.successes["late"] += 1
 
     def gap(self) -> None:
-        """Simulates a long gap between sweeps or a clock step: every holder looks dead, but none is."""
+        """Simulates a long gap between sweeps or a clock step, after which every holder looks dead but is not."""
         self._known = None
         self.store.expire(*(holder.epoch for holder in self.store.moment().holders))
         self.store.client.hset(self.ledger.tag + "meta", "last_reap", 1)
@@ -306,14 +342,14 @@ class LedgerWalk:
         self.successes["gap"] += 1
 
     def flushed(self) -> None:
-        """Empties Redis and rebuilds the ledger. All live holders assert their blocks."""
+        """Empties Redis and rebuilds the ledger, in which all live holders assert their blocks."""
         self.ledger.forget()
         self._build_anew()
         self.successes["rebuild"] += 1
 
     def older(self, who: int) -> None:
-        """Restores an older snapshot of the same ledger. The first beat of a holder whose call is missing from the
-        snapshot shows that it is older.
+        """Restores an older snapshot of the ledger, which a beat of a holder detects if the snapshot lacks the holder's
+        last call.
         """
         mine, client = self._mine(who), self.store.client
         keys = list(client.scan_iter(f"{self.ledger.tag}*", count=1000))
@@ -367,7 +403,7 @@ class LedgerWalk:
         assert counts.free + counts.cached == counts.total, f"I9: {counts}"
 
     def _read(self, mine: Mine) -> None:
-        """Checks I7 by the reader rule: a reader gets the bytes that were sealed under this hash."""
+        """Checks I7: a reader gets the bytes that were sealed under a hash."""
         refs = [ref for ref, prefix_hash in mine.held.items() if prefix_hash is not None]
         assert self.store.arena.check_refs(refs), "a held block was reallocated"
         blocks = self._now().blocks

@@ -1,6 +1,4 @@
-"""For tests: a real store (arena, Redis, ledger), in this process or in a separate one; helper processes; the device
-memory of the stand-in for the CUDA driver.
-"""
+"""A real store (arena, Redis, ledger) for tests, in this process or in a separate one, and helper processes."""
 
 from __future__ import annotations
 
@@ -41,11 +39,11 @@ LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="b
 
 
 LONG_S = 3600.0
-"""The length, in seconds, of leases that only `TestStore.expire` ends, even on a slow machine."""
+"""Length in seconds of leases that do not end during a test, unless `TestStore.expire` ends them."""
 
 
 def chain(name: str, length: int) -> list[bytes]:
-    """Returns prefix hashes of an invented chain. Chains whose names share the first letter share their first block."""
+    """Returns prefix hashes for tests. Chains whose names have the same first letter have the same first hash."""
     return [hashlib.sha256(f"{name[: i + 1] if i == 0 else name}/{i}".encode()).digest() for i in range(length)]
 
 
@@ -57,7 +55,7 @@ def indexed(ledger: LedgerScripts, hashes_by_group: Sequence[Sequence[bytes]]) -
 
 @dataclass(slots=True)
 class Caller:
-    """A holder without beats that tests drive by hand. It keeps only the number of the last call."""
+    """A holder without beats, whose calls a test makes directly."""
 
     ledger: LedgerScripts
     epoch: Epoch
@@ -99,7 +97,7 @@ class TestStore:
         self.client.zadd(self.ledger.tag + "leases", {str(epoch): 1 for epoch in epochs})
 
     def ticket_id(self, epoch: Epoch) -> TicketId:
-        """Returns the id of a live ticket, from the ledger."""
+        """Returns the id of a live ticket, with its secret from the ledger."""
         secret = self.client.hget(f"{self.ledger.tag}holder:{epoch}", "secret")
         assert isinstance(secret, bytes), f"epoch {epoch} is no ticket"
         return TicketId(epoch, secret)
@@ -110,7 +108,7 @@ class TestStore:
         return replace(now, holders=tuple(replace(holder, lease_ms=0) for holder in now.holders))
 
     def check(self, before: Inspection | None = None) -> Inspection:
-        """Checks that all invariants hold, and have held since the moment `before`. Returns the current moment."""
+        """Checks the invariants, including those between `before` and now. Returns the current moment."""
         now = self.moment()
         assert not (found := invariants.findings(self.ledger, now, before)), found
         return now
@@ -122,7 +120,7 @@ class TestStore:
         return self.ledger.seal(caller.lane(), [SealItem(*pair, quota) for pair in zip(refs, hashes, strict=True)])
 
     def write(self, caller: Caller, refs: Sequence[BlockRef], hashes: Sequence[bytes | None]) -> None:
-        """Writes blocks by the writer rule. The content of a full block is a function of its hash."""
+        """Writes blocks, following the writer rule. The content of a full block is a function of its hash."""
         if not self.arena.check_refs(refs):  # not in the header yet
             self.arena.raise_generations(refs, caller.slot.number)
         for ref, prefix_hash in zip(refs, hashes, strict=True):
@@ -219,8 +217,8 @@ def wait_until(holds: Callable[[], object], within_s: float = 5.0) -> None:
 
 
 def view(blocks: DeviceBlocks) -> npt.NDArray[np.uint8]:
-    """Returns uint8 [num_blocks, block_bytes] over the memory itself, by `__cuda_array_interface__` as torch would.
-    Works only with the stand-in for the driver, whose device memory the host can access.
+    """Returns uint8 [num_blocks, block_bytes] over the memory itself, through `__cuda_array_interface__`, as torch
+    would. Works only with the stand-in for the CUDA driver, whose device memory the host can access.
     """
     interface = blocks.__cuda_array_interface__
     rows, row_bytes = interface["shape"]

@@ -1,9 +1,7 @@
-"""For tests: workers as step-by-step programs over a real arena and the real ledger. A search can stop each program at
-any point, let others continue, and wake it again.
-
-The programs show effects that are not visible in Redis: raised headers, stored and read bytes, and comparisons. `Rules`
-are the writer and reader rules of docs/design.md, Ledger. A program can break each of these rules, and the search must
-then find an error.
+"""Workers as programs of single steps over a real arena and ledger, for tests. A search can stop each program at any
+point, let others continue, and wake it again. The programs have effects that are not visible in Redis: raised headers,
+stored and read bytes, and comparisons. `Rules` are the writer and reader rules of docs/design.md, Ledger. If a program
+breaks a rule, the search must find an error.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _GARBAGE = 0xEE
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The writer and reader rules that workers follow. A field that is False breaks its rule."""
+    """The switches of the writer and reader rules. Workers break a rule whose field is False."""
 
     enter_before_store: bool = True
     compare_with_table: bool = True
@@ -46,7 +44,7 @@ class Actor:
 
 
 class World:
-    """A small arena with actors. `choose(n)` returns a number below n; it determines every event."""
+    """A small arena with actors. `choose(n)` returns a number below n, and determines every event."""
 
     def __init__(self, store: TestStore, rules: Rules, successes: Counter[str], num_actors: int = 3) -> None:
         self.store = store
@@ -56,7 +54,7 @@ class World:
         self.actors = [self._spawn() for _ in range(num_actors)]
 
     def act(self, choose: Callable[[int], int]) -> None:
-        """Lets one event happen to one actor, and then checks every indexed block (I7)."""
+        """Makes one event happen to one actor, and then checks every indexed block (I7)."""
         index, what = choose(len(self.actors)), choose(20)
         if what < 16:
             self._step(index, choose)
@@ -71,7 +69,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Checks I7 for the next reader: every indexed block has the content that its hash promises."""
+        """Checks I7: every indexed block has the content of its hash."""
         for block, view in enumerate(self.store.moment().blocks):
             if view.prefix_hash is not None and int(self.store.arena.generations[block]) == view.generation:
                 as_sealed = (self.store.arena.data[block] == content(view.prefix_hash)).all()
@@ -86,7 +84,9 @@ class World:
         return Actor(self.store.caller(), self.store.arena.rebuild_count)
 
     def _freeze(self, index: int, choose: Callable[[int], int]) -> None:
-        """Stops and fences one actor while others work in the arena. The actor may wake at once and run to its end."""
+        """Stops and fences one actor while other actors work in the arena. The actor may then wake and run some or all
+        of its remaining steps.
+        """
         actor = self.actors[index]
         self.store.expire(actor.caller.epoch)
         self.sweep()
@@ -177,8 +177,8 @@ class World:
             raise errors.StaleDataset("after entering")
 
     def _compare(self, cached: Sequence[BlockRef], before: Sequence[int], is_good: bool) -> None:
-        """Makes the second comparison. A block that passes it was read as it was sealed (I7). Raises Stale
-        otherwise.
+        """Makes the second comparison. Raises Stale if it fails; otherwise, the blocks must have been read as they were
+        sealed (I7).
         """
         expected = [ref.generation for ref in cached] if self.rules.compare_with_table else list(before)
         if self._readings(cached) != expected:

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks on example tables, and one real run of a watched server."""
+"""The computations of the benchmarks on example tables, and a run with a watched server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the front ends: its arithmetic, and one short run of all its parts."""
+"""The benchmark of the front ends: its computations, and a short run of all its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison with peers: its arithmetic, and runs with real processes and a stand-in for the harness."""
+"""The comparison with peers: its computations, and runs with a stand-in for the harness."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_gap_counts_if_the_prompt_was_there_in_it() -> None:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
-    """Scripts with the harness' interface: servers, and a client that prints its arguments."""
+    """Scripts with the harness's interface: servers, and a client that prints its arguments."""
     scripts, root = tmp_path / "scripts", tmp_path / "root"
     for folder in (scripts, root / "base" / "bin", root / "models" / "M-bfloat16"):
         folder.mkdir(parents=True)
@@ -104,7 +104,7 @@ def state(pid: int) -> str:
 
 
 def await_stop(pid: int) -> None:
-    """Waits until the process is stopped. SIGSTOP takes effect when the process is next scheduled."""
+    """Waits until the process is suspended. SIGSTOP takes effect when the process is next scheduled."""
     wait_for(lambda: state(pid), lambda now: now == "T", 5.0, "not stopped")
 
 

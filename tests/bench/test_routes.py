@@ -1,4 +1,4 @@
-"""The router over simulated hosts."""
+"""The routing benchmark with simulated hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: a private Redis for the whole run, a fresh store for each test, and the stand-in for the CUDA driver."""
+"""Fixtures: a private Redis for the whole run, a new store for each test, and a stand-in for the CUDA driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shm() -> Iterator[Path]:
 def redis_handle() -> Iterator[RedisHandle]:
     directory = tempfile.mkdtemp(prefix="ll-redis-")
     handle = redis_server.connect(None, directory, confined=False)
-    # On a busy machine, Redis may not run for seconds. Without this, a missing answer would count as a refusal.
+    # On a busy machine, Redis may not run for seconds. With a shorter timeout, a late answer would count as a refusal.
     handle.client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
     yield handle
     handle.close()
@@ -54,7 +54,7 @@ def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def gpus(cuda_library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    """The driver of a machine with one empty GPU of 64 MiB. Other processes of this test see the same GPU."""
+    """The driver of a machine with one empty GPU of 64 MiB, which the other processes of the test see too."""
     prefix = f"ll-cuda-{secrets.token_hex(4)}"
     monkeypatch.setenv("STAND_IN_CUDA", prefix)
     yield Cuda(cuda_library)

@@ -1,5 +1,6 @@
-"""Workers that are stopped at any point and woken later: with the rules, no wrong bytes are read. If a rule is broken,
-the search finds wrong bytes."""
+"""Workers that are suspended at any point and resumed later. No wrong bytes are read, but without any one of the rules,
+the search finds wrong bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose Redis is silent: it uses its reserve, shares no blocks, and later makes up for the missed calls."""
+"""A worker whose Redis does not answer: it uses its reserve, shares no blocks, and later makes the missed calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass
 class Silenceable:
-    """A store in a private Redis that can be made silent."""
+    """A store in a private Redis that can stop answering."""
 
     handle: RedisHandle
     store: TestStore
@@ -79,7 +79,7 @@ def silenceable(shm: Path) -> Iterator[Silenceable]:
 
 
 def items(held: HeldBlocks, refs: list[BlockRef], name: str) -> list[SealItem]:
-    """Writes `refs`. Returns the items with which to seal them."""
+    """Writes `refs`. Returns the items to seal."""
     hashes = chain(name, len(refs))
     for ref, prefix_hash in zip(refs, hashes, strict=True):
         held.arena.data[ref.block] = content(prefix_hash)
@@ -137,7 +137,7 @@ def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silencea
 
 
 def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silenceable) -> None:
-    """The header records the seals. The ledger that is rebuilt from it receives the remaining calls."""
+    """The ledger is rebuilt from the header, which has the seals. It then receives the other calls."""
     held, store = silenceable.worker(reserve=6), silenceable.store
     kept = held.seal(items(held, held.alloc(2), "kept"))
     gone = held.seal(items(held, held.alloc(2), "gone"))
@@ -162,7 +162,7 @@ def test_redis_killed_while_blocks_are_sealed_and_given_up(silenceable: Silencea
 
 @contextmanager
 def unheard(*names: str) -> Iterator[None]:
-    """The ledger executes these operations, but their answers are lost."""
+    """Loses the answers to these operations, which the ledger executes."""
     execute = LedgerScripts._execute
 
     def lose(self: LedgerScripts, name: str, *args: bytes | str | int) -> object:
@@ -198,8 +198,9 @@ def test_a_hand_over_whose_answer_is_lost_is_one_hand_over(silenceable: Silencea
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_the_answer_to_a_hand_over_is_for_nobody_else(silenceable: Silenceable, settled: bool) -> None:
-    """The first caller gives up. Then the same prompt comes again, in the same blocks. It gets a new ticket, and the
-    references of the first ticket are released."""
+    """The first caller gives up. Then the same prompt comes again, with the same blocks. It gets a new ticket, and the
+    references of the first ticket are released.
+    """
     held, store = silenceable.worker(), silenceable.store
     refs = held.seal(items(held, held.alloc(3), "a"))
     attempt = Attempt()
@@ -221,7 +222,7 @@ def test_the_answer_to_a_hand_over_is_for_nobody_else(silenceable: Silenceable, 
 
 @pytest.mark.parametrize("answer", ["hand_over", "claim"])
 def test_tables_of_more_blocks_than_a_call_takes(redis_handle: RedisHandle, shm: Path, answer: str) -> None:
-    """The tables are handed over and claimed in parts, and the answer to each call is lost once."""
+    """The tables are handed over and claimed in parts. The answer to each call is lost once."""
     store = TestStore(redis_handle.client, shm / "big", num_blocks=2 * CHUNK + 200)
     held, decode = store.held(), store.held()
     for worker in (held, decode):

@@ -1,4 +1,4 @@
-"""Leases, fencing, quarantine and calls without an answer, against the real Redis and real processes."""
+"""Leases, fencing, quarantine and calls without an answer, with a real Redis and real processes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WRITER = """if True:
 
 
 def test_what_a_killed_writer_wrote_waits_for_its_slot(store: TestStore, redis_handle: RedisHandle) -> None:
-    """The unsealed blocks of a stopped process stay in quarantine until it dies. Its sealed blocks stay available."""
+    """The unsealed blocks of a suspended process stay in quarantine until it dies. Its sealed blocks stay available."""
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(store.arena.directory), redis_handle.url], stdout=subprocess.PIPE, text=True
     )
@@ -119,8 +119,7 @@ def test_a_dead_writers_blocks_are_free_after_one_sweep(store: TestStore) -> Non
 
 
 class Forgetful(LedgerScripts):
-    """The real ledger, but a given number of answers is lost: the operation takes effect, and the caller gets no
-    answer."""
+    """A ledger that loses some answers: the operation takes effect, and the caller gets no answer."""
 
     lose = 0
 
@@ -155,7 +154,7 @@ def test_readings_between_beats_do_not_look_like_an_older_ledger(store: TestStor
 
 
 def test_a_call_given_up_is_settled_before_the_next(store: TestStore) -> None:
-    """The caller of the lost call is gone. The references that the call got must not leak."""
+    """The caller is gone. The references that the call has acquired must not leak."""
     ledger = forgetful(store)
     held = store.held()
     held.holder.lane.budget_s = -1.0

@@ -1,4 +1,4 @@
-"""The arguments and replies of the ledger's scripts, byte for byte."""
+"""The encoding of the ledger scripts' arguments and replies."""
 
 from __future__ import annotations
 

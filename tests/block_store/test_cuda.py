@@ -1,4 +1,4 @@
-"""The driver calls, made by the real ctypes code to `stand_in_cuda.c`."""
+"""The ctypes code's calls to the CUDA driver, with `stand_in_cuda.c` in its place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_threads_may_call_and_keep_their_own_context(gpus: Cuda) -> None:
 
 
 def test_a_device_is_known_by_its_uuid(gpus: Cuda, cuda_library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes that see different devices number them differently."""
+    """Two processes may number the same devices differently."""
     monkeypatch.setenv("STAND_IN_CUDA_DEVICES", "2")
     code = "import sys; from block_store.arena.cuda import Cuda; print(Cuda(sys.argv[1]).uuid(0).hex())"
     with monkeypatch.context() as other:

@@ -1,5 +1,4 @@
-"""Arenas whose blocks are in device memory. This process is the store and other processes are workers, or vice
-versa."""
+"""Arenas in device memory. This process is the store and other processes are workers, or vice versa."""
 
 from __future__ import annotations
 

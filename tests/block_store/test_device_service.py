@@ -1,4 +1,4 @@
-"""The store as a process with an arena on a GPU, and attached workers: sizes, kills, restarts, missing IPC."""
+"""The store's process with an arena on a GPU, and attached workers: sizes, kills, restarts, missing IPC."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def store_of(directory: Path, library: str, *flags: str) -> Iterator[StoreProces
 
 
 def fill(attached: Attached, name: str, num_blocks: int) -> list[BlockRef]:
-    """Writes and seals full blocks as a worker does."""
+    """Writes and seals full blocks."""
     hashes = chain(name, num_blocks)
     refs = attached.held.alloc(num_blocks)
     for ref, prefix_hash in zip(refs, hashes, strict=True):
@@ -160,7 +160,7 @@ def test_without_ipc_one_process_owns_the_arena_and_takes_it_along(
         with pytest.raises(grpc.RpcError) as refusal:
             store.read(arena_id, TicketId(Epoch(0), b""), [BlockRef(0, 1)])
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        with pytest.raises(StartupError, match="without CUDA IPC one process must host both roles"):
+        with pytest.raises(StartupError, match="without CUDA IPC, one process must run both roles"):
             attach(store.address, [needs(cuda_library)])
         worker.kill()
         worker.communicate(timeout=10)

@@ -1,4 +1,4 @@
-"""Blocks on disk: what a file keeps over crashes, and what a store brings back into a new arena."""
+"""Blocks on disk: the contents of a file after crashes, and the restoration of blocks into a new arena."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def put(file: BlockFile, number: int) -> None:
 
 
 def got(file: BlockFile, number: int) -> bool:
-    """Reads a block. Returns whether it was there; its bytes must then be right."""
+    """Reads a block. Returns whether it was found, and checks its bytes."""
     row = np.empty(BLOCK_BYTES, np.uint8)
     found = file.read_into(name(number), row)
     assert not found or (row == content(number)).all()
@@ -67,7 +67,7 @@ def test_blocks_survive_the_process_and_the_least_recently_used_is_replaced(tmp_
     for number in range(1, 5):
         put(file, number)
     assert got(file, 1)
-    put(file, 5)  # replaces 2, because 1 has been read since
+    put(file, 5)  # replaces 2, because 1 has been read more recently
     assert [number for number in range(1, 6) if got(file, number)] == [1, 3, 4, 5]
     file.close()
 
@@ -127,7 +127,7 @@ def _store_forever(directory: Path, seed: int) -> None:
 
 
 def test_a_kill_at_any_point_never_leaves_a_wrong_block(tmp_path: Path) -> None:
-    """Kills a process that stores blocks at 100 random moments. `got` checks the bytes of each block that is found."""
+    """Kills a process that stores blocks, at 100 random moments. `got` checks the bytes of each block that is found."""
     draw, fork, num_found = random.Random(7), multiprocessing.get_context("fork"), 0
     for round_ in range(100):
         process = fork.Process(target=_store_forever, args=(tmp_path, round_))
@@ -152,7 +152,7 @@ def kv_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_host(kv_dir: Path) -> Iterator[MakeHost]:
-    """Starts stores that share a directory on disk. Those that still run at the end of the test are ended."""
+    """Returns a function that starts stores, which share a directory on disk. They end with the test."""
     hosts: list[Host] = []
 
     def make(num_blocks: int = 24, layout: KvLayout = LAYOUT, redis_url: str | None = None) -> Host:
@@ -170,7 +170,7 @@ def make_host(kv_dir: Path) -> Iterator[MakeHost]:
 
 @pytest.fixture
 def stored(make_host: MakeHost) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """The hashes and the bytes of a prefix of six blocks that a store, which has ended, left on disk."""
+    """The hashes and bytes of a prefix of six blocks that an ended store has left on disk."""
     host = make_host()
     hashes = chain("kept", 6)
     refs, _ = host.fill(hashes, partial=True)

@@ -1,4 +1,4 @@
-"""Floors: the floor that the store grants, the one that a worker registers with, and the one in the registry."""
+"""The floors of workers, as granted by the store, in the ledger and in the registry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BLOCKS = 64
 
 
 class TinyModel:
-    """The fields of a model that the registry's record needs."""
+    """A model with the fields that the registry's record needs."""
 
     layout = LAYOUT
     weights_bytes = 0
@@ -50,7 +50,6 @@ def running(shm: Path, redis_handle: RedisHandle) -> Iterator[StoreProcess]:
     [(2, 1, 64, 4), (4, 2, 224, 28), (4, 3, 4096, 33), (3, 2, 100, 33), (2, 1, 9, 4), (1, 1, 10, 1), (8, 1, 17, 2)],
 )
 def test_floors_leave_room_for_everybody(num_workers: int, num_decode: int, num_blocks: int, asked: int) -> None:
-    """The arithmetic of `granted_floor`."""
     floor = granted_floor(asked, "decode", num_blocks, num_workers)
     assert granted_floor(asked, "prefill", num_blocks, num_workers) == asked <= floor
     prefill = (num_workers - num_decode) * asked
@@ -95,8 +94,9 @@ def test_workers_register_with_what_they_are_granted_and_say_so(
 def test_workers_whose_floors_differ_register_in_an_arena_of_any_size(
     shm: Path, redis_handle: RedisHandle, spare: int
 ) -> None:
-    """Prefill has a larger `--max-num-batched-tokens` than decode, and the model has windows. The decode worker
-    registers first, with a floor that leaves room for the other one."""
+    """Prefill has a larger `--max-num-batched-tokens` than decode, and the model has windows. The decode worker, which
+    registers first, leaves room for the prefill worker's floor.
+    """
     groups = (Retention(), Retention(512))
     prefill = floor_of("prefill", 1024, KvRules(16, groups, prefill_step=512))
     decode = floor_of("decode", 1024, KvRules(16, groups, prefill_step=64))
@@ -116,8 +116,9 @@ def test_workers_whose_floors_differ_register_in_an_arena_of_any_size(
 
 
 def test_one_worker_more_than_the_store_was_told_of(running: StoreProcess, caplog: pytest.LogCaptureFixture) -> None:
-    """The worker gets the floor that it asked for. If it returns while others are away, it gets no more, because
-    otherwise they could not rejoin."""
+    """The worker gets the floor that it requests. If it rejoins while others are away, it gets no more than before,
+    because otherwise they could not rejoin.
+    """
     told_of = attach(running.address, [needs("d0", "decode", 12), needs("d1", "decode", 12)])
     granted = 12 + (NUM_BLOCKS - 2 * 12) // 4
     assert floors(running) == {"d0": granted, "d1": granted}

@@ -1,4 +1,4 @@
-"""Every kind of difference is created by hand, found by fsck, and repaired by a rebuild. A running store has none."""
+"""fsck finds each kind of difference, which a rebuild repairs, and no differences in a running store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def filled(held: HeldBlocks, name: str, n: int) -> list[BlockRef]:
 
 
 def look(store: TestStore, *workers: HeldBlocks) -> Findings:
-    """Runs fsck, and sends the workers' heartbeats here instead of waiting for their threads."""
+    """Runs fsck. Sends the workers' heartbeats itself instead of waiting for their threads."""
     stop = threading.Event()
 
     def beat() -> None:
@@ -49,7 +49,7 @@ DAMAGE: dict[str, Callable[[TestStore, HeldBlocks, BlockRef], object]] = {
     ),
     "the header says WRITING": lambda s, h, ref: s.arena.states.__setitem__(ref.block, 1),
     "the header has hash": lambda s, h, ref: s.arena.hashes.__setitem__(ref.block, 7),
-    "its bytes are not what was sealed": lambda s, h, ref: s.arena.data.__setitem__((ref.block, 3), 77),
+    "its bytes have changed since it was sealed": lambda s, h, ref: s.arena.data.__setitem__((ref.block, 3), 77),
     "worker believes that it holds": lambda s, h, ref: s.ledger.release(_next_lane(h), [ref]),
     "worker does not know that it holds": lambda s, h, ref: h._counts.pop(ref),
 }  # fmt: skip

@@ -1,6 +1,5 @@
-"""An arena in the memory of a real GPU, accessed through the real driver and through torch. Skipped without a GPU.
-
-These tests have not run on a GPU yet.
+"""An arena in the memory of a real GPU, accessed through the driver and through torch. These tests have not run on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def test_the_driver_and_torch_agree_on_the_device() -> None:
 
 
 def test_what_becomes_of_a_mapping_whose_owner_was_killed(shm: Path) -> None:
-    """NVIDIA leaves the behaviour undefined. In any case, the worker ends itself, and a new process can use the GPU."""
+    """NVIDIA leaves the behavior undefined. In any case, the worker ends itself, and a new process can use the GPU."""
     torch.zeros(1, device="cuda")
     store = python(STORE, str(shm), Cuda().uuid(0).hex())
     assert line(store) == "ready"

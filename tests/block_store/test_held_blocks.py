@@ -68,7 +68,7 @@ def test_blocks_are_ready_to_write(store: TestStore) -> None:
 
 
 def test_nothing_comes_between_the_two_halves_of_a_rejoining(store: TestStore) -> None:
-    """While the beat thread rejoins, all operations that count blocks wait."""
+    """All operations that count blocks wait while the beat thread rejoins."""
     held, attempt = store.held(reserve=2), Attempt()
     [ref], ticket = filled(held, "a", 1), ticket_of(held, filled(held, "b", 1))
     calls: list[Callable[[], object]] = [
@@ -113,8 +113,9 @@ def test_a_header_ahead_of_the_ledger_stops_the_writer(store: TestStore) -> None
 
 @pytest.mark.parametrize("call", ["alloc", "acquire"])
 def test_a_late_holder_does_not_take_its_lateness_for_an_older_ledger(store: TestStore, call: str) -> None:
-    """The holder was stopped between the ledger's answer and its check of the header. Others have its blocks by
-    then."""
+    """The holder was suspended between the ledger's answer and its check of the header. Others have its
+    blocks by then.
+    """
     held, name = store.held(), call
     filled(held, "a", 2)
     answer = getattr(held.holder, name)
@@ -149,7 +150,7 @@ def test_seal_of_a_known_prefix_moves_the_count(store: TestStore) -> None:
 
 
 def test_seal_keeps_its_own_block_if_the_indexed_one_has_been_reallocated(store: TestStore) -> None:
-    """Otherwise the same prompt would get the stale block again and again, and every reader would reject it."""
+    """Otherwise the same prompt would get the stale block again and again, although every reader rejects it."""
     one, two = store.held(), store.held()
     first = filled(one, "a", 2)
     store.arena.generations[first[1].block] += 1

@@ -1,4 +1,4 @@
-"""The scanner finds damage: the ledger's keys are damaged by hand, one invariant at a time."""
+"""The scanner detects damaged keys of the ledger, for each invariant."""
 
 from __future__ import annotations
 

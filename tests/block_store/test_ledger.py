@@ -1,4 +1,4 @@
-"""Each operation and each refusal of the ledger, one at a time. test_machine has random combinations."""
+"""Each operation and each refusal of the ledger. `test_machine` has random combinations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_alloc_takes_free_blocks_then_the_coldest_cached(store: TestStore) -> No
     ledger.release(me.lane(), new)
     free = ledger.alloc(me.lane(), 4)
     assert not {ref.block for ref in free} & {ref.block for ref in old + new}
-    # A chain is evicted tail first, and the chain that was released first is evicted first.
+    # The chain that was released first is evicted first, beginning with its tail.
     order = [ledger.alloc(me.lane(), 1)[0].block for _ in range(8)]
     assert order == [ref.block for ref in [*reversed(old), *reversed(new)]]
     assert indexed(ledger, [chain("old", 4)]) == indexed(ledger, [chain("new", 4)]) == 0
@@ -63,8 +63,9 @@ def test_hashes_that_differ_in_one_bit_are_two_blocks(store: TestStore) -> None:
 
 
 def test_a_tenants_coldest_blocks_leave_the_cache_at_its_quota(store: TestStore) -> None:
-    """The quota is 25 % of 12 blocks. Three blocks stay, the head of the chain that was used last. Blocks of other
-    tenants are not affected."""
+    """The quota is 25 % of 12 blocks. Three blocks stay: the head of the chain that was used last. Blocks of other
+    tenants stay.
+    """
     me, ledger, quota = store.caller(), store.ledger, CacheQuota(b"t" * 32, 25)
     other = store.fill(me, chain("other", 4))
     ledger.release(me.lane(), other)
@@ -161,7 +162,9 @@ def test_hand_over_moves_and_keeps(store: TestStore) -> None:
 
 
 def test_a_ticket_is_claimed_by_who_was_given_its_secret(store: TestStore) -> None:
-    """A ticket's epoch is easy to guess. A caller that guesses it gets nothing, and takes nothing from the claimer."""
+    """The epoch of a ticket is easy to guess. A caller that guesses it gets nothing, and takes nothing from the
+    claimer.
+    """
     one, two, thief, ledger = store.caller(), store.caller(), store.caller(), store.ledger
     first, second = store.fill(one, chain("a", 2)), store.fill(one, chain("b", 2))
     ticket, other = ledger.hand_over(one.lane(), first), ledger.hand_over(one.lane(), second)
@@ -309,7 +312,7 @@ def test_a_beat_never_shortens_a_lease(store: TestStore) -> None:
 
 
 def test_a_ticket_is_built_and_claimed_in_pieces(redis_handle: RedisHandle, shm: Path) -> None:
-    """A single worker claims the ticket, in any number of calls. Unclaimed references are released with the ticket."""
+    """One worker claims the ticket in any number of calls. Unclaimed references are released with the ticket."""
     size = 2 * CHUNK + 50
     store = TestStore(redis_handle.client, shm / "big", num_blocks=size + 500)
     me, you, thief, ledger, hashes = store.caller(), store.caller(), store.caller(), store.ledger, chain("a", size)
@@ -351,8 +354,9 @@ def test_a_ticket_is_built_and_claimed_in_pieces(redis_handle: RedisHandle, shm:
 
 
 def test_the_dead_are_let_go_of_piece_by_piece(redis_handle: RedisHandle, shm: Path) -> None:
-    """Holders with many blocks, many holders, and many blocks that wait for a dead process: no sweep handles all at
-    once."""
+    """There are holders with many blocks, many holders, and many blocks that wait for a dead process. No sweep handles
+    all of them.
+    """
     store = TestStore(redis_handle.client, shm / "big", num_blocks=2000)
     ledger, rich = store.ledger, store.caller()
     poor = [store.caller() for _ in range(70)]

@@ -1,4 +1,4 @@
-"""A claim without an answer, which may or may not have taken effect: afterwards, each block is held at most once."""
+"""A claim without an answer may or may not have taken effect. Afterwards, each block is held at most once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HAPPENED = pytest.mark.parametrize("lost", [0, 1], ids=["not made", "made, unhea
 
 
 class Unheard:
-    """Prefill has handed `refs` over, and decode's claim of them got no answer."""
+    """A state in which prefill has handed over `refs`, and decode's claim has got no answer."""
 
     def __init__(self, store: TestStore, num_blocks: int, lost: int) -> None:
         self.store, self.prefill, self.line = store, store.held("prefill"), LossyRedis(store.client)
@@ -106,7 +106,7 @@ def test_it_is_declined(unheard: Make, lost: int, silent: bool) -> None:
 
 @HAPPENED
 def test_it_is_declined_and_the_same_blocks_come_with_another_ticket(unheard: Make, lost: int) -> None:
-    """The references from the abandoned claim are released, but not those that a sequence now uses."""
+    """The references of the abandoned claim are released, but not those that a sequence uses."""
     scene = unheard(lost)
     scene.decode.decline(scene.ticket, scene.attempt)
     assert scene.prefill.acquire([chain("a", 3)]) == [scene.refs]

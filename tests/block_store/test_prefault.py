@@ -1,5 +1,4 @@
-"""Memory that is allocated before the arena's size is known: too little, exactly enough, or too much. None is
-leaked."""
+"""Memory that is allocated before the arena's size is known: too little, exactly enough, or too much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call that finds a prompt's cached prefix in many arenas."""
+"""The call that finds a prompt's cached prefix in many arenas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that travel between two arenas: two real stores, each with a ledger in a Redis of its own."""
+"""Copies of blocks between two real stores, each with its own Redis."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_pull_waits_for_room_and_holds_nothing_meanwhile(hosts: tuple[Host, Ho
 
 
 def test_the_sources_ticket_lives_while_it_is_read(hosts: tuple[Host, Host]) -> None:
-    """The ticket of a frozen reader ends with its lease. A ticket whose blocks are being pulled stays alive."""
+    """The ticket of a frozen reader ends with its lease. A ticket whose blocks are being pulled does not end."""
     a, b = hosts
     blocks, _ = a.fill(chain("kept", 2))
     ticket = a.hand_over([[blocks]])

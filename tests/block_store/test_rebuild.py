@@ -1,5 +1,4 @@
-"""Redis is lost and comes back while a real sweep and real heartbeats run: the ledger is rebuilt, and held blocks stay
-held."""
+"""Redis loses its data while sweeps and heartbeats run. The ledger is rebuilt, and held blocks stay held."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ NUM_BLOCKS = 24
 
 @dataclass
 class Running:
-    """The parts of a store, connected as in the block store's service."""
+    """A running store, with its parts connected as in the service."""
 
     handle: RedisHandle
     arena: Arena
@@ -161,7 +160,7 @@ def snapshot(client: redis.Redis) -> dict[bytes, bytes]:
 
 
 def test_an_older_snapshot_is_refused(running: Running) -> None:
-    """The same Redis and dataset, but an older state. With it, blocks would be allocated twice."""
+    """The Redis and the dataset are the same, but the state is older. With it, blocks would be allocated twice."""
     held, other = running.worker(reserve=1), running.worker()
     refs = filled(held, "a", 2)
     old = snapshot(running.handle.client)
@@ -184,8 +183,7 @@ def test_an_older_snapshot_is_refused(running: Running) -> None:
 
 
 def test_a_worker_that_meets_an_older_ledger_first_asks_for_a_rebuild(running: Running) -> None:
-    """This happens before any sweep. The header shows that an allocated block is still in use, so the worker writes
-    nothing."""
+    """No sweep has run yet. The header shows that an allocated block is still in use, so the worker writes nothing."""
     held = running.worker(reserve=0)
     running.arena.generations[: NUM_BLOCKS - 1] = 9 << 32
     before = running.arena.data.copy()
@@ -213,7 +211,9 @@ def test_an_index_entry_that_the_header_contradicts(running: Running) -> None:
 
 
 def test_restarted_with_everything(shm: Path) -> None:
-    """With an append-only file, all data is present. This cannot be verified, so the ledger is rebuilt anyway."""
+    """Redis has an append-only file, so all data is present. This cannot be verified, so the ledger is
+    rebuilt anyway.
+    """
     directory = Path(tempfile.mkdtemp(prefix="ll-redis-"))
     binary, _ = private_redis.find_server()
     socket = directory / "own.sock"
@@ -249,7 +249,7 @@ def test_restarted_with_everything(shm: Path) -> None:
 
 
 class Interrupted(LedgerScripts):
-    """The real ledger, but `then` runs before the answer to `alloc` arrives."""
+    """A ledger that calls `then` before the answer to `alloc` arrives."""
 
     then: Callable[[], object] = staticmethod(lambda: None)
 
@@ -292,8 +292,9 @@ def test_blocks_of_an_answer_that_a_rebuild_overtook_are_not_written(store: Test
 def test_a_writer_seen_by_the_rebuild_keeps_its_blocks_from_others(
     store: TestStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer enters the header, the ledger is rebuilt, and then the writer checks. It writes nothing, and no other
-    holder gets the blocks until it has declared this."""
+    """The writer enters the header, the ledger is rebuilt, and then the writer checks. It writes nothing. No other
+    holder gets the blocks until the writer has declared this.
+    """
     late = store.held()
     raise_generations = store.arena.raise_generations
 
@@ -313,7 +314,9 @@ def test_a_writer_seen_by_the_rebuild_keeps_its_blocks_from_others(
 
 
 def test_who_does_not_assert_is_waited_for(store: TestStore) -> None:
-    """Blocks that a hung process was writing wait until its lock is free. Blocks that it held wait for one lease."""
+    """A hung process's blocks become free when its lock is free if it was writing them, and otherwise after
+    one lease.
+    """
     hung, held = store.held(), store.held()
     sealed, unsealed = filled(hung, "a", 8), hung.alloc(2)
     store.ledger = store.ledger.under(rebuild(store.client, store.arena, grace_s=60))
@@ -349,7 +352,7 @@ def test_a_writer_dead_at_the_rebuild_leaves_nothing_behind(store: TestStore) ->
 
 
 def test_half_a_rejoining_is_made_again(store: TestStore) -> None:
-    """The answer to the assertion is lost once, and then the holder's lease expires. No block is lost."""
+    """The answer to the assertion is lost once, then the holder's lease expires. No block is lost."""
     held = store.held(reserve=2)
     refs = [*filled(held, "a", 2), *held.alloc(1)]
     reserve = set(held._reserve)

@@ -1,5 +1,4 @@
-"""A rebuild with several writers that each hold more blocks than one call handles, in an arena that takes several
-commands."""
+"""A rebuild of a large arena, with several writers that each hold more blocks than one call handles."""
 
 from __future__ import annotations
 
@@ -98,7 +97,9 @@ def test_one_of_several_writers_dies_before_it_asserts(large: TestStore) -> None
 def test_a_writer_enters_the_header_between_the_new_count_and_the_census(
     large: TestStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer may write: it raised the generations before it could see the new count, so the census must see it."""
+    """The writer may write. It raises the generations before it can see the new count, so the census must
+    include it.
+    """
     held, take_census, written = large.held(), rebuilding.take_census, list[BlockRef]()
     refs = held.holder.alloc(CHUNK)
 

@@ -1,4 +1,4 @@
-"""The block store as a process, over real gRPC."""
+"""The block store's process, called over gRPC."""
 
 from __future__ import annotations
 

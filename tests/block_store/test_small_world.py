@@ -1,5 +1,6 @@
-"""Two holders, two blocks, two hashes: everything that can happen within a number of moves (`make model-check`:
-all)."""
+"""Two holders, two blocks, two hashes: everything that can happen within a number of moves (with `make model-check`, in
+any number).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The checks around a copy: a source whose blocks are reallocated meanwhile, and a transport that writes too late."""
+"""The checks before and after a copy: a source whose blocks are reallocated meanwhile, and a transport that writes too
+late.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +33,26 @@ SOURCE = Ticket("elsewhere", TicketId(Epoch(1), b"s"), (((BlockRef(0, 1), BlockR
 def test_a_block_that_is_reallocated_before_or_while_it_is_read_is_not_sent(store: TestStore, when: str) -> None:
     caller = store.caller()
     refs = store.fill(caller, chain("a", 2))
-    source, view = BlockSource(store.arena, store.ledger), store.arena.view
+    source, view = BlockSource(store.arena, store.ledger), store.arena.views
 
     def reallocate() -> None:
         store.arena.raise_generations([BlockRef(refs[1].block, refs[1].generation + 1)], caller.slot.number)
 
-    def viewing(block: int) -> bytes | memoryview:
-        data = view(block)
-        if block == refs[1].block:
-            reallocate()
-        return data
+    def viewing(blocks: Any) -> Any:
+        reallocate()
+        return view(blocks)
 
     assert len(frames.decode(source.read(0, refs)).digests) == 2
     if when == "before":
         reallocate()
     else:
-        store.arena.view = viewing  # type: ignore[method-assign]
+        store.arena.views = viewing  # type: ignore[method-assign]
     with pytest.raises(Stale):
         source.read(0, refs)
 
 
 class LateTransport:
-    """Fails, and writes to its destination only when told to, as one-sided transports do."""
+    """A transport that fails, and writes to its destination only when told to, as one-sided transports may."""
 
     def __init__(self) -> None:
         self.copies: list[Copy] = []
@@ -71,9 +71,11 @@ class LateTransport:
     def is_quiescent(self, copy: Copy) -> bool:
         return self.has_written
 
+    async def close(self) -> None: ...
+
 
 class NamedBlocks:
-    """A source that names blocks and does nothing else."""
+    """A source that only returns references to blocks."""
 
     async def prefix_hashes(self, source: str, ticket: Ticket, refs: Any) -> list[bytes]:
         return NAMES[: len(refs)]

@@ -1,4 +1,4 @@
-"""Fixtures: a small book, and one stack for the tests that do not damage it."""
+"""Fixtures: a small set of requests, and a deployment for tests that do not damage it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testing.chaos.stack import Stack
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with one trial."""
+    """A run of one trial."""
     model = make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
     return Run(model, make_book(model, 12, seed=5, output_lengths=(16, 96)), trials=1, seed=5)
 

@@ -1,5 +1,4 @@
-"""Counts of the calls that a holder makes after its lease: all are counted, refused or not, and a gap in the fence
-shows."""
+"""Counts of the calls that a holder makes after its lease has expired, whether they are refused or not."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def store() -> Iterator[TestStore]:
 
 
 def count(ledger: LedgerScripts, right: str = "", wrong: str = "") -> None:
-    """Makes the scripts of `ledger` count. In the script of `release`, replaces `right` by `wrong`."""
+    """Makes the scripts of `ledger` count. Replaces `right` with `wrong` in the script of `release`."""
     for name in ledger._scripts:
         script = source(name).replace(right, wrong) if name == "release" and right else source(name)
         ledger._scripts[name] = ledger.client.register_script(library() + counted(name, script))

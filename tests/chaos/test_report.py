@@ -1,4 +1,4 @@
-"""The tables of the chaos suite: good and bad rows, and the bound for a zero in a number of trials."""
+"""The tables of the chaos suite: good and bad rows, and the upper bound of a probability after no failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chaos suite at its smallest size, and proof that its checks can fail. `make chaos` runs the whole suite."""
+"""The chaos suite at its smallest size, and tests that its checks can fail. `make chaos` runs the whole suite."""
 
 from __future__ import annotations
 

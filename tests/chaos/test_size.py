@@ -1,4 +1,4 @@
-"""A large ledger in a real Redis that is killed. `make chaos` runs this at the size of a GPU's arena."""
+"""A Redis with a large ledger is killed. `make chaos` runs this at the size of a GPU's arena."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from testing.chaos.size import Size, within
 
 pytestmark = pytest.mark.chaos
 SLACK = 10.0
-"""Tests share their cores, so the limits are multiplied by this factor. In an earlier version, whose calls were
-unbounded, such a holder never got its ledger back."""
+"""The factor for the time limits, because tests share their cores. An earlier version with unbounded calls never got
+its ledger back.
+"""
 
 
 @pytest.mark.parametrize("size", [Size.of(8_000), Size(12_000, 0, 0)], ids=["held by four", "held by one"])

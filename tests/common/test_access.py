@@ -77,7 +77,9 @@ async def code_of(port: int, method: str, message: bytes, secret: str | None) ->
 
 
 def blocking_code_of(port: int, method: str, message: bytes, secret: str | None) -> grpc.StatusCode:
-    """Does not use grpc.aio, in which a write at the end of a call sometimes gives INTERNAL."""
+    """Returns the status of a blocking call. In grpc.aio, a write at the end of a call sometimes fails with
+    INTERNAL.
+    """
     metadata = () if secret is None else ((SECRET_HEADER, secret),)
     with grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_send_message_length", -1)]) as channel:
         try:

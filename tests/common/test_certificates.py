@@ -125,7 +125,7 @@ def test_what_is_no_certificate_is_refused_and_what_others_read_is_told(
     ):
         with pytest.raises(StartupError, match="certificate"):
             files.check()
-    with pytest.raises(StartupError, match="belong together"):
+    with pytest.raises(StartupError, match="must be given together"):
         TrustFiles(None, certs / "inside.pem", certs / "inside.key").read()
     assert caplog.records == []
     (certs / "inside.key").chmod(0o644)

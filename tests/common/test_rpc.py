@@ -23,7 +23,7 @@ from protos.v1 import inference_pb2_grpc
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Raises a given error."""
+    """A servicer that raises a given error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import Field
 
 from block_store.settings import BlockStoreSettings
 from common.settings import ServerSettings, WorkerSettings, settings_config
@@ -14,6 +15,11 @@ class Example(WorkerSettings):
 
 class Plain(ServerSettings):
     model_config = settings_config("LOOSELEAF_PLAIN_", "plain")
+
+
+class Locked(ServerSettings):
+    model_config = settings_config("LOOSELEAF_LOCKED_", "locked")
+    key: str = Field("", pattern="^[a-z]*$", repr=False)
 
 
 def test_flags_win_over_variables_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +46,10 @@ def test_a_mistyped_variable_stops_the_start(
         (["--model", "m", "--block-size", "0"], ["--block-size", "0"]),
         (["--model", "m", "--max-num-seqs", "many"], ["--max-num-seqs", "many"]),
         (["--model", "m", "--max-num-seq", "3"], ["--max-num-seq"]),
+        (["--model", "m", "--advertise", "0.0.0.0:50053"], ["--advertise", "0.0.0.0:50053", "HOST:PORT"]),
+        (["--model", "m", "--advertise", "[::]:50053"], ["--advertise", "[::]:50053"]),
+        (["--model", "m", "--advertise", "10.0.0.1"], ["--advertise", "10.0.0.1"]),
+        (["--model", "m", "--advertise", "10.0.0.1:0"], ["--advertise", "10.0.0.1:0"]),
         ([], ["--model"]),
     ],
 )
@@ -49,6 +59,13 @@ def test_a_bad_flag_is_named(argv: list[str], names: list[str], capsys: pytest.C
     assert exit_.value.code == 2
     message = capsys.readouterr().err
     assert all(name in message for name in names), message
+
+
+def test_a_bad_secret_is_named_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Locked.load(["--key", "S3CRET"])
+    message = capsys.readouterr().err
+    assert "--key" in message and "S3CRET" not in message
 
 
 @pytest.mark.parametrize(("given", "num_bytes"), [("1000000", 1_000_000), ("256MiB", 256 << 20), ("4GB", 4 * 10**9)])

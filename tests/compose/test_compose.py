@@ -1,8 +1,6 @@
-"""The system in docker-compose.yml, run by a real container engine: requests through the published ports, isolation,
-TLS, and two workers per role.
-
-Run it with `make test-compose`; it needs a container engine. The tests use their own ports and project name, so they do
-not disturb a running system.
+"""docker-compose.yml in a real container engine: requests through the published ports, isolation, TLS, and two workers
+per role. `make test-compose` runs these tests. They use separate ports and a separate project name, so they do not
+disturb a running system.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ SERVICES = {"redis", "block_store", "prefill", "decode", "gateway"}
 
 
 class Compose:
-    """The compose client of this machine, on our file and project."""
+    """The compose client of this machine, with our file and project name."""
 
     def __init__(self) -> None:
         plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0
@@ -47,7 +45,7 @@ class Compose:
         }
 
     def __call__(self, *words: str, check: bool = True) -> str:
-        """Runs one command and returns its stdout. An error shows the output."""
+        """Runs a command, and returns its stdout. An error shows the output."""
         done = subprocess.run(
             [*self._command, *words], cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False
         )
@@ -77,7 +75,7 @@ def healthy(container: str) -> bool:
 
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
-    """All services, running and healthy. At the end, they and their volumes are always removed."""
+    """The running, healthy services. They and their volumes are always removed at the end."""
     run = Compose()
     run("down", "--volumes", "--remove-orphans", check=False)
     try:
@@ -165,7 +163,9 @@ for address, method in calls:
 
 
 def test_a_container_without_the_secrets_gets_nothing(compose: Compose) -> None:
-    """A container of a different image on the same network: Redis requires a password, and every service the secret."""
+    """A container of a different image on the same network needs the password for Redis and the secret for every
+    service.
+    """
     command = [
         "docker",
         "run",
@@ -213,7 +213,7 @@ def test_two_of_each_serve_and_back_to_one(compose: Compose, client: Client) -> 
             180,
             lambda service=service: compose("logs", "--tail", "30", service),  # type: ignore[misc]
         )
-    # Tests each worker of a role alone, while the other one is stopped.
+    # Tests each worker of a role while the other one is stopped.
     for role in ("prefill", "decode"):
         first, second = compose.containers(role)
         for stopped in (first, second):
@@ -234,7 +234,7 @@ def answers(client: Client, expected: tuple[int, ...]) -> bool:
 
 
 def test_the_tls_profile_serves_over_tls_and_nothing_without(compose: Compose) -> None:
-    """This profile replaces the others, with certificates that are created on its first startup."""
+    """This profile replaces the others. Its first start creates certificates."""
     compose("down", "--volumes", "--remove-orphans")
     names = {"redis", "block_store-tls", "prefill-tls", "decode-tls", "gateway-tls"}
     compose("--profile", "tls", "up", "--detach", "--no-build")
@@ -260,7 +260,7 @@ def test_the_tls_profile_serves_over_tls_and_nothing_without(compose: Compose) -
 
 
 def test_the_gpu_profile_is_valid_and_its_processes_can_share_device_memory() -> None:
-    """Without a GPU, the test checks only that both share one GPU, one PID namespace and one IPC namespace."""
+    """Without a GPU, this tests only that both share one GPU, one PID namespace and one IPC namespace."""
     services = yaml.safe_load(Compose()("--profile", "gpu", "config"))["services"]
     store, worker = services["block_store-gpu"], services["worker"]
     assert store["profiles"] == worker["profiles"] == ["gpu"]

@@ -1,4 +1,4 @@
-"""Fixtures: a tiny model of 3 layers in two block sizes, a private Redis per module, a fresh worker for each test."""
+"""Fixtures: a tiny model of 3 layers with two block sizes, a private Redis per module, a new worker for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search on decode: beams fork and end within a step, share blocks, and are equal to the oracle's."""
+"""Beam search on decode: beams fork and end within a step, share blocks, and are those of the oracle."""
 
 from __future__ import annotations
 
@@ -130,9 +130,9 @@ def test_all_kinds_go_in_one_pass_and_one_draw(small: DecodeBench, monkeypatch: 
 
 
 def test_the_step_of_figure_9(small: DecodeBench) -> None:
-    """PagedAttention (Kwon et al., 2023), figure 9: of four candidates with four full blocks each, 0 and 3 drop out.
-
-    Blocks 2, 4, 5, 8 are freed, all candidates share 0, 1, 3, two share 6 and two 7, and four new blocks are taken.
+    """Figure 9 of PagedAttention (Kwon et al., 2023): of four candidates with four full blocks each, 0 and 3 drop out.
+    Blocks 2, 4, 5, 8 are freed; all candidates share 0, 1, 3, two share 6 and two share 7; four new blocks are
+    allocated.
     """
     held = small.held
     block: list[BlockRef] = held.alloc(9)

@@ -1,4 +1,6 @@
-"""A group whose ticket cannot be claimed yet: if it is cancelled while it waits, it never runs, and holds no blocks."""
+"""Groups whose tickets cannot be claimed yet. A group that is cancelled while it waits never runs and holds
+no blocks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ LEAVES: dict[str, Leave] = {
 
 
 def waiting(bench: DecodeBench) -> Group:
-    """A group that was submitted while the ledger is silent."""
+    """A group that was submitted while the ledger does not answer."""
     bench.held.holder.breaker.open("a test")
     group = bench.submit(1, PROMPT, SAMPLED, STOPPING)
     assert not group.live and bench.worker.step() is not None, "it waits, and is asked for again"

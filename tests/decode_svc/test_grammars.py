@@ -1,4 +1,6 @@
-"""Decode with grammars: commands wait behind a compiling group's submit; a grammar that fails costs only its group."""
+"""Decode with grammars: a group's commands wait while its grammar is compiled; a grammar that fails affects only its
+group.
+"""
 
 from __future__ import annotations
 

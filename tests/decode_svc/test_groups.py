@@ -1,4 +1,4 @@
-"""Samples of one request on decode: they share blocks, copy on write, and each has the output that it has alone."""
+"""Samples of one request on decode share blocks and copy on write. Each has the output that it has alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_the_prompt_is_there_once_and_its_partial_block_until_all_have_copied(sm
 
 
 def test_equal_samples_share_their_full_blocks(small: DecodeBench) -> None:
-    """Greedy samples fill equal blocks in the same step. Of several equal hashes in one seal, the first block stays."""
+    """Greedy samples fill equal blocks in the same step. Of several blocks with equal hashes in one seal, the first
+    stays.
+    """
     group = small.submit(1, PROMPTS[16], replace(GREEDY, num_sequences=4), STOPPING)
     for _ in range(9):  # 16 + 9 positions: each sample fills two blocks and begins a third
         small.worker.step()
@@ -84,7 +86,7 @@ def test_equal_samples_share_their_full_blocks(small: DecodeBench) -> None:
 
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_a_skipped_copy_shows(small: DecodeBench, monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
-    """Shows that the tests above can fail."""
+    """Checks that the tests above can fail."""
     copy = small.runner.copy_blocks
 
     def skip_one(sources: list[int], targets: list[int]) -> None:
@@ -129,7 +131,7 @@ def test_the_last_sample_cancelled_ends_the_group(small: DecodeBench) -> None:
 
 
 def test_branches_come_back_with_what_they_have(small: DecodeBench) -> None:
-    """The branches have different lengths. One has ended, and two are still equal."""
+    """The branches have different lengths. One has ended, and two are equal so far."""
     sampling, stopping = replace(SAMPLED, num_sequences=5), StoppingParams(max_tokens=24, stop_token_ids=(499,))
     expected = oracle(small, PROMPTS[15], sampling, stopping)
     lengths = {0: 3, 1: 0, 3: 9, 4: 0}
@@ -168,7 +170,7 @@ def test_the_load_counts_sequences_and_blocks(small: DecodeBench) -> None:
 
 
 def test_a_ticket_that_was_issued_to_somebody_else_is_lost_here_and_good_there(small: DecodeBench) -> None:
-    """A session that guesses the epoch, a sequential number, gets nothing. The intended session continues."""
+    """A session that guesses the epoch (a sequential number) gets nothing. The intended session continues."""
     made = small.prefilled(1, PROMPTS[17], GREEDY, STOPPING)
     guessed = replace(made.ticket, id=TicketId(made.ticket.id.epoch, bytes(16)))
     thief = small.prefilled(2, PROMPTS[17], GREEDY, STOPPING)

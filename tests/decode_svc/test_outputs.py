@@ -1,4 +1,4 @@
-"""The messages that sessions receive, and their times."""
+"""The messages that sessions receive, and when they receive them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Preempted groups: they are swapped out and back, and have the same outputs as without preemption, or they are given
-back."""
+"""Preempted groups are swapped out and in, or given back, and have the same outputs as without preemption."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ BEAMS = SamplingParams(temperature=0.0, num_sequences=2, beam_width=4)
 
 
 class Tight:
-    """A worker with a host tier, whose arena is too small for its load."""
+    """A worker with a host tier, and an arena that is too small for its load."""
 
     def __init__(self, bench: DecodeBench) -> None:
         self.bench = bench
@@ -95,7 +94,7 @@ def test_swapped_groups_answer_as_the_oracle(tight: Tight, sampling: SamplingPar
 
 
 def test_a_flipped_byte_in_the_host_tier_would_be_seen(tight: Tight, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shows that the tests above fail if a swapped block changes."""
+    """Checks that the tests above fail if a swapped block changes."""
     copy, flipped = tight.swap._copy, list[int]()
 
     def flip(src: Any, dst: Any, src_ids: list[int], dst_ids: list[int]) -> None:
@@ -133,7 +132,7 @@ def test_where_the_host_tier_is_full_the_rest_is_given_back(tight: Tight) -> Non
 
 
 def swap_one(tight: Tight, sampling: SamplingParams = SAMPLED) -> Group:
-    """Runs two groups, and swaps the second out after three steps."""
+    """Runs two groups. Swaps out the second after three steps."""
     groups = [tight.bench.submit(i, PROMPTS[i], sampling, STOPPING) for i in range(2)]
     for _ in range(3):
         tight.bench.worker.step()
@@ -223,7 +222,7 @@ def test_where_nothing_runs_a_waiting_group_makes_way_for_one_that_is_swapped(ti
 
 
 def test_without_the_ledger_nobody_makes_way(tight: Tight, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No blocks are available, but preemption would not make any available either."""
+    """No blocks are available, and preemption would not make any available either."""
     bench = tight.bench
     first, second = swap_one(tight), bench.submit(2, PROMPTS[2], SAMPLED, STOPPING)
     bench.worker.cancel(bench.inbox.session, 0)

@@ -1,4 +1,4 @@
-"""Blocks that must be free before a group starts, and blocks that are kept for an outage of Redis."""
+"""The blocks that must be free before a group starts, and the blocks that are reserved for an outage of Redis."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Scheduler and preemption in a simulated worker: an arena with a floor, other workers that take the rest, a host tier.
-
-The loop is that of the worker, but blocks are only counted. For any load, the oldest group continues and all groups
-end.
+"""Scheduler and preemption in a simulated worker, with a floor, a host tier, and other workers that take the remaining
+blocks. The loop is that of the worker, but blocks are only counted. For any load, the oldest group continues and all
+groups end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.sequence import Sequence
 BLOCK = 4
 FULL = KvRules(BLOCK)
 STEP_S = 0.006
-"""Simulated time per step. Several steps pass between two attempts to resume."""
+"""The simulated duration of a step in seconds. There are several steps between two attempts to resume."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +41,21 @@ class Request:
 
 @dataclass
 class Use:
-    """The blocks of a group. Those that have slid out of a window are released when a block is full."""
+    """The blocks of a group. Blocks that have left a window are released when another block is full."""
 
     rules: KvRules
     shared: int
     tail: int
     """1 for the prompt's partial block, until the samples have copied it."""
     own: dict[Sequence, int] = field(default_factory=dict)
-    """By sample, the blocks after those that are shared, released or not."""
+    """The number of blocks of each sample after the shared ones, including released blocks."""
     released_at: dict[Sequence, int] = field(default_factory=dict)
-    """By sample, its positions when it last released blocks."""
+    """The number of positions of each sample when it last released blocks."""
 
     sealed_tails: set[Sequence] = field(default_factory=set)
-    """Samples that have come back from prefill and must copy their partial last block before they write."""
+    """The samples that have come back from prefill and must copy their partial last block before they write."""
     num_copies: int = 0
-    """Copies of this step, whose sources are still held."""
+    """The number of copies in this step. Their sources are still held."""
 
     @property
     def total(self) -> int:
@@ -69,7 +68,7 @@ class Use:
 
 
 class Tier:
-    """A host tier with the interface that `Preemption` needs of `SwapSpace`."""
+    """A host tier with the part of the interface of `SwapSpace` that `Preemption` uses."""
 
     block_size, block_bytes = BLOCK, 1024
 
@@ -102,7 +101,7 @@ class Tier:
 
 
 class World:
-    """One decode worker and its requests."""
+    """A simulated decode worker and its requests."""
 
     def __init__(
         self, num_blocks: int, floor: int, num_swap: int, requests: list[Request], rules: KvRules = FULL
@@ -127,18 +126,20 @@ class World:
 
     @property
     def room(self) -> int:
-        """The number of blocks that the worker can get now."""
+        """The number of blocks that the worker can allocate now."""
         return self.num_blocks - self.used - self.others
 
     @property
     def room_of_others(self) -> int:
-        """The number of blocks that other workers can get. They cannot take the worker's floor."""
+        """The number of blocks that other workers can allocate without the worker's floor."""
         return self.num_blocks - max(self.floor, self.used) - self.others
 
     # --- arrivals
 
     def arrive(self, step: int) -> None:
-        """Prefills groups, those that were given back first. Prefill takes the blocks, and the worker claims them."""
+        """Prefills groups, beginning with those that were given back. Prefill allocates the blocks, and the worker
+        claims them.
+        """
         while self.returning:
             request, group = self.returning[0]
             fresh = Group(group.handle, group.attempt + 1, list(group.live), request.priority, live=list(group.live))
@@ -203,7 +204,7 @@ class World:
     def preempt(self, group: Group) -> None:
         running = self.scheduler.running
         assert not running or running[0].rank < group.rank, "the oldest is a victim"
-        self.uses[group].sealed_tails.clear()  # what is swapped in again is a copy
+        self.uses[group].sealed_tails.clear()  # swapped-in blocks are copies
         if (rejection := self.preemption.preempt(group)) is not None:
             assert rejection is Rejection.GIVEN_BACK
             self._leave(group)
@@ -281,7 +282,9 @@ def test_the_oldest_goes_on_and_everything_ends(data: st.DataObject) -> None:
 
 
 def run(world: World, pressure: list[int]) -> None:
-    """Runs all requests to their end. In each step, other workers take up to `pressure` blocks."""
+    """Runs all requests to their end. `pressure` is the number of blocks that other workers take in each step, if
+    available.
+    """
     requests, num_swap = list(world.coming), world.tier.num_blocks
     limit = 50 + sum(max(r.lengths) for r in requests)  # enough for one group at a time, including waits for others
     for step in range(limit):
@@ -298,8 +301,9 @@ def run(world: World, pressure: list[int]) -> None:
 
 
 def test_who_came_first_runs_first_though_only_the_later_was_preempted() -> None:
-    """Otherwise the later group waits for blocks of the earlier one, and the earlier one waits for the later one to
-    start."""
+    """Otherwise the later group would wait for blocks of the earlier one, and the earlier one for the start of the
+    later one.
+    """
     requests = [
         *(Request(0, 1, (1,), 1, 0) for _ in range(6)), Request(4, 1, (4,), 4, 0),
         *(Request(5, 9, (1,), 1, 1) for _ in range(2)), Request(5, 5, (1, 1), 1, 0),
@@ -320,7 +324,7 @@ def test_waiting_groups_make_way_where_nothing_runs() -> None:
 
 
 def test_the_simulation_swaps_resumes_and_gives_back() -> None:
-    """Shows that swaps, resumptions and give-backs occur in the test above."""
+    """Checks that swaps, resumptions and give-backs occur in the test above."""
     requests = [Request(i, 8, (20, 20), 20, 0) for i in range(8)]
     for num_swap, swaps in ((40, True), (0, False)):
         world = World(40, 16, num_swap, requests)

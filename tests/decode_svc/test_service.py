@@ -1,4 +1,4 @@
-"""The messages of a session: every field of an output, and one message for all steps that a slow gateway missed."""
+"""The messages of a session: every field of an output, and one message for several steps if the gateway is slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOAD = WorkerLoad(1, 2, 3, 4, 5, 6)
 
 
 def heard(*steps: Step) -> pb.SessionResponse:
-    """Returns the message to a gateway that did not read during these steps."""
+    """Returns the message to a gateway that has not read during these steps."""
     return pb.SessionResponse.FromString(_response(list(steps)).SerializeToString())
 
 

@@ -1,4 +1,4 @@
-"""Submits that our gateway never sends are refused with one sentence, before they affect a step."""
+"""Invalid submits, which our gateway never sends, are refused before they affect a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host tier: swapped blocks come back byte for byte, shared as before, and no memory stays in use."""
+"""The host tier: swapped blocks come back with the same bytes and sharing, and no memory stays in use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Place:
         return SwapSpace(self.runner, self.attached, num_blocks * self.arena.block_bytes)
 
     def sequence(self, num_computed: int, tail_sealed: bool = False) -> Sequence:
-        """Returns a sequence with random KV, whose full blocks are published."""
+        """Returns a sequence with random KV and published full blocks."""
         tokens = self.random.integers(0, 500, num_computed).tolist()
         made = Sequence(tokens, [7], SamplingParams(), StoppingParams())
         made.num_computed, made.num_sealed = num_computed, num_computed // BLOCK
@@ -75,7 +75,7 @@ class Place:
         return [self.arena.read(ref.block) for ref in sequence.table]
 
     def churn(self) -> None:
-        """Allocates every block for another holder, which writes into it, so that nothing stays cached."""
+        """Allocates every block for another holder that writes to it, so that nothing stays cached."""
         refs = self.held.alloc(NUM_BLOCKS - self.held.num_held)
         self.write(refs)
         self.held.release(refs)
@@ -137,7 +137,7 @@ def test_what_is_still_cached_is_not_copied(place: Place) -> None:
 
 
 def test_blocks_published_by_others_meanwhile_take_the_place_of_ours(place: Place) -> None:
-    """The head is evicted and the tail is cached. The tail is copied back, and is then found in the index."""
+    """The head is evicted, and the tail is cached. The tail is copied back, and then found in the index."""
     space, sequence = place.space(), place.sequence(12)
     group, hashes = group_of(sequence), sequence.hashes[1:]
     space.swap_out(group)

@@ -1,4 +1,4 @@
-"""The manifests in deploy/kubernetes, rendered and checked without a cluster: schemas, settings, ports, drains."""
+"""The manifests in deploy/kubernetes, rendered and tested without a cluster: schemas, settings, ports, drains."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def containers(pod: Object) -> list[Object]:
 
 
 def environment(container: Object, objects: list[Object]) -> dict[str, str]:
-    """Returns the variables as the kubelet sets them."""
+    """Returns a container's environment variables as the kubelet sets them."""
     data = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "ConfigMap"}
     found: dict[str, str] = {}
     for variable in container.get("env", []):
@@ -75,7 +75,7 @@ def environment(container: Object, objects: list[Object]) -> dict[str, str]:
 
 
 def services(objects: list[Object], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Object, Object, ServerSettings]]:
-    """Returns (pod, container, settings) of our services. The settings' class exits if it has no such variable."""
+    """Returns (pod, container, settings) of each of our services. The settings class exits if a variable is unknown."""
     found = []
     for pod in pods(objects).values():
         for container in containers(pod):
@@ -98,10 +98,13 @@ def test_every_variable_is_a_setting_and_every_address_reaches_its_port(
     found = services(objects, monkeypatch)
     assert len(found) in (4, 5)
     ports = {"gateway": set[int](), "arena": set[int]()}
+    from_arenas = set[int]()
     for pod, container, settings in found:
         declared = {port["containerPort"] for port in container["ports"]}
         listens = {settings.port} | ({settings.grpc_port} if isinstance(settings, GatewaySettings) else set())
-        assert declared == listens and settings.host == "0.0.0.0"
+        byte_ports = {settings.byte_port} - {0} if isinstance(settings, BlockStoreSettings) else set[int]()
+        from_arenas |= byte_ports
+        assert declared == listens | byte_ports and settings.host == "0.0.0.0"
         assert settings.secret_file == Path("/run/looseleaf/secret")
         if isinstance(settings, WorkerSettings | BlockStoreSettings):
             assert settings.advertise == f"10.0.0.9:{settings.port}", "a pod's name resolves nowhere else"
@@ -111,10 +114,12 @@ def test_every_variable_is_a_setting_and_every_address_reaches_its_port(
     policies = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "NetworkPolicy"}
     opened = lambda rules: {port["port"] for rule in rules for port in rule["ports"]}  # noqa: E731
     assert opened(policies["looseleaf-gateway"]["ingress"]) == ports["gateway"]
-    assert opened(policies["looseleaf-arena"]["ingress"]) == ports["arena"]
+    assert opened(policies["looseleaf-arena"]["ingress"]) == ports["arena"] | from_arenas
     assert opened(policies["looseleaf-gateway"]["egress"]) == ports["arena"] | {6379, 53}
     pulls = any(isinstance(s, BlockStoreSettings) and s.pull_blocks for _, _, s in found)
-    assert opened(policies["looseleaf-arena"]["egress"]) == {6379, 53} | ({store.port} if pulls else set())
+    assert bool(from_arenas) == pulls, "blocks are read on a byte port"
+    calls = {store.port} | from_arenas if pulls else set()
+    assert opened(policies["looseleaf-arena"]["egress"]) == {6379, 53} | calls
     assert policies["looseleaf-default"].keys() == {"podSelector", "policyTypes"}, "nothing else is open"
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.tiny import make_checkpoint
-from looseleaf import LLM
+from looseleaf import LLM, metrics_page
+from testing.ledger.store import wait_until
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,14 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def two_by_two(checkpoint: Path) -> Iterator[LLM]:
-    """A system with two prefill and two decode workers."""
+    """A system with two prefill and two decode workers, all of which the gateway knows. It serves as soon as it knows
+    one of each.
+    """
+
+    def known_workers() -> int:
+        samples = metrics_page.read(running.addresses.http)
+        return sum(sample.name == "looseleaf_worker_running" for sample in samples)
+
     with LLM(str(checkpoint), num_blocks=4096, max_model_len=2048, roles="split", prefill=2, decode=2) as running:
+        wait_until(lambda: known_workers() == 4)
         yield running

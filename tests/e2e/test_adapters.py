@@ -61,7 +61,7 @@ def llm(model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
 
 
 def names() -> list[str]:
-    """The model of each prompt, so that every adapter and the base run side by side."""
+    """Returns the model of each prompt. Every adapter and the base model run side by side."""
     return [("one", "two", "three", BASE)[index % 4] for index in range(len(PROMPTS))]
 
 
@@ -177,7 +177,7 @@ def test_reloaded_content_never_meets_the_old_blocks_and_an_unload_waits(
 
 
 async def test_killed_workers_come_back_with_their_adapters(llm: LLM, model: Path, tmp_path: Path) -> None:
-    """Those loaded at startup and those loaded over HTTP."""
+    """Some adapters are loaded at startup, others over HTTP."""
     make_adapter(tmp_path, model, seed=9)
     assert post(llm, "load_lora_adapter", lora_name="late", lora_path=str(tmp_path)).status_code == 200
     options: dict[str, Any] = {**GREEDY, "model": "late", "max_tokens": 20, "cache_salt": "late"}
@@ -194,7 +194,7 @@ async def test_killed_workers_come_back_with_their_adapters(llm: LLM, model: Pat
 async def test_requests_that_decode_gives_back_keep_their_adapters(
     llm: LLM, model: Path, adapters: dict[str, Path]
 ) -> None:
-    """Blocks for about three of eight sequences."""
+    """The arena has blocks for about three of eight sequences."""
     expected = await run(llm, "roomy", max_tokens=100)
     with serve(model, adapters, num_blocks=45, max_model_len=256, preemption="give-back") as small:
         assert await run(small, "tight", max_tokens=100) == expected

@@ -1,4 +1,4 @@
-"""A cache on disk: a launch finds the blocks of an earlier one, however that one ended."""
+"""A cache on disk: a launch finds the blocks of an earlier launch, regardless of how the earlier one ended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_tenants_find_their_own_blocks_after_a_restart_and_no_others(checkpoint:
 
 
 def test_blocks_come_back_after_eviction(checkpoint: Path, tmp_path: Path) -> None:
-    """The arena has room for a few prompts, and disk for all."""
+    """The arena has room for a few prompts, and the disk for all of them."""
     many = prompts(24, seed=44, lengths=(200, 300))
     with launch(checkpoint, tmp_path, num_blocks=160, max_model_len=512) as llm:
         first = [llm.client.generate(prompt, max_tokens=8, temperature=0.0) for prompt in many]

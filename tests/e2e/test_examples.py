@@ -60,7 +60,8 @@ def test_the_offline_example_starts_what_it_needs() -> None:
 
 
 def test_every_example_is_run_here_and_listed() -> None:
-    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".mjs")}
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".mjs", ".go")}
     talkers = {f"{name}.py" for name in TALKERS}
-    assert names == {*talkers, "offline.py", "stream.mjs", "tools.py"}  # tests/e2e/test_tools.py runs "tools"
+    assert names == {*talkers, "offline.py", "stream.mjs", "stream.go", "tools.py"}
+    # tests/e2e/test_tools.py runs "tools", and tests/third_party runs the Go example
     assert set(re.findall(r"\]\((\w+\.\w+)\)", (EXAMPLES / "README.md").read_text())) == names

@@ -209,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
      "response_format.json_schema.schema", "objekt"),
     ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "not a known field"),
-    ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.regex", "exclude"),
+    ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.regex", "cannot be combined"),
     ({"guided_regex": "a", "use_beam_search": True, "n": 2}, "guided_regex", "beam search"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
 ]  # fmt: skip

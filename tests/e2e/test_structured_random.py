@@ -1,172 +1,95 @@
-"""Seeded random schemas: every complete answer parses and validates, or the request is refused with a 400.
-
-The keywords are those of the JSON-schema test suite that limit an answer. Strings and arrays are short, so that the
-built-in model reaches the end.
-"""
+"""The arms of `testing.schemas` at their smallest size, and proof that their checks can fail."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import random
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from looseleaf import LLM
+from looseleaf.serve.model_source import BUILT_IN
+from testing.chaos.report import Report
+from testing.chaos.stack import Stack
+from testing.schemas.__main__ import judge, tokenizer
+from testing.schemas.answers import MAX_TOKENS, Answer, wrong
+from testing.schemas.arms import ARMS, Result, run
+from testing.schemas.random_schemas import ODD, long_schemas, random_schemas
 
-NUM_SCHEMAS = int(os.environ.get("LOOSELEAF_TEST_SCHEMAS", "300"))
-AT_ONCE = 8
-FORMATS = ("date", "time", "date-time", "uuid", "ipv4")
-PATTERNS = ("^[a-z]{2,5}$", "^(cat|dog)s?$", "^[A-Z][0-9]{3}$", "[0-9]{2}")
-LEAVES = (
-    "string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format", "bounded", "multiple",
-    "types",
-)  # fmt: skip
-KINDS = (*LEAVES, "array", "tuple", "object", "optional", "anyOf", "allOf", "oneOf", "ref", "map")
+SEED = 20
+SCHEMAS = random_schemas(60, SEED)
+LONG = long_schemas(8, SEED)
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(num_blocks=4096) as running:
+def stack() -> Iterator[Stack]:
+    with Stack(BUILT_IN, ARMS["plain"].plan) as running:
         yield running
 
 
-def leaf(rng: random.Random, kind: str) -> dict[str, Any]:
-    low = rng.randint(-50, 50)
-    made: dict[str, dict[str, Any]] = {
-        "string": {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(2, 8)},
-        "integer": {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 300)},
-        "number": {"type": "number", "minimum": 0, "maximum": 9.5},
-        "boolean": {"type": "boolean"},
-        "null": {"type": "null"},
-        "enum": {"enum": rng.sample(["a", "bb", 1, 2.5, None, True, {"x": 1}, [1, "y"]], rng.randint(1, 4))},
-        "const": {"const": rng.choice(["fixed", 7, None, {"k": ["v"]}])},
-        "pattern": {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 12},
-        "format": {"type": "string", "format": rng.choice(FORMATS)},
-        "bounded": {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 20},
-        "multiple": {"type": "integer", "multipleOf": rng.choice([2, 5, 10]), "minimum": 0, "maximum": 100},
-        "types": {"type": rng.sample(["integer", "boolean", "null"], 2), "minimum": 0, "maximum": 99},
-    }
-    return made[kind]
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> Result:
+    return run(ARMS["plain"], stack, SCHEMAS)
 
 
-def schema_of(rng: random.Random, depth: int) -> dict[str, Any]:
-    kind = rng.choice(KINDS if depth else LEAVES)
-    if kind in LEAVES:
-        return leaf(rng, kind)
-
-    def inner() -> dict[str, Any]:
-        return schema_of(rng, depth - 1)
-
-    if kind == "array":
-        low = rng.randint(0, 2)
-        return {"type": "array", "items": inner(), "minItems": low, "maxItems": low + rng.randint(0, 2)}
-    if kind == "tuple":
-        return {"type": "array", "prefixItems": [inner(), inner()], "items": False, "minItems": 2}
-    if kind == "anyOf":
-        return {"anyOf": [inner(), inner()]}
-    if kind == "allOf":
-        return {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": rng.randint(5, 90)}]}
-    if kind == "oneOf":
-        return {"oneOf": [{"type": "integer", "minimum": 0, "maximum": 50}, {"type": "null"}]}
-    if kind == "map":
-        return {"type": "object", "additionalProperties": leaf(rng, "boolean"), "maxProperties": 1}
-    if kind == "ref":
-        return {"$defs": {"part": inner()}, "type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2}
-    names = rng.sample(["id", "name", "größe", 'q"uote', "z"], rng.randint(1, 4))
-    required = names if kind == "object" else names[: rng.randint(0, len(names))]
-    return {
-        "type": "object", "properties": {name: inner() for name in names}, "required": required,
-        "additionalProperties": False,
-    }  # fmt: skip
+def found(name: str, result: Result, undisturbed: Result) -> Report:
+    report = Report(name, len(result.answers), SEED)
+    judge(report, ARMS[name], result, undisturbed.answers)
+    return report
 
 
-def with_local_refs(schema: dict[str, Any]) -> dict[str, Any]:
-    """Moves definitions to the root, where `$ref`s start, each under a unique name."""
-    definitions: dict[str, Any] = {}
-
-    def moved(node: Any) -> Any:
-        if isinstance(node, list):
-            return [moved(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        node = {key: moved(value) for key, value in node.items()}
-        if isinstance(part := node.pop("$defs", None), dict):
-            name = f"part{len(definitions)}"
-            definitions[name] = part["part"]
-            node["items"] = {"$ref": f"#/$defs/{name}"}
-        return node
-
-    found: dict[str, Any] = moved(schema)
-    return found | ({"$defs": definitions} if definitions else {})
+def test_every_answer_validates_or_the_request_is_refused(undisturbed: Result) -> None:
+    report = found("plain", undisturbed, undisturbed)
+    assert report.good, report.text()
+    assert sum(answer.outcome == "stop" for answer in undisturbed.answers) > 0.85 * len(SCHEMAS), report.text()
 
 
-ODD: list[dict[str, Any]] = [
-    {"not": {"type": "string"}},
-    {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 3},
-    {"type": "array", "contains": {"const": 1}, "maxItems": 2},
-    {"type": "object", "minProperties": 2, "properties": {"a": {"type": "null"}, "b": {"type": "null"}}},
-    {"type": "object", "patternProperties": {"^x": {"type": "null"}}, "maxProperties": 1},
-    {"type": "object", "propertyNames": {"maxLength": 2}, "maxProperties": 1},
-    {"type": "object", "properties": {"a": {"type": "null"}}, "dependentRequired": {"a": ["b"]}, "maxProperties": 1},
-    {"oneOf": [{"type": "integer", "maximum": 9}, {"type": "integer", "minimum": 5, "maximum": 20}]},
-    {"if": {"type": "integer"}, "then": {"maximum": 5}},
-    {"type": "integer", "unevaluatedProperties": False, "maximum": 9, "minimum": 0},
-    {"type": "string", "format": "regex", "maxLength": 5},
-    {"type": "string", "contentEncoding": "base64", "maxLength": 4},
-    {"$dynamicRef": "#node"},
-    {"type": ["integer"], "enum": ["a", 3]},
-    {"const": "a", "type": "integer"},
-]
-"""Keywords that llguidance supports only in part or not at all."""
+def test_decode_workers_killed_midway_change_no_answer(stack: Stack, undisturbed: Result) -> None:
+    report = found("kill", run(ARMS["kill"], stack, SCHEMAS), undisturbed)
+    assert report.good, report.text()
+
+
+def test_swapping_changes_no_answer(stack: Stack) -> None:
+    """Three of the eight answers need more blocks than the decode worker has, so groups are swapped at any speed."""
+    undisturbed = run(ARMS["plain"], stack, LONG)
+    with Stack(BUILT_IN, ARMS["swap"].plan) as tight:
+        report = found("swap", run(ARMS["swap"], tight, LONG), undisturbed)
+    assert report.good, report.text()
+
+
+def test_the_checks_can_fail(undisturbed: Result) -> None:
+    """Arms without a kill or a swap fail, and so do answers that are invalid, cut too early, or different."""
+    assert not found("kill", undisturbed, undisturbed).good
+    assert not found("swap", undisturbed, undisturbed).good
+    grammars = tokenizer()
+    complete = next(answer for answer in undisturbed.answers if answer.outcome == "stop")
+    for changes in ({"text": complete.text[:-1]}, {"outcome": "length"}, {"outcome": "failed"}, {"outcome": "refused"}):
+        assert wrong(replace(complete, **changes), grammars), changes
+    other = replace(complete, token_ids=[*complete.token_ids, 1])
+    answers = [other if answer is complete else answer for answer in undisturbed.answers]
+    assert not found("plain", Result(answers), undisturbed).good
+
+
+def test_a_number_that_never_ends_is_the_beginning_of_a_match() -> None:
+    grammars = tokenizer()
+    ids = [token for text in ["1."] + ["3"] * (MAX_TOKENS - 2) for token in grammars.tokenize_str(text)]
+    answer = Answer({"type": "number"}, "length", token_ids=ids[:MAX_TOKENS])
+    assert not wrong(answer, grammars)
+    assert wrong(replace(answer, token_ids=ids[:-1]), grammars)
+    assert wrong(replace(answer, schema={"type": "integer"}), grammars)
 
 
 @pytest.mark.parametrize("schema", ODD, ids=lambda schema: "-".join(schema))
-def test_odd_keywords_are_kept_or_refused_by_name(llm: LLM, schema: dict[str, Any]) -> None:
+def test_odd_keywords_are_kept_or_refused_by_name(stack: Stack, schema: dict[str, Any]) -> None:
     for seed in range(4):
         body = {"prompt": "Once", "max_tokens": 200, "temperature": 1.0, "seed": seed, "guided_json": schema}
-        reply = httpx.post(f"http://{llm.addresses.http}/v1/completions", json=body, timeout=60)
+        reply = httpx.post(f"http://{stack.addresses.http}/v1/completions", json=body, timeout=60)
         if reply.status_code == 400:
             assert reply.json()["error"]["param"] == "guided_json"
             return
         [choice] = reply.json()["choices"]
         if choice["finish_reason"] == "stop":
             jsonschema.Draft202012Validator(schema).validate(json.loads(choice["text"]))
-
-
-async def test_every_answer_validates_or_the_request_is_refused(llm: LLM) -> None:
-    rng = random.Random(20)
-    schemas = [with_local_refs(schema_of(rng, 2)) for _ in range(NUM_SCHEMAS)]
-    outcomes: Counter[str] = Counter()
-    places = asyncio.Semaphore(AT_ONCE)
-
-    async def one(http: httpx.AsyncClient, number: int, schema: dict[str, Any]) -> None:
-        named = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
-        body = {
-            "prompt": "Once", "max_tokens": 600, "temperature": (0.0, 1.0)[number % 2], "seed": number,
-            "response_format": named,
-        }  # fmt: skip
-        async with places:
-            reply = await http.post(f"http://{llm.addresses.http}/v1/completions", json=body)
-        if reply.status_code == 400:
-            assert reply.json()["error"]["param"] == "response_format.json_schema.schema", reply.text
-            outcomes[f"refused: {reply.json()['error']['message'][-60:]}"] += 1
-            return
-        assert reply.status_code == 200, reply.text
-        [choice] = reply.json()["choices"]
-        outcomes[choice["finish_reason"]] += 1
-        if choice["finish_reason"] == "stop":
-            checker = jsonschema.FormatChecker(("uuid", "ipv4"))  # dates have the right form, but may be 0000-01-30
-            jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(choice["text"]))
-
-    async with httpx.AsyncClient(timeout=120) as http:
-        await asyncio.gather(*(one(http, number, schema) for number, schema in enumerate(schemas)))
-    print(outcomes)
-    assert outcomes["stop"] > 0.85 * NUM_SCHEMAS, outcomes
-    assert outcomes["length"] < 0.05 * NUM_SCHEMAS, outcomes

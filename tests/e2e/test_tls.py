@@ -100,5 +100,5 @@ def test_all_certificates_are_replaced_while_it_runs(llm: LLM, certs: Path) -> N
 
 def test_half_of_the_files_is_refused(checkpoint: Path, certs: Path) -> None:
     for given in ({"ssl_certfile": f"{certs}/front.pem"}, {"tls_cert": f"{certs}/inside.pem"}):
-        with pytest.raises(StartupError, match="belong together"):
+        with pytest.raises(StartupError, match="must be given together"):
             LLM(str(checkpoint), num_blocks=64, **given)

@@ -168,7 +168,7 @@ def test_responses_and_messages_enforce_calls_too(tools_llm: LLM, client: openai
 def test_a_strict_function_keeps_its_schema_if_the_model_chooses_to_call_it(
     tools_llm: LLM, client: openai.OpenAI
 ) -> None:
-    """The bias makes the model begin a call. Llama's calls have no marker that would begin one."""
+    """The bias makes the model begin a call. Calls in Llama's format do not begin with a marker."""
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in (WEATHER, ADD)]
     family = client.models.list().data[0].id
     if family == "llama3":

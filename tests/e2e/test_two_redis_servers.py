@@ -1,4 +1,4 @@
-"""Two hosts, each with a Redis server of its own: the loss of one server is the trouble of one arena."""
+"""Two hosts, each with a separate Redis server: the loss of one server affects only one arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bookkeeping of beam search: worked examples, an exhaustive second implementation, limits, log-probabilities."""
+"""Beam search: worked examples, comparison with an exhaustive implementation, limits, log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def search(width: int, max_tokens: int, stop: tuple[int, ...] = (), **sampling: 
 
 
 def ranked(logprobs: Seq[float], count: int) -> Candidates:
-    """Returns the `count` most likely tokens of a whole row, in the sampler's format."""
+    """Returns the `count` most likely tokens of a row in the sampler's format."""
     order = np.argsort(-np.array(logprobs, np.float32), kind="stable")[:count].tolist()
     return Candidates(order, [float(np.float32(logprobs[i])) for i in order])
 
@@ -35,7 +35,7 @@ def of_probabilities(*probabilities: float) -> Candidates:
 
 
 def test_the_two_step_search_that_keeps_abd_and_ced() -> None:
-    """With the words A to E and width 2, the beams are A and C, then AB and CE, then ABD and CED."""
+    """With a vocabulary of A to E and width 2, the beams are A and C, then AB and CE, then ABD and CED."""
     beams = search(2, 3)
     assert beams.advance([of_probabilities(0.5, 0.05, 0.4, 0.03, 0.02)]) == [0, 0]
     assert [beam.token_ids for beam in beams.running] == [[A], [C]]
@@ -60,7 +60,7 @@ def test_a_step_of_width_four_in_which_the_outer_candidates_drop_out() -> None:
     assert [beam.token_ids for beam in beams.running] == [[1, 0], [2, 0], [1, 1], [2, 1]]
 
 
-# --- a second implementation, over whole rows and arrays with placeholders
+# --- a second implementation, with whole rows and arrays with placeholders
 
 NOTHING = np.float32(-1e9)
 
@@ -75,7 +75,9 @@ def row_after(seed: int, token_ids: Seq[int], vocab_size: int) -> list[float]:
 def exhaustive(
     sampling: SamplingParams, max_tokens: int, stop: tuple[int, ...], seed: int, vocab_size: int
 ) -> list[tuple[list[int], float]]:
-    """Considers every (beam, token) in every step. There are always `width` running and `width` ended beams."""
+    """Searches by considering every (beam, token) in every step. There are always `width` running and `width` ended
+    beams.
+    """
     width, power = sampling.width, sampling.length_penalty
     kept = max(2, 1 + len(stop)) * width
     running, sums = [list[int]()] * width, np.array([0.0] + [NOTHING] * (width - 1), np.float32)
@@ -138,8 +140,9 @@ def test_equals_an_exhaustive_search(
 
 
 def test_early_stopping_by_each_rule() -> None:
-    """One beam has ended. The running beam has a lower score per token now, but would have a higher one at the length
-    limit."""
+    """One beam has ended. The running beam has a lower score per token now, but would have a higher score at the length
+    limit.
+    """
     ends: dict[EarlyStopping, bool] = {True: True, False: True, "never": False}
     for rule, ended in ends.items():
         beams = search(1, 50, stop=(A,), early_stopping=rule)

@@ -1,5 +1,4 @@
-"""Beam search compared with transformers: ids and scores of a real model in fp32, also for the oracle's separate
-beams."""
+"""Beam search compared with transformers: ids and scores of a real model in fp32."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def sampling_of(width: int, penalty: float, rule: EarlyStopping) -> SamplingPara
 
 
 class Batch:
-    """The beam searches of many prompts, with all beams in one step. A fork copies every block of the beam."""
+    """The beam searches of many prompts, with all beams in one step. A fork copies all blocks of a beam."""
 
     def __init__(self, runner: ModelRunner, ids: Sequence[list[int]], sampling: SamplingParams) -> None:
         self._runner, self._width = runner, sampling.width

@@ -1,5 +1,6 @@
-"""Promise 1 inside the engine: a token's logits have the same bits alone, in a batch, in chunks, after a cached
-prefix."""
+"""Promise 1 in the engine: a token's logits have the same bits alone, in a batch, in chunks, and after a
+cached prefix.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_alone_batched_and_chunked_are_the_same_bits(family: Family, dtype: str,
 
 
 def test_one_thread_gives_the_bits_of_two(tmp_path: Path) -> None:
-    """This test is for CPU threads. On a GPU, threads only launch kernels."""
+    """This test is only for CPUs, because threads only launch kernels on a GPU."""
     make_checkpoint(tmp_path, "llama", seed=11, std=0.1)
     two = ModelRunner(RunnerSettings(tmp_path, num_threads=2, device="cpu"))
     assert torch.get_num_threads() == 2
@@ -71,7 +72,7 @@ def test_one_thread_gives_the_bits_of_two(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cached_prefix_gives_the_bits_of_a_cold_one(family: Family, tmp_path: Path) -> None:
-    """A second sequence uses the full blocks of the first one and computes only the rest."""
+    """A second sequence uses the full blocks of the first one, and computes only the rest."""
     runner, ids = runner_of(tmp_path, family), prompt(100)
     cold = bits(Batch.of(runner, [ids], 20))[0]
     batch = Batch.of(runner, [ids, ids], 20)
@@ -143,7 +144,7 @@ def test_zeroing_any_cached_block_changes_the_tokens(family: Family, tmp_path: P
 
 
 def test_copied_blocks_give_the_same_bits(tmp_path: Path) -> None:
-    """Copy-on-write: a fork whose tail block is a copy has the same outputs as the original."""
+    """A fork whose last block is a copy has the same outputs as the original."""
     runner, ids = runner_of(tmp_path, "llama"), prompt(40)
     batch = Batch.of(runner, [ids, ids], 8)
     first, second = batch.sequences

@@ -1,6 +1,4 @@
-"""ModelConfig: sizes, settings that change the results (applied, or refused with an error that names them), errors of
-one sentence.
-"""
+"""`ModelConfig`: sizes, errors, and settings that change the results, which are applied or refused by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Graph captures with a stand-in for torch's allocator that has the same rules for pools. Tests only the
-bookkeeping."""
+"""The bookkeeping of graph captures, with a stand-in for torch's allocator that has the same rules for pools."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from engine.device import CudaDevice
 
 
 class Allocator:
-    """Graph memory pools that behave like those of torch 2.11 and 2.13."""
+    """An allocator whose graph memory pools behave like those of torch 2.11 and 2.13."""
 
     def __init__(self) -> None:
         self.recording: set[int] = set()

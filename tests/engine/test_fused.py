@@ -1,4 +1,4 @@
-"""A pass in one C call has the same bits as the readable version, which calls one kernel at a time."""
+"""A forward pass in one C call has the same bits as one that calls kernel by kernel."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2-mixed", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "mixtral"
 )  # fmt: skip
 MIXED = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
-"""One layer with full attention, the others with a window: several KV groups."""
+"""A model with several KV groups: one layer has full attention, the others have a window."""
 
 
 @pytest.fixture(autouse=True)
 def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses our linear layers even if a different provider is the default."""
+    """Uses our linear layers even if another provider is the default."""
     if forward.entry(current()) is None:
         pytest.skip("no C++ kernels are built")
     monkeypatch.setenv("KERNELS_LINEAR", "simd")
@@ -63,8 +63,8 @@ def test_same_bits_as_call_by_call(family: str, dtype: str, threads: int, tmp_pa
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_the_bits_of_a_cache_of_8_bits_do_not_depend_on_chunks(kv: KvCacheDType, tmp_path: Path) -> None:
-    """A chunk attends to its own keys and values as they are in the cache. A pass in one C call has the same bits as
-    one call by call.
+    """A chunk attends to its own keys and values as they are in the cache. A forward pass in one C call has the same
+    bits as one that calls kernel by kernel.
     """
     make_checkpoint(tmp_path, "qwen3", std=0.1)
     call_by_call = logits_of(runner_of(tmp_path, "bfloat16", 1, eager=True, kv=kv), 300)

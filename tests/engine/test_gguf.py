@@ -1,4 +1,4 @@
-"""GGUF files: blocks compared with the gguf package, models compared with transformers, refusals."""
+"""GGUF files: blocks compared with the gguf package, models compared with transformers, rejected files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_weights_stay_in_the_file_and_name_the_model(tmp_path: Path) -> None:
 
 
 def with_factors(file: Path, twin: Path, factors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Works like `make_gguf` for Llama, and adds the tensor rope_freqs.weight."""
+    """Writes a Llama like `make_gguf`, with the additional tensor rope_freqs.weight."""
     write = gguf.GGUFWriter.write_header_to_file
 
     def first(self: gguf.GGUFWriter, *args: Any) -> None:
@@ -138,7 +138,7 @@ def test_rope_factors_of_llama_3_are_known_and_others_refused(tmp_path: Path, mo
 
 def test_what_is_no_gguf_file_or_of_another_architecture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(ModelError, match=r"bad\.gguf is not a GGUF file that can be read"):
+    with pytest.raises(ModelError, match=r"bad\.gguf cannot be read as a GGUF file"):
         make_directory(tmp_path / "bad.gguf", tmp_path / "model")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.add_block_count(1)

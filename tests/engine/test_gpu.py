@@ -55,7 +55,9 @@ def captured(runner: ModelRunner, prompts: list[list[int]], **options: Any) -> B
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deterministic_bits_in_every_company(family: Family, dtype: str, tmp_path: Path) -> None:
-    """Promise 1 inside the engine: alone, in a batch, in chunks of any size, with padding in a graph."""
+    """Promise 1 in the engine: the bits are the same alone, in a batch, in chunks of any size, and with padding in a
+    graph.
+    """
     runner = runner_of(tmp_path, family, dtype=dtype, deterministic=True)
     assert "deterministic=True" in runner.numerics
     alone = [bits(Batch.of(runner, [p], NEW_TOKENS, budget=4096))[0] for p in PROMPTS]
@@ -78,7 +80,7 @@ def test_fp32_tokens_are_those_of_the_cpu(family: Family, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", [name for name in get_args(ProviderName) if name != "cpu"])
 @pytest.mark.parametrize("window", [None, 64])
 def test_every_provider_that_is_here_is_near_the_cpu(name: str, window: int | None, tmp_path: Path) -> None:
-    """Compares prefill, and one decode step, both eager and from a graph, if the first token was the same."""
+    """Compares prefill and, if the first token was the same, a decode step, both eager and from a graph."""
     make_checkpoint(tmp_path, "mistral", seed=11, std=0.1, head_dim=64, sliding_window=window)
     block_size = 256 if name == "fa2" else 16
     on_cpu = runner_of(tmp_path, "mistral", device="cpu", block_size=block_size)
@@ -116,7 +118,7 @@ def test_two_runners_step_at_once_over_one_set_of_weights(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nothing_is_compiled_while_serving(deterministic: bool, tmp_path: Path) -> None:
-    """`test_variants.py` tests this without a GPU. This test includes graphs and all other launches."""
+    """`test_variants.py` tests this without a GPU, but without graphs."""
     runner = runner_of(tmp_path, "llama", attention_backend="triton", deterministic=deterministic)
     start_up.profile(runner, 64, 8, graphs=True)
     batch = captured(runner, PROMPTS)
@@ -130,7 +132,7 @@ def test_nothing_is_compiled_while_serving(deterministic: bool, tmp_path: Path) 
 
 
 def num_variants() -> int:
-    """Returns the number of compiled variants of all kernels in this process."""
+    """Returns the number of variants of all kernels that this process has compiled."""
     import triton
 
     modules = [module for name, module in sys.modules.items() if name.startswith("kernels.gpu.")]

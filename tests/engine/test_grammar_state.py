@@ -1,4 +1,4 @@
-"""The grammar state of a sample: a pure function of grammar and tokens. Also ends, end tokens and limits."""
+"""The grammar state of a sample, which is a function of grammar and tokens, and ends, end tokens and limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.tiny import make_checkpoint
 
 EOS = 2
 VOCAB = 600
-"""More than the 512 tokens of the tokenizer, because the logits of some models are wider."""
+"""The width of the logits, which is larger than the tokenizer's 512 tokens, as in some models."""
 JSON = StructuredOutput(
     "json_schema",
     '{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": ["x"]}}}',
@@ -52,7 +52,7 @@ def allowed(state: GrammarState, output_ids: list[int]) -> list[int]:
 
 
 def walk(tokenizer: LLTokenizer, wanted: StructuredOutput, seed: int, length: int = 40) -> list[list[int]]:
-    """Takes a random path through a grammar. Returns the path, and the allowed tokens at each of its positions."""
+    """Takes a random path through a grammar. Returns the path and the allowed tokens at each of its positions."""
     rng, state, way, seen = random.Random(seed), begin(tokenizer, wanted), list[int](), list[list[int]]()
     while len(way) < length and not state.is_over(way):
         seen.append(allowed(state, way))

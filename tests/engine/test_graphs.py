@@ -1,5 +1,6 @@
-"""Decode in fixed shapes: the choice of a bucket, and padding rows that change no bits. On a CPU, the replay of a
-bucket is the same computation, run eagerly over the same padded buffers."""
+"""Decode in fixed shapes: the choice of a bucket, and padding rows that change no bits. On a CPU, a bucket's replay is
+the same computation run eagerly over the same padded buffers.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def test_bucket_sizes() -> None:
 
 
 def padded(runner: ModelRunner, max_num_seqs: int, sizes: tuple[int, ...]) -> DecodeGraphs:
-    """Captures the runner's decode steps in buckets over its bound arena."""
+    """Captures the runner's decode steps in buckets, with its bound arena."""
     graphs = start_up.new_graphs(runner, max_num_seqs)
     for size in reversed(sizes):
         assert start_up.capture_bucket(runner, graphs, size, runner.binding.caches)
@@ -63,7 +64,7 @@ def test_padding_changes_no_bit_and_writes_nothing(family: str, tmp_path: Path) 
 
 @torch.inference_mode()
 def test_buckets_share_buffers_without_seeing_each_other(tmp_path: Path) -> None:
-    """The size of the steps changes, so every bucket finds data of other buckets in the buffers."""
+    """The size of the steps varies, so every bucket finds data of other buckets in the buffers."""
     make_checkpoint(tmp_path, "llama", seed=2, std=0.1)
     runner = ModelRunner(RunnerSettings(tmp_path, num_threads=1, max_model_len=96, deterministic=True))
     runner.bind(poisoned_arena(runner, 40))

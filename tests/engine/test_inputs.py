@@ -1,4 +1,4 @@
-"""The arrays of a step in one buffer: aligned, without overlap, and equal on both sides."""
+"""The arrays of a step in one buffer are aligned, do not overlap, and are equal on both sides."""
 
 from __future__ import annotations
 

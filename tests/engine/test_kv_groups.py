@@ -90,7 +90,7 @@ def test_what_is_needed_is_what_later_positions_read(window: int) -> None:
 @pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 18, 40])
 @pytest.mark.parametrize("step", [1, 2, 15, 16, 17, 40])
 def test_the_most_that_is_held_is_what_a_sequence_holds_at_some_time(window: int | None, step: int) -> None:
-    """This is true however a sequence is divided into steps. Decode, with steps of 1, releases blocks only when it has
+    """This holds however a sequence is divided into steps. Decode, with steps of 1, releases blocks only when it has
     filled one.
     """
     kept, size, rng = Retention(window), 16, random.Random(step)
@@ -109,7 +109,7 @@ def test_the_most_that_is_held_is_what_a_sequence_holds_at_some_time(window: int
 
 
 def test_floors_count_what_is_held_at_a_time() -> None:
-    """The floors are those of Gemma 3 1B at 32,768 tokens, of Mamba alone, and of a model that keeps everything."""
+    """The models are Gemma 3 1B at 32,768 tokens, Mamba, and a model with full attention."""
     gemma = KvRules(16, (Retention(), *[Retention(512)] * 6), prefill_step=512)
     assert floor_of("prefill", 32768, gemma) == 2048 + 6 * (64 + 1), "511 positions that 512 read"
     assert floor_of("decode", 32768, gemma) == 2048 + 6 * (33 + 32) + 7, "copies too"

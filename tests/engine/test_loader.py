@@ -1,4 +1,6 @@
-"""Weights: single and sharded files, tied and dummy weights, errors that name the file or tensor, fingerprints."""
+"""Weights: single and sharded files, tied and dummy weights, errors with the name of the file or tensor,
+fingerprints.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,7 @@ def test_125m_dummy_weights_load_in_three_seconds(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.float16, 1)])
 def test_tied_embeddings_count_twice_only_where_packing_copies(dtype: torch.dtype, copies: int) -> None:
-    """fp16 represents a GPU, because neither packs weights."""
+    """fp16 stands for a GPU, because neither packs weights."""
     target = Target(dtype, torch.device("cpu"), deterministic=False)
     weights = Weights(DummySource(0, target), target)
     head = weights.pack(weights.tensor("embed.weight", 64, 32))

@@ -1,4 +1,4 @@
-"""Adapters in the engine: equality with PEFT, many adapters in one step, and refusals that name the field."""
+"""Adapters in the engine: equality with PEFT, many adapters in one step, and errors with the name of the field."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter
+from engine.draft import Draft
 from engine.errors import ModelError
 from engine.lora import LoraAdapter
 from engine.model_runner import ModelRunner, RunnerSettings
+from engine.rows import DecodeRows
 from engine.tiny import make_checkpoint
 from testing.adapters import ALL, make_adapter, merge
 from testing.engine import Batch
 
 PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((3, 17, 40, 25))]
 OF_PROMPT = ("one", "two", None, "three")
-"""The adapter of each prompt: three adapters and the base model, in one batch."""
+"""The adapter of each prompt of a batch: three adapters and the base model."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Different ranks, targets and scales: all layers, attention only with rsLoRA, and patterns."""
+    """Adapters with different ranks, targets and scales: all layers, only attention with rsLoRA, and patterns."""
     base = tmp_path_factory.mktemp("adapters")
     pattern = {"rank_pattern": {"q_proj": 2, r".*\.1\.mlp\.up_proj": 7}, "alpha_pattern": {"mlp.down_proj": 3}}
     return {
@@ -54,7 +56,7 @@ def loaded(runner: ModelRunner, directory: Path, name: str = "it") -> LoraAdapte
 def run(
     runner: ModelRunner, prompts: list[list[int]], chosen: list[LoraAdapter | None], budget: int = 30
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Returns greedy tokens, and the logits from which they were drawn. Prompts are divided into chunks."""
+    """Returns greedy tokens and their logits. Prompts are divided into chunks."""
     batch = Batch.of(runner, prompts, 6, budget=budget)
     for sequence, adapter in zip(batch.sequences, chosen, strict=True):
         sequence.adapter = adapter
@@ -88,8 +90,8 @@ def test_three_adapters_and_the_base_in_one_batch_agree_with_peft(
 def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(
     llama: Path, adapters: dict[str, Path], dtype: str
 ) -> None:
-    """The bits are the same in one C call and call by call, in chunks and whole. The row of the base model has the bits
-    that it has without adapters.
+    """The bits are the same in one C call and kernel by kernel, in chunks and whole. The row of the base model has the
+    bits that it has without adapters.
     """
     runner, eager = runner_of(llama, dtype=dtype), runner_of(llama, dtype=dtype, enforce_eager=True)
     chosen = [None if name is None else loaded(runner, adapters[name]) for name in OF_PROMPT]
@@ -99,6 +101,19 @@ def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(
     assert all(map(torch.equal, run(eager, PROMPTS, chosen, budget=300)[1], together))
     plain = ModelRunner(replace(runner.settings, enable_lora=False))
     assert torch.equal(run(plain, [PROMPTS[2]], [None])[1][0], together[2])
+
+
+def test_the_rows_of_drafts_have_the_bits_of_single_steps(llama: Path, adapters: dict[str, Path]) -> None:
+    runner = runner_of(llama, dtype="bfloat16")
+    batch = Batch.of(runner, PROMPTS, 6)
+    for sequence, name in zip(batch.sequences, OF_PROMPT, strict=True):
+        sequence.adapter = None if name is None else loaded(runner, adapters[name])
+    drafts = [Draft(tuple(output[1:5])) for output in batch.run()]
+    for sequence in batch.sequences:
+        sequence.num_computed = len(sequence.prompt_ids)
+        del sequence.output_ids[1:]
+    rows = runner.step(DecodeRows(runner.layout.block_size).lay_out(batch.sequences, drafts).batch)
+    assert torch.equal(rows, torch.stack([row for each in batch.logits for row in each[1:]]))
 
 
 TARGETS = {
@@ -120,7 +135,9 @@ def test_other_families_equal_the_merged_model(family: Any, tmp_path: Path) -> N
 
 
 def test_quantized_weights_take_adapters(llama: Path, adapters: dict[str, Path]) -> None:
-    """The rounded model with an adapter differs from the exact model with it by much less than the adapter's effect."""
+    """With an adapter, the difference between the rounded and the exact model is much smaller than the adapter's
+    effect.
+    """
     runner = runner_of(llama, dtype="float32", quantization="int8")
     adapter = loaded(runner, adapters["one"])
     base, adapted = (run(runner, PROMPTS[:1], [each])[1][0][0] for each in (None, adapter))

@@ -1,4 +1,4 @@
-"""ModelRunner: refused settings, accepted arenas, layouts, sharing, profiling and warm-up, numerics."""
+"""`ModelRunner`: rejected settings, accepted arenas, layouts, sharing, profiling and warm-up, numerics."""
 
 from __future__ import annotations
 

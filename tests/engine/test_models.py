@@ -1,4 +1,6 @@
-"""Models compared with transformers: every family and variant; greedy tokens in fp32, and bf16 within a tolerance."""
+"""All families and variants compared with transformers: greedy tokens in fp32, and logits in bf16 within a
+tolerance.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from testing.oracle import Oracle
 PROMPT_LENS = (1, 15, 16, 17, 700)
 NEW_TOKENS = 200
 TIE = 1e-4
-"""If the reference's best two logits are closer than this, either token may be sampled."""
+"""The largest difference between the reference's best two logits with which either token may be sampled."""
 FP32_TOLERANCE = 2e-3
 BF16_RMS_TOLERANCE, BF16_MAX_TOLERANCE = 0.02, 0.15
 """Tolerances for bf16 logits compared with transformers in fp32 on the same weights, as fractions of the logits'
@@ -83,9 +85,8 @@ def one_pass(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def assert_greedy(reference: torch.Tensor, prompt_len: int, outputs: list[int]) -> None:
-    """Checks that every output is the reference's choice after the same tokens, unless its best two are within TIE.
-
-    By induction, the reference alone decodes the same tokens. After a tie, it is teacher-forced.
+    """Checks that every output is the reference's choice after the same tokens, unless its best two logits are within
+    TIE. By induction, the reference alone decodes the same tokens, up to the first tie.
     """
     rows = reference[prompt_len - 1 : prompt_len - 1 + len(outputs)]  # [new, vocab]
     best = rows.topk(2).values
@@ -115,7 +116,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "opt"])
 @torch.inference_mode()
 def test_transformers_generate_gives_the_same_tokens(family: Family, tmp_path: Path) -> None:
-    """Compares directly with transformers' own loop and cache."""
+    """Compares with the generation loop and the cache of transformers."""
     make_checkpoint(tmp_path, family, seed=4)
     runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, deterministic=True))
     ids = prompt(17)
@@ -129,8 +130,9 @@ def test_transformers_generate_gives_the_same_tokens(family: Family, tmp_path: P
 
 @torch.inference_mode()
 def test_dynamic_rope_gives_the_tokens_of_transformers_cached_decoding(tmp_path: Path) -> None:
-    """Prompts are within the trained length, and decoding exceeds it. transformers then increases the base with every
-    token."""
+    """Prompts are shorter than the trained length, which decoding exceeds. transformers then increases the base with
+    every token.
+    """
     rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
     make_checkpoint(tmp_path, "llama", seed=3, max_position_embeddings=64, rope_parameters=rope)
     runner = ModelRunner(RunnerSettings(tmp_path, dtype="float32", num_threads=1, deterministic=True))

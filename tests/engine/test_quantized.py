@@ -1,4 +1,4 @@
-"""Quantized weights: every format compared with transformers in fp32, rounding at load, refusals."""
+"""Quantized weights: every format compared with transformers in fp32, rounding at load, rejected formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model has the same bits on one rank, two and four, whatever runs on which of them."""
+"""A model has the same bits on one, two and four ranks, and in one, two and three stages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
 from kernels import row_parallel
 from testing.engine import Batch
-from testing.ranks import ThreadRanks, shared_arena
+from testing.ranks import PROMPTS, ThreadRanks, logits_of, shared_arena
 from testing.system import wait_for
 
-PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
 HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES: dict[Family, dict[str, Any]] = {
     "llama": {"vocab_size": 509, "tie_word_embeddings": True},
@@ -36,21 +35,13 @@ FAMILIES: dict[Family, dict[str, Any]] = {
     "gemma2": {},
     "phi3": {},
 }
-"""Families whose layers differ: with biases, norms of heads, norms after sublayers, fused projections."""
+"""Families with different layers: biases, norms of heads, norms after sublayers, fused projections."""
 
 pytestmark = pytest.mark.skipif(row_parallel.entry() is None, reason="no C++ kernels are built")
 
 
 def settings_of(path: Path, **more: Any) -> RunnerSettings:
     return RunnerSettings(path, **({"reduction_parts": 4, "num_threads": 1} | more))
-
-
-def logits_of(runner: ModelRunner, ranks: ThreadRanks | None, budget: int) -> list[torch.Tensor]:
-    batch = Batch.of(runner, PROMPTS, 5, budget=budget)
-    if ranks is not None:
-        ranks.bind(runner.bound_arena)
-    batch.run()
-    return [torch.stack(rows) for rows in batch.logits]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -60,15 +51,17 @@ def test_same_bits_on_one_two_and_four_ranks(family: Family, dtype: Any, tmp_pat
     make_checkpoint(tmp_path, family, std=0.1, **HEADS, **FAMILIES[family])
     settings = settings_of(tmp_path, dtype=dtype)
     expected = logits_of(ModelRunner(settings), None, 300)
-    for size, eager, budget in ((2, False, 16), (2, True, 300), (4, False, 300)):
+    grids = [(2, 1, False, 16), (2, 1, True, 300), (4, 1, False, 300)]
+    in_stages = [(1, 2, False, 300), (1, 2, True, 16), (1, 3, False, 16), (2, 2, False, 300), (2, 2, True, 16)]
+    for size, stages, eager, budget in [*grids, *in_stages]:
         more = settings_of(tmp_path, dtype=dtype, enforce_eager=eager)
-        with ThreadRanks(more, size) as ranks:
+        with ThreadRanks(more, size, stages) as ranks:
             for one, other in zip(expected, logits_of(ranks.runner, ranks, budget), strict=True):
                 assert torch.equal(one, other)
 
 
 def test_parts_change_the_bits_and_the_fingerprint(tmp_path: Path) -> None:
-    """So the tests above would notice if parts were added in another order."""
+    """The tests above would therefore detect a different order of sums."""
     make_checkpoint(tmp_path, std=0.1, **HEADS)
     whole, parts = (ModelRunner(settings_of(tmp_path, dtype="float32", reduction_parts=each)) for each in (None, 4))
     assert not all(map(torch.equal, logits_of(whole, None, 300), logits_of(parts, None, 300)))
@@ -78,13 +71,14 @@ def test_parts_change_the_bits_and_the_fingerprint(tmp_path: Path) -> None:
         assert ranks.runner.layout.fingerprint == parts.layout.fingerprint
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_blocks_that_two_ranks_fill_are_read_by_one(kv: Any, tmp_path: Path) -> None:
-    """The first tokens come from a prefill on two ranks; the same arena is then bound to a single one, and back."""
+def test_blocks_that_several_ranks_fill_are_read_by_one(kv: Any, stages: int, tmp_path: Path) -> None:
+    """Two or four ranks prefill the first tokens. Then the same arena is bound to one rank, and again to all."""
     make_checkpoint(tmp_path, std=0.1, **HEADS)
     alone = ModelRunner(settings_of(tmp_path, kv_cache_dtype=kv))
     expected = logits_of(alone, None, 300)
-    with ThreadRanks(settings_of(tmp_path, kv_cache_dtype=kv), 2) as ranks:
+    with ThreadRanks(settings_of(tmp_path, kv_cache_dtype=kv), 2, stages) as ranks:
         batch = Batch.of(ranks.runner, PROMPTS, 5, budget=300)
         ranks.bind(arena := ranks.runner.bound_arena)
         alone.bind(arena)
@@ -95,12 +89,13 @@ def test_blocks_that_two_ranks_fill_are_read_by_one(kv: Any, tmp_path: Path) -> 
         assert torch.equal(one, torch.stack(rows))
 
 
-def test_hidden_states_are_equal_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "stages"), [(4, 1), (2, 2)])
+def test_hidden_states_are_equal_too(size: int, stages: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, std=0.1, **HEADS)
     alone = ModelRunner(settings_of(tmp_path))
     step = lay_out([Chunk(Batch.of(alone, PROMPTS, 1).sequences[4], 90)], 16).batch
     expected = alone.hidden_states(step)
-    with ThreadRanks(settings_of(tmp_path), 4) as ranks:
+    with ThreadRanks(settings_of(tmp_path), size, stages) as ranks:
         ranks.bind(ranks.runner.new_arena(len(alone.bound_arena)))
         assert torch.equal(ranks.runner.hidden_states(step), expected)
 
@@ -142,7 +137,7 @@ def test_what_cannot_be_divided_is_refused(
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
-    """A runner on two ranks, of which the second is a real process."""
+    """A runner on two ranks. The second is a real process."""
     path = make_checkpoint(tmp_path_factory.mktemp("model"), std=0.1, **HEADS)
     runner = ModelRunner(settings_of(path, tensor_parallel_size=2))
     assert isinstance(runner.seat, Leader)
@@ -151,7 +146,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
 
 
 def test_a_writer_slot_is_locked_until_every_rank_has_dropped_it(together: ModelRunner, tmp_path: Path) -> None:
-    """Also while the other rank is frozen. A renewed role has a new slot, for which the rank drops the old one."""
+    """This holds while the other rank is frozen, too. A renewed role has a new slot, and the rank drops the old one."""
     leader = cast(Leader, together.seat)
     slots = WriterSlots(tmp_path / "writers")
     pid, first, second = leader.followers[0].process.pid, slots.acquire(), slots.acquire()
@@ -169,7 +164,7 @@ def test_a_writer_slot_is_locked_until_every_rank_has_dropped_it(together: Model
 
 
 def test_ranks_end_with_the_first_and_its_steps_with_them(together: ModelRunner, tmp_path: Path) -> None:
-    """The second rank ends by itself when the first one closes the connection of the beats, as if it had died. Until
+    """The second rank ends itself when the first rank closes the connection for heartbeats, as if it had died. Until
     then, logits are those of one rank.
     """
     alone = ModelRunner(replace(together.settings, tensor_parallel_size=1))

@@ -1,8 +1,6 @@
-"""The GPU path without a GPU: whole tiny models run on the Triton kernels under triton's interpreter, and are compared
-with the CPU's kernels. They run in a separate process, because the variable that selects the interpreter must be set
-before triton is first imported.
-
-Run as a script, this file is that process. It prints one JSON object with the results of each case.
+"""The GPU path without a GPU: tiny models run with the Triton kernels in triton's interpreter, and are compared with
+the CPU's kernels. They run in a separate process, because the interpreter must be selected before triton is first
+imported. Run as a script, this file is that process. It prints one JSON object with the results of each case.
 """
 
 from __future__ import annotations
@@ -40,12 +38,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deterministic-bf16": ("llama", {"dtype": "bfloat16", "deterministic": True}),
     "fp8": ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}),
 }
-"""The family, whose checkpoint is in a directory of that name, and the runner's settings."""
+"""Each case's family, which is also the name of its checkpoint's directory, and the runner's settings."""
 
 
 def run(directory: Path, **settings: Any) -> dict[str, Any]:
     """Returns greedy tokens of a batch in chunks of 8 (in deterministic mode, also in one chunk and padded to a bucket
-    of 4), a token that is sampled with every filter and penalty, log-probabilities, and the result of a copy."""
+    of 4), a token sampled with every filter and penalty, log-probabilities, and the result of a copy.
+    """
     runner = ModelRunner(RunnerSettings(directory, num_threads=1, max_model_len=32, **settings))
     batch = Batch.of(runner, PROMPTS, 4, budget=8)
     outputs = batch.run()
@@ -90,7 +89,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rehearsed(directory: Path) -> dict[str, Any]:
-    """The results of every case on the Triton kernels, computed in one separate process."""
+    """The results of every case with the Triton kernels, computed in a separate process."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
     done = subprocess.run(
@@ -134,9 +133,10 @@ def test_deterministic_mode_gives_the_same_bits_in_every_company(
 def test_an_fp8_cache_takes_half_the_bytes_and_is_read_as_what_it_holds(
     directory: Path, rehearsed: dict[str, Any]
 ) -> None:
-    """Repeats the last step on the CPU, over the same blocks converted to bf16. The written values are not compared,
-    because the interpreter rounds to fp8 in its own way. Even the two bf16 computations differ by 0.04 on this
-    model."""
+    """Repeats the last step on the CPU, with the same blocks converted to bf16. The written values are not compared,
+    because the interpreter rounds to fp8 in a different way. Even the two bf16 computations differ by 0.04 with this
+    model.
+    """
     got = rehearsed["fp8"]
     runner = ModelRunner(RunnerSettings(directory / "llama", num_threads=1, max_model_len=32))
     assert got["block_bytes"] * 2 == runner.layout.block_bytes and "kv=float8_e4m3fn" in got["numerics"]
@@ -153,8 +153,9 @@ def test_an_fp8_cache_takes_half_the_bytes_and_is_read_as_what_it_holds(
 
 
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Returns the root mean square difference of the first output token's logits, relative to their standard
-    deviation."""
+    """Returns the root mean square of the difference in the first output token's logits, relative to their standard
+    deviation.
+    """
     ours, theirs = (torch.tensor([rows[0] for rows in answer["logits"]]) for answer in (got, expected))
     return float((ours - theirs).square().mean().sqrt() / theirs.std())
 

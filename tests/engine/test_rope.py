@@ -1,4 +1,4 @@
-"""Every kind of rotary positions, compared with transformers on lengths for which the scaling matters."""
+"""Every kind of rotary positions, compared with transformers at lengths for which the scaling matters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testing.zoo import ZOO, make_foreign
 
 transformers = pytest.importorskip("transformers")
 TRAINED = 64
-"""Positions before scaling. The prompts have 150 tokens."""
+"""The number of positions before scaling. The prompts have 150 tokens."""
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * i for i in range(8)]}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -41,7 +41,7 @@ def make(directory: Path, impl: str, **rope: Any) -> Path:
 
 
 def test_the_dynamic_scaling_of_hunyuan_is_that_of_its_alpha(tmp_path: Path) -> None:
-    """Its checkpoints call a fixed stretch of the base "dynamic"."""
+    """Hunyuan's checkpoints use "dynamic" for a fixed scaling of the base."""
     rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 2.0, "rope_theta": 10_000.0}
     changes = {"max_position_embeddings": TRAINED, "rope_parameters": rope}
     directory = make_foreign(tmp_path, replace(ZOO["hunyuan"], changes=ZOO["hunyuan"].changes | changes))
@@ -53,7 +53,7 @@ def test_the_dynamic_scaling_of_hunyuan_is_that_of_its_alpha(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("kind", "impl"), [*NATIVE, *((kind, "transformers") for kind in ROPES)])
 def test_scaled_positions_are_those_of_transformers(tmp_path: Path, kind: str, impl: str) -> None:
-    """Dynamic NTK is compared with transformers' decoding, which rotates a key once, by the length at that time."""
+    """Dynamic NTK is compared with decoding in transformers, which rotates a key once, by the length at that time."""
     directory = make(tmp_path / "scaled", impl, rope_type=kind, **ROPES[kind])
     runner = runner_of(directory, model_impl=impl)
     assert runner.max_model_len >= {"linear": 2048, "dynamic": 8 * TRAINED}.get(kind, 512)
@@ -69,7 +69,7 @@ def test_scaled_positions_are_those_of_transformers(tmp_path: Path, kind: str, i
 
 @pytest.mark.parametrize("impl", FAMILIES)
 def test_dynamic_scaling_does_not_depend_on_chunks(tmp_path: Path, impl: str) -> None:
-    """transformers itself rotates all keys of a longer prompt by the prompt's length."""
+    """(In transformers it does: all keys of a longer prompt are rotated by the prompt's length.)"""
     directory = make(tmp_path, impl, rope_type="dynamic", **ROPES["dynamic"])
     oracle, tokens = Oracle(runner_of(directory, model_impl=impl)), prompt(512, 90)
     alone = oracle.logits(tokens, chunk=1)
@@ -79,7 +79,7 @@ def test_dynamic_scaling_does_not_depend_on_chunks(tmp_path: Path, impl: str) ->
 
 
 def test_three_positions_of_text_are_one(tmp_path: Path) -> None:
-    """Qwen2-VL rotates parts of a head by the three positions of an image's patch, which are equal for a token."""
+    """Qwen2-VL rotates parts of a head by the three positions of an image patch, which are equal for a text token."""
     rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
     make_checkpoint(tmp_path, "qwen2", seed=3, rope_scaling=rope)
     tokens = prompt(512)
@@ -102,7 +102,9 @@ def test_three_positions_of_text_are_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_may_change_in_some_layers_alone(tmp_path: Path, kind: str) -> None:
-    """Full attention is scaled, and sliding windows are not. A table is chosen by position, not by pass."""
+    """Full attention is scaled, and sliding windows are not. The table depends on the position, not on the forward
+    pass.
+    """
 
     def gemma3(name: str, **full: Any) -> Path:
         ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": full}

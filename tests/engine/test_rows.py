@@ -1,14 +1,15 @@
-"""Rows that are kept from step to step are equal to those of a step that is laid out from scratch."""
+"""Rows that are kept from step to step equal those of a step that is laid out from scratch."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
 from common.types import BlockRef, SamplingParams, StoppingParams
 from engine.block_table import BlockTable
+from engine.draft import Draft
 from engine.rows import DecodeRows
 from engine.sequence import Chunk, Sequence, Step, lay_out
 
@@ -69,3 +70,25 @@ def test_a_forked_table_is_another_one() -> None:
     child.table[-1] = BlockRef(7, 7)
     assert rows.lay_out([child]).batch.block_tables[0][0, -1] == 7
     assert rows.lay_out([parent]).batch.block_tables[0][0, -1] == parent.table[-1].block
+
+
+def test_drafts_are_laid_out_as_chunks_of_tokens_that_are_known() -> None:
+    """The step of a draft is that of a sequence which already has the draft's tokens, with results for every row."""
+    rng = random.Random(2)
+    rows, running = DecodeRows(BLOCK_SIZE), [new_sequence(rng) for _ in range(5)]
+    for _ in range(50):
+        drafts, chunks = [], []
+        for sequence in running:
+            room = len(sequence.table) * BLOCK_SIZE - sequence.num_computed - 1
+            draft = Draft(tuple(rng.randrange(1 << 16) for _ in range(rng.randrange(room + 1))))
+            drafts.append(draft)
+            known = replace(sequence, output_ids=[*sequence.output_ids, *draft.token_ids])
+            chunks.append(Chunk(known, 1 + len(draft.token_ids)))
+        found, wanted = rows.lay_out(running, drafts), lay_out(chunks, BLOCK_SIZE)
+        assert np.array_equal(found.batch.logits_rows, np.arange(len(found.batch.token_ids)))
+        assert_same(replace(found, batch=replace(found.batch, logits_rows=wanted.batch.logits_rows)), wanted)
+        for sequence in running:
+            sequence.num_computed += 1
+            sequence.output_ids.append(rng.randrange(1 << 16))
+            if sequence.num_computed % BLOCK_SIZE == 0:
+                sequence.table.append(new_ref(rng))

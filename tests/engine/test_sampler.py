@@ -1,4 +1,6 @@
-"""The sampler: penalties, bias and minimum length compared with a plain loop, log-probabilities, batch independence."""
+"""The sampler: penalties, bias and minimum length compared with a simple loop, log-probabilities, independence of the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def plain_adjust(logits: list[float], r: SampleRow) -> list[float]:
-    """Adjusts logits in vLLM's order, one token at a time."""
+    """Returns adjusted logits, computed in vLLM's order, one token at a time."""
     out = list(logits)
     for token, bias in r.params.logit_bias:
         out[token] += bias
@@ -84,7 +86,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 
 
 def test_a_sampler_draws_step_after_step_what_rows_alone_draw() -> None:
-    """When a sequence joins, leaves or reaches its min_tokens, the prepared columns change."""
+    """The prepared columns change when a sequence joins, leaves or reaches its min_tokens."""
     seeds = ((1 << 63) - 1, -1, -(1 << 63))
     rows = [*mixed_rows(), *(row(SamplingParams(seed=seed, logprobs=2), [5], [6], sample_index=3) for seed in seeds)]
     sequences = [Sequence(list(r.prompt_ids), list(r.output_ids), r.params, r.stopping, r.sample_index) for r in rows]

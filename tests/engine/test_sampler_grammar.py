@@ -1,4 +1,6 @@
-"""The sampler with grammars: sampled tokens, changed bits, log-probabilities, combination with other parameters."""
+"""The sampler with grammars: sampled tokens, changed mask bits, log-probabilities, combination with other
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ def test_bias_and_penalties_choose_among_what_is_allowed(tokenizer: LLTokenizer)
 
 
 def test_a_batch_that_runs_on_draws_what_single_rows_draw(tokenizer: LLTokenizer) -> None:
-    """Compares `Sampler`, which keeps its columns, with `sample_rows` and new states at each step."""
+    """Compares `Sampler`, which keeps its columns, with `sample_rows` and new states in each step."""
     pattern, sampler = "[a-z]{3,8}-[0-9]{2,9}", Sampler()
     sequences = [Sequence([5, 6], [], DRAWN if i % 2 else GREEDY, STOPPING, i) for i in range(4)]
     for sequence in sequences[:3]:

@@ -21,7 +21,7 @@ def sequence(prompt: int, outputs: int = 0, computed: int = 0, blocks: int = 0, 
 
 
 def test_worked_example_seven_tokens_in_blocks_of_four() -> None:
-    """Seven prompt tokens take two blocks. The next token fills the second block, and then a third one is needed."""
+    """Seven prompt tokens take two blocks. The next token fills the second block, and then a third block is needed."""
     item = sequence(7, blocks=2)
     assert -(-item.num_tokens // 4) == 2
     batch = lay_out([Chunk(item, 7)], 4).batch

@@ -1,4 +1,4 @@
-"""Elementwise functions on a CPU: an element's bits do not depend on its position, its neighbours or on threads."""
+"""Elementwise functions on a CPU: an element's bits do not depend on its position, its neighbors or threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_element_has_the_bits_it_has_alone(name: str, width: int, dtype: torc
 
 
 def test_torch_alone_does_not_keep_them() -> None:
-    """Shows that `engine.foreign.steady` is necessary, on AVX2 and on AVX-512 machines."""
+    """Checks that `engine.foreign.steady` is necessary on AVX2 and AVX-512 machines."""
     x = 4 * torch.randn(2000, 7)
     assert any(not torch.equal(F.silu(x[i : i + 1])[0], F.silu(x)[i]) for i in range(2000))
 

@@ -1,5 +1,6 @@
-"""Triton compiles all variants while the runner warms up and profiles, and none while it serves steps of every shape.
-The tests use a stand-in for triton's driver in a separate process: it records launches and computes nothing."""
+"""Triton compiles all variants while the runner warms up and profiles, and none while it serves steps of any shape. A
+separate process has a stand-in for triton's driver that records launches and computes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of both suites that run in one process: a Redis."""
+"""Fixtures of the tests with workers in this process: a private Redis, and a directory in shared memory."""
 
 from __future__ import annotations
 

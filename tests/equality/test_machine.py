@@ -1,7 +1,6 @@
-"""Both workers' handling of blocks under random requests, cancels, lost answers, rebuilds, fences and thefts.
-
-After every move the ledger's invariants hold. In the end every request that was not cancelled has the oracle's tokens,
-no block is held, and no block is lost. `make model-check` runs more examples.
+"""Both workers with random requests, cancels, lost answers, rebuilds, fences and thefts of blocks. After every move,
+the ledger's invariants hold. At the end, every request that was not cancelled has the oracle's tokens, and no block is
+held or lost. `make model-check` runs more examples.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ CASES = [
 ]
 LARGEST = [need_of(case) for case in CASES]
 SPARE_BLOCKS = (0, 20, 70)
-"""Blocks per KV group beyond those that the largest request needs."""
+"""Numbers of blocks per KV group beyond those that the largest request needs."""
 NUMBER, DRAW = st.integers(0, 30), st.randoms(use_true_random=True)
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 PHASES: tuple[Phase, ...] = ("queued", "prefilled", "parked", "under way", "claimed", "decoded")
@@ -61,12 +60,16 @@ EVENTS = (
 )  # fmt: skip
 BACKGROUND = ("beat", "heal", "heal", "sweep", "redis", "fence", "tickets", "theft")
 FLOORS = {"hits": 20, "rebuild": 5, "LOST": 3, "prefill aborts": 3, "answers lost": 5, "finished": 40}
-"""The minimum numbers of occurrences in the whole run. A machine that rarely reaches deep states finds no bugs."""
+"""The minimum number of occurrences of each event in the whole run. A machine that rarely reaches deep states finds no
+bugs.
+"""
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "bamba"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """Models with one KV group; with four (one with full attention, three with a window of two blocks); with states."""
+    """A runner of a model with one KV group, with four (one with full attention, three with a window of two blocks), or
+    with states.
+    """
     directory = tmp_path_factory.mktemp("model")
     if request.param == "llama":
         model = make_checkpoint(directory, "llama", dtype=torch.bfloat16)
@@ -86,7 +89,9 @@ def expected(runner: ModelRunner) -> dict[str, Answer]:
 
 
 def happen(world: RoughWorld, draw: random.Random, phase: Phase, event: str) -> None:
-    """Starts a request and causes one event in one of its phases. Afterwards the ledger may or may not answer again."""
+    """Starts a request, and causes an event in one of its phases. Afterwards, the ledger may or may not
+    answer again.
+    """
     world.ask(draw.choice(CASES), draw.choice((b"", b"", b"other")))
     request = world.requests[-1]
     world.bring(request, phase, draw.randrange(3))
@@ -110,7 +115,7 @@ def happen(world: RoughWorld, draw: random.Random, phase: Phase, event: str) -> 
 
 
 def befall(world: RoughWorld, draw: random.Random, event: str, role: Role) -> None:
-    """Causes an event that does not belong to a request."""
+    """Causes an event that is independent of requests."""
     match event:
         case "beat":
             world.attachments[role].beat()
@@ -132,7 +137,7 @@ def befall(world: RoughWorld, draw: random.Random, event: str, role: Role) -> No
 
 
 def steal(world: RoughWorld, draw: random.Random, role: Role) -> None:
-    """Steals a block that a worker holds, between two steps or inside one."""
+    """Steals a block that a worker holds, between two steps or during a step."""
     refs, when = list(world.attachments[role].held._counts), draw.choice((None, *get_args(When)))
     if when is None:
         return world.steal(draw.choice(refs)) if refs else None
@@ -165,7 +170,7 @@ def finish(world: RoughWorld, expected: dict[str, Answer], seen: Counter[str]) -
 def test_each_event_in_each_phase(
     runner: ModelRunner, redis_client: Any, expected: dict[str, Answer], shm: Path, phase: Phase, how: Choice
 ) -> None:
-    """Requests with other events run at the same time, in a different order in each world."""
+    """Other requests with other events run at the same time, in a different order in each world."""
     seen: Counter[str] = Counter()
     for seed in range(WORLDS):
         draw = random.Random(f"{phase} {how} {seed}")

@@ -1,5 +1,6 @@
 """Random requests in random arenas, with random preemptions and kills, get the oracle's answers. There are six seeds,
-or N with LOOSELEAF_TEST_WORLDS=N; each takes about a second."""
+or N with LOOSELEAF_TEST_WORLDS=N. Each takes about a second.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ NUM_WORLDS = int(os.environ.get("LOOSELEAF_TEST_WORLDS", "6"))
 
 @pytest.fixture(scope="module", params=["full attention", "windows", "both", "states"])
 def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[ModelRunner]:
-    """Runners with blocks of 4, 8 and 16. The layers have full attention, windows, both kinds, or some have recurrent
+    """Runners with blocks of 4, 8 and 16, for models with full attention, with windows, with both, or with recurrent
     states.
     """
     directory = tmp_path_factory.mktemp("model")
@@ -77,15 +78,15 @@ def random_stopping(rng: random.Random) -> StoppingParams:
 
 
 def random_cases(rng: random.Random, block_size: int) -> list[Case]:
-    """Returns cases whose prompts have one of two prefixes, so that many share blocks."""
+    """Returns cases whose prompts have one of two prefixes, so that many of them share blocks."""
     heads = [tokens(rng, rng.choice((3, block_size, 2 * block_size, 40))) for _ in range(2)]
     prompts = [(*rng.choice(heads), *tokens(rng, rng.randint(0, 20))) for _ in range(rng.randint(2, 7))]
     return [Case(str(i), prompt, random_sampling(rng), random_stopping(rng)) for i, prompt in enumerate(prompts)]
 
 
 def room_for(cases: list[Case], rules: KvRules) -> tuple[int, dict[str, int]]:
-    """Returns the smallest arena in which a store grants floors with which these requests are accepted, and the
-    floors.
+    """Returns the size of the smallest arena in which these requests are accepted, and the floors that the store grants
+    in it.
     """
     longest = max(len(case.prompt) + case.stopping.max_tokens for case in cases)
     prefill, decode = floor_of("prefill", longest, rules), floor_of("decode", longest, rules)

@@ -1,5 +1,6 @@
-"""The built-in model through real services: in one chunk and several, cached, swapped, given back, with a killed decode
-worker."""
+"""The built-in model through real services: in one chunk and in several, cached, swapped, given back, with a killed
+decode worker.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ FOREIGN = ("deepseek-v3", "gemma3", "bamba")
 MORE_FOREIGN = (
     "falcon-h1", "gemma2", "glm4", "gpt-oss", "mamba2", "mixtral", "phi3", "qwen3-moe", "qwen3-next"
 )  # fmt: skip
-"""Families that only `make families` runs, because each takes 20 s."""
+"""Families that only `make families` runs, because each takes about 20 s."""
 MAX_MODEL_LEN = 176
 TIGHT = {"num_blocks": 48, "max_model_len": MAX_MODEL_LEN}
-"""Half of the blocks that all requests need together. Each request fits into decode's floor."""
+"""Settings with half of the blocks that all requests need together. Each request fits into decode's floor."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ async def answers(address: str, cases: list[Case]) -> list[Completion]:
 
 
 async def streamed(address: str, cases: list[Case], flowing: Callable[[], None]) -> list[Completion]:
-    """Runs all cases at once. Calls `flowing` once, when the first request has received a token from decode."""
+    """Runs all cases at once. Calls `flowing` when the first request has received a token from decode."""
 
     async def one(client: AsyncClient, case: Case) -> Completion:
         deltas: list[Delta] = []
@@ -99,13 +100,20 @@ def expected_in_parts(cases: list[Case]) -> list[Answer]:
     return [expect(oracle, case) for case in cases]
 
 
-async def test_served_with_prefill_on_two_ranks_and_decode_on_one(
+async def test_served_with_prefill_on_two_ranks_and_decode_on_four(
     cases: list[Case], expected_in_parts: list[Answer]
 ) -> None:
-    """Blocks are handed over, and found again, between workers with different numbers of ranks."""
-    ranks: dict[str, Any] = {"roles": "split", "prefill_tensor_parallel_size": 2}
-    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, **ranks) as llm:
-        assert [len(followers_of(llm.pids[name])) for name in ("prefill", "decode")] == [1, 0]
+    """Decode has two stages of two ranks. Blocks are handed over, and found again, between workers with different
+    ranks.
+    """
+    with LLM(
+        max_model_len=MAX_MODEL_LEN,
+        num_blocks=1024,
+        roles="split",
+        tensor_parallel_size=2,
+        decode_pipeline_parallel_size=2,
+    ) as llm:
+        assert [len(followers_of(llm.pids[name])) for name in ("prefill", "decode")] == [1, 3]
         check(cases, expected_in_parts, await answers(llm.addresses.grpc, cases))
         again = await answers(llm.addresses.grpc, cases)
         check(cases, expected_in_parts, again)
@@ -113,15 +121,16 @@ async def test_served_with_prefill_on_two_ranks_and_decode_on_one(
         assert_nothing_held(llm.addresses.block_store)
 
 
-async def test_served_on_two_ranks_of_which_one_is_killed_and_one_is_frozen(
-    cases: list[Case], expected_in_parts: list[Answer]
+async def test_served_in_two_stages_of_which_one_is_killed_and_then_frozen(
+    cases: list[Case], expected: list[Answer]
 ) -> None:
-    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", tensor_parallel_size=2) as llm:
+    """Blocks come from a prefill worker with a single rank."""
+    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", decode_pipeline_parallel_size=2) as llm:
         for how in (signal.SIGKILL, signal.SIGSTOP):
             before = llm.pids["decode"]
             [follower] = followers_of(before)
             found = await streamed(llm.addresses.grpc, cases, lambda: os.kill(follower, how))  # noqa: B023
-            check(cases, expected_in_parts, found)
+            check(cases, expected, found)
             assert llm.pids["decode"] != before, "the worker was replaced"
         assert_nothing_held(llm.addresses.block_store)
 
@@ -129,7 +138,7 @@ async def test_served_on_two_ranks_of_which_one_is_killed_and_one_is_frozen(
 async def answered_until(
     server: WatchedServer, cases: list[Case], expected: list[Answer], preempted: Callable[[], bool]
 ) -> None:
-    """Runs all cases repeatedly. In later rounds, prompts are cached, so more requests decode at once."""
+    """Runs all cases repeatedly. Prompts are cached in later rounds, so more requests decode at once."""
     for _ in range(4):
         check(cases, expected, await answers(server.addresses.grpc, cases))
         if preempted():
@@ -155,7 +164,7 @@ async def test_served_in_chunks_of_64_and_preempted_by_giving_back(cases: list[C
 
 @pytest.mark.parametrize("name", [*FOREIGN, *(pytest.param(name, marks=pytest.mark.families) for name in MORE_FOREIGN)])
 async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_midway(name: str, tmp_path: Path) -> None:
-    """In fp32, so that every greedy token can be compared with the transformers library too."""
+    """The model runs in fp32, so that greedy tokens can be compared with transformers, too."""
     model, cases = make_foreign(tmp_path, ZOO[name]), make_cases(512)
     expected = await served_swapped_and_killed(model, cases, dtype="float32")
     greedy = [pair for pair in zip(cases, expected, strict=True) if pair[0].sampling == KINDS["greedy"]]
@@ -168,7 +177,7 @@ async def test_a_model_of_transformers_served_swapped_and_with_decode_killed_mid
 
 
 async def test_a_window_is_served_at_full_length_in_the_smallest_arena(tmp_path: Path) -> None:
-    """Two prompts and answers of full length, one after the other through prefill, in an arena of two floors."""
+    """Two prompts and answers of full length go through prefill one after the other, in an arena of two floors."""
     animal, length, step = ZOO["gemma3"], 1024, 64
     animal = replace(animal, changes=animal.changes | {"sliding_window": 64, "max_position_embeddings": length})
     model = make_foreign(tmp_path, animal, dtype=torch.bfloat16)
@@ -190,7 +199,9 @@ async def test_a_window_is_served_at_full_length_in_the_smallest_arena(tmp_path:
 
 @pytest.mark.parametrize("how", ["awq", "int4", "gguf"])
 async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(how: str, tmp_path: Path) -> None:
-    """The models are a 4-bit checkpoint, the built-in model rounded at load, and a GGUF file with several types."""
+    """The models are a 4-bit checkpoint, the built-in model rounded at load, and a GGUF file with several
+    weight types.
+    """
     model, vocab_size, settings = tmp_path / "model", 512, dict[str, Any]()
     if how == "gguf":
         mixed = {"attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "blk": Type.Q4_K}
@@ -204,7 +215,7 @@ async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(ho
 
 
 async def served_swapped_and_killed(model: Path, cases: list[Case], **settings: Any) -> list[Answer]:
-    """Returns the answers, which are those of a single process in every case."""
+    """Serves the cases with swaps, then with a kill. Returns the answers, which must be those of a single process."""
     settings = {"block_size": 16} | settings
     how = RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu", **settings)
     runner = ModelRunner(how)

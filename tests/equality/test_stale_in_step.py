@@ -1,7 +1,6 @@
-"""The second check of the reader rule: another process takes a block inside `runner.step`.
-
-No result of that step may be used: prefill seals nothing and hands nothing over, and decode sends no token. The
-requests still get the oracle's tokens.
+"""The second check of the reader rule. Another process takes a block during `runner.step`. No result of that step may
+be used: prefill seals nothing and hands nothing over, and decode sends no token. The requests still get the oracle's
+tokens.
 """
 
 from __future__ import annotations
@@ -60,8 +59,9 @@ class Scene:
         return [expect(self._oracle, case) for case in cases]
 
     def meddle(self, worker: Any, when: When, pick: Pick) -> tuple[Meddler, list[list[int]]]:
-        """Takes a block in a later step of `worker`. Records how many tokens of each text had been sent before and
-        after that step."""
+        """Takes a block in a later step of `worker`. Records how many tokens of each text have been sent before and
+        after that step.
+        """
         meddler, out = Meddler(self.runner, self.thief.take, when, pick), list[list[int]]()
         self.patch.setattr(self.runner, "step", meddler)
         step = worker.step
@@ -99,7 +99,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """A model whose steps change blocks in place."""
+    """A model with recurrent states, whose steps change blocks in place."""
     model = make_foreign(tmp_path_factory.mktemp("model"), ZOO["bamba"], dtype=torch.bfloat16)
     return ModelRunner(RunnerSettings(model, num_threads=1, max_model_len=128, device="cpu", block_size=BLOCK_SIZE))
 
@@ -137,8 +137,9 @@ def test_a_block_taken_inside_a_step_of_decode(make_scene: Make, when: When, fil
 
 @WHEN
 def test_the_source_of_a_copy_taken_inside_a_step_of_decode(make_scene: Make, when: When) -> None:
-    """When samples diverge, each except the last copies the prompt's partial block. No table of the first two names it
-    then."""
+    """When samples diverge, each except the last copies the prompt's partial block, which is then in none of the first
+    two tables.
+    """
     scene = make_scene()
     cases = [case("n=3", 60, 61, num_sequences=3)]
     expected, sources, copy = scene.expect(cases), list[int](), scene.runner.copy_blocks

@@ -1,6 +1,6 @@
-"""Structured output, bad words and allowed tokens: every path equals the oracle, which starts over for each token.
-
-Constrained and free requests run together: greedy, sampled, n = 4, with penalties and log-probabilities.
+"""Structured output, bad words and allowed tokens. On every path, answers are those of the oracle, which starts over
+for each token. Constrained and free requests run together: greedy, sampled, n = 4, with penalties and
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Sequence
 from engine.tiny import make_checkpoint
 from testing.equality.cases import Answer, Case, differences, expect, make_cases
+from testing.equality.drafters import KINDS as DRAFTERS
+from testing.equality.drafters import Kind, SpeculatingWorkers, drafter_of
 from testing.equality.workers import Workers
 from testing.oracle import Oracle
 from worker.grammars import Grammars
@@ -90,7 +92,7 @@ class Subject:
 
 
 def banned_cases(case: Case, oracle: Oracle) -> Iterator[Case]:
-    """Returns the case with bad words taken from its usual output, and the case with few allowed tokens."""
+    """Returns the case with bad words from its usual output, and the case with few allowed tokens."""
     said = expect(oracle, case)[0].token_ids
     bad = tuple(ids for ids in (tuple(said[1:2]), tuple(said[3:5]), tuple(said[6:9])) if ids)
     yield replace(case, name=f"{case.name}, bad", sampling=replace(case.sampling, bad_token_ids=bad))
@@ -119,8 +121,9 @@ def make_workers(subject: Subject, redis_client: Any, tmp_path: Path) -> Iterato
 
 
 def test_the_requests_are_worth_comparing(subject: Subject) -> None:
-    """The answers match their grammars, most end because of them, samples differ, and without grammars the answers
-    differ."""
+    """Answers match their grammars, most end because of them, samples differ, and answers without the
+    grammars differ.
+    """
     texts = [text for case, answer in zip(subject.cases, subject.expected, strict=True)
              if case.sampling.structured is not None for text in answer]  # fmt: skip
     ended = [text for text in texts if text.finish_reason is FinishReason.STOP]
@@ -170,10 +173,19 @@ def test_decode_killed_midway(subject: Subject, make_workers: Any) -> None:
     assert workers.num_returned >= len(subject.cases)
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafts_change_no_token(subject: Subject, redis_client: Any, tmp_path: Path, kind: Kind) -> None:
+    drafter = drafter_of(kind, subject.cases, subject.expected, subject.runner.config.vocab_size)
+    workers = SpeculatingWorkers(drafter, subject.runner, tmp_path, redis_client, grammars=subject.grammars)
+    subject.check(workers)
+    workers.check_accepted(kind)
+    workers.close()
+
+
 def test_a_state_that_has_forgotten_a_token_shows(
     subject: Subject, make_workers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shows that the tests above can fail: a replay without the last token gives a different answer, or none."""
+    """Checks that the tests above can fail: a replay without the last token gives another answer or none."""
     follow = GrammarState.follow
 
     def forget(state: GrammarState, output_ids: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""A sequence holds no more blocks than its window needs, checked at every step and at realistic lengths."""
+"""A sequence holds no more blocks than its window needs, at every step and at realistic lengths."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 
 
 class Watched(Workers):
-    """Counts blocks after every step."""
+    """Workers whose blocks are counted after every step."""
 
     def watch(self) -> None:
         self.most_held = 0
         """The largest number of blocks that a sequence held in a KV group with a window during decode."""
         self.most_in_prefill = 0
-        """The same for prefill."""
+        """The largest number of blocks that a sequence held in such a group during prefill."""
 
     def look(self) -> None:
         layout: KvLayout = self.runner.layout
@@ -90,8 +90,8 @@ def test_only_what_a_window_reads_is_held(
 def test_prompts_that_lack_blocks_midway_wait_or_start_over(
     redis_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """In two of three steps, no block is free for prompts that need blocks for their next chunk. Two such steps in a
-    row count as a deadlock.
+    """In two of three steps, there are no free blocks for prompts that need blocks for their next chunk. Two such steps
+    in a row count as a deadlock.
     """
     make_foreign(tmp_path / "model", ZOO[kind], seed=4, dtype=torch.bfloat16)
     settings: dict[str, Any] = {"max_model_len": 256, "block_size": 16, "device": "cpu"}

@@ -1,9 +1,7 @@
-"""Every family, every kind of request and every path gives the oracle's answers in bf16. The workers are in this
-process.
-
+"""Workers in this process give the oracle's answers in bf16, for every family, every kind of request and every path.
 The paths are one chunk, several chunks, cached prefixes, swapping, give-back, and a decode worker that is killed
-midway. Every request has log-probabilities, and all run together, so that greedy, sampled, forked and beam rows share
-their steps.
+midway. Every request has log-probabilities, and all run together, so that greedy, sampled, forked and beam rows are in
+the same steps.
 """
 
 from __future__ import annotations
@@ -33,19 +31,18 @@ from testing.zoo import ZOO, make_foreign
 from worker import cached_prefix, sealing
 
 STATEFUL = ("mamba2", "bamba", "qwen3-next")
-"""Models with states only, and with two kinds of states in combination with attention."""
+"""A model with states only, and two models with states and attention."""
 FOREIGN = (
     "deepseek-v3", "gemma2", "gemma3", "glm4", "gpt-oss", "mixtral", "phi3", "qwen3-moe", *STATEFUL
 )  # fmt: skip
-"""Families whose definition comes from transformers; `tests/engine/test_foreign.py` compares their logits with
-transformers'."""
+"""Families defined by transformers, with which `tests/engine/test_foreign.py` compares their logits."""
 QUANTIZED = ("qwen3-awq", "llama-int8", "gemma3-int4")
-"""A 4-bit checkpoint, and weights that are rounded at load: of a native model, and of one defined by transformers."""
+"""A 4-bit checkpoint, and weights rounded at load of a native model and of a model defined by transformers."""
 INT8_CACHE = "gemma2-int8kv"
-"""Keys and values of 8 bits, in layers with full attention and with windows."""
+"""A model with keys and values of 8 bits, in layers with full attention and with windows."""
 FAMILIES = (*ARCHITECTURES.values(), *FOREIGN, *QUANTIZED, INT8_CACHE)
 TIGHT = 26
-"""Blocks for each KV group, fewer than the requests need together. The largest group needs 15."""
+"""The number of blocks for each KV group, fewer than the requests need together. The largest group needs 15."""
 
 
 @dataclass
@@ -62,7 +59,7 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Subject]:
-    """Returns the subject of a family, which is created once."""
+    """Returns a function that returns the subject of a family, which is created only once."""
 
     @cache
     def make(family: Any) -> Subject:
@@ -116,7 +113,7 @@ def make_workers(redis_client: Any, tmp_path: Path) -> Iterator[Make]:
 
 
 def test_the_requests_are_worth_comparing(subject: Subject) -> None:
-    """The answers include different samples, early ends and ends at the limit, for samples and for beams."""
+    """The answers include different samples, early ends and ends at the limit, with samples and with beams."""
     by_kind = {
         kind: [e for c, e in zip(subject.cases, subject.expected, strict=True) if c.name.startswith(kind)]
         for kind in KINDS
@@ -171,7 +168,7 @@ def test_decode_killed_midway(subject: Subject, make_workers: Make) -> None:
 def test_a_block_of_8_bits_has_the_same_bytes_whatever_happened(
     subject_of: Callable[[Any], Subject], make_workers: Make
 ) -> None:
-    """Blocks of prompts in one chunk and of decode, beside those of small chunks, of copies, and of a swap."""
+    """Compares blocks of prompts in one chunk and of decode with those of small chunks, copies, and a swap."""
     subject = subject_of(INT8_CACHE)
     quiet = make_workers(subject)
     quiet.answer(subject.cases)
@@ -236,7 +233,7 @@ def drop_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_window_of_another_length(patch: pytest.MonkeyPatch) -> None:
-    """Finds the prefix, but takes a window's blocks from a prefix that is one block shorter."""
+    """Finds the prefix, but takes a window's blocks for a prefix that is one block shorter."""
     take = cached_prefix._with_windows
 
     def shifted(held: Any, tables: Any, named: dict[int, list[bytes]], layout: Any) -> Any:
@@ -252,7 +249,7 @@ def mix_up_the_groups(patch: pytest.MonkeyPatch) -> None:
 
 
 def hand_over_what_was_dropped(patch: pytest.MonkeyPatch) -> None:
-    """Lets a ticket name all entries of a table."""
+    """Puts all entries of a table into a ticket."""
     patch.setattr(BlockTable, "live", property(lambda table: table[:]))
 
 
@@ -294,7 +291,7 @@ def test_a_bug_in_the_handling_of_windows_and_states_shows(
 
 
 class Lazy(Retention):
-    """A window whose blocks are kept longer than necessary."""
+    """A window that keeps blocks longer than necessary."""
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
         return super().first_needed(num_computed, block_size) // 2 * 2

@@ -30,6 +30,7 @@ from gateway.intake.salts import Salts
 from gateway.intake.tokenizing import TokenizerPool
 from gateway.intake.validate import Validator
 from gateway.metrics import Metrics
+from gateway.request.explanations import Explanations
 from gateway.request.request_runner import RequestRunner
 from testing.gateway.parts import Script, make_assets
 from testing.gateway.scripted_workers import ScriptedWorker
@@ -37,6 +38,8 @@ from testing.gateway.scripted_workers import ScriptedWorker
 
 @dataclass
 class Rig:
+    """The parts of a gateway, with the scripted workers that it knows."""
+
     assets: ModelAssets
     workers: Workers
     admission: Admission
@@ -130,6 +133,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             max_attempts=3,
             recover_s=options.pop("recover_s", 2.0),
             used=admission.used,
+            explanations=Explanations(options.pop("explain_requests", 100)),
         )
 
         async def announce() -> None:

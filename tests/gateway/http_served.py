@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from gateway.api.http_app import HttpApi
+from gateway.api.http_fleet import FleetView
 from gateway.api.http_options import HttpOptions
 from gateway.api.server import HttpServer, bind_http
 from testing.gateway.parts import Script, expected_ids
@@ -17,6 +18,8 @@ from tests.gateway.conftest import MakeRig, Rig
 
 
 class Served:
+    """A running gateway, with an HTTP client for it."""
+
     def __init__(self, rig: Rig, server: HttpServer, url: str) -> None:
         self.rig, self.server, self.url = rig, server, url
         self.client = httpx.AsyncClient(base_url=url, timeout=20)
@@ -39,10 +42,15 @@ class Served:
 async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
     running: list[Served] = []
 
-    async def start(script: Script | None = None, http: HttpOptions | None = None, **options: Any) -> Served:
+    async def start(
+        script: Script | None = None,
+        http: HttpOptions | None = None,
+        view: Callable[[Rig], FleetView] | None = None,
+        **options: Any,
+    ) -> Served:
         rig = await make_rig(script, **options)
         sock = bind_http("127.0.0.1", 0)
-        app = HttpApi(rig.front).app(
+        app = HttpApi(rig.front, None if view is None else view(rig)).app(
             lambda: rig.workers.ready, show_metrics=True, timeout_s=20.0, options=http or HttpOptions()
         )
         server = HttpServer(app, sock)

@@ -1,5 +1,5 @@
-"""The gateway's list of adapters through a real Redis, which loses it, and workers whose registry entries say which
-adapters they have loaded.
+"""The gateway's list of adapters, with a real Redis that loses the list, and with workers whose registry entries state
+the loaded adapters.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ def ids_of(text: str) -> list[int]:
 
 
 def told(script: Any) -> tuple[list[list[int]], list[int]]:
-    """The bad sequences and the allowed tokens in the last request to prefill."""
+    """Returns the bad sequences and the allowed tokens of the last request to prefill."""
     sampling = script.prefilled[-1].sampling
     return [list(item.ids) for item in sampling.bad_token_ids], list(sampling.allowed_token_ids.ids)
 
 
-async def test_a_word_is_banned_as_vllm_bans_it(serve: Any) -> None:
+async def test_a_word_is_banned_with_and_without_a_space_before_it(serve: Any) -> None:
     served = await serve()
     for path, body in (("completions", {"prompt": "the mill"}), ("chat/completions", {"messages": [MESSAGE]})):
         reply = await served.post(f"/v1/{path}", **body, max_tokens=2, bad_words=["w", " qz"])
@@ -32,7 +32,7 @@ async def test_a_word_is_banned_as_vllm_bans_it(serve: Any) -> None:
         bad, _ = told(served.rig.script)
         spaced, plain = ids_of(" w"), ids_of("w")
         assert len(spaced) == len(plain) == 1 and len(ids_of(" qz")) > len(ids_of("qz"))
-        assert bad == [plain, spaced, ids_of("qz")]
+        assert bad == [plain, spaced, ids_of("qz"), ids_of(" qz")]
     for nothing in ([], None):
         await served.post("/v1/completions", prompt="the mill", max_tokens=2, bad_words=nothing)
         assert told(served.rig.script) == ([], []) and not served.rig.script.prefilled[-1].sampling.HasField(

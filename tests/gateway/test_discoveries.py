@@ -30,7 +30,7 @@ PROMPT = list(range(10, 10 + 50))
 
 @pytest.fixture
 def servers() -> Iterator[list[RedisHandle]]:
-    """Two Redis servers of this test alone, because one of them is killed."""
+    """Two Redis servers that only this test uses, because it kills one of them."""
     with tempfile.TemporaryDirectory(prefix="one") as one, tempfile.TemporaryDirectory(prefix="two") as two:
         handles = [connect(None, directory, confined=False) for directory in (one, two)]
         yield handles

@@ -33,7 +33,7 @@ STEP_S = 0.02
 
 @dataclass
 class Gateway:
-    """Both servers around one rig."""
+    """A gateway with an HTTP server and a gRPC server around one rig."""
 
     rig: Rig
     grpc_server: RpcServer
@@ -42,7 +42,7 @@ class Gateway:
     stub: Any
 
     async def drain(self, seconds: float) -> float:
-        """Drains the gateway. Returns how long that took."""
+        """Drains the gateway. Returns the seconds that the drain took."""
         began = time.monotonic()
         self.rig.admission.draining = True
         await drain(self.rig.admission.answers, (self.grpc_server, self.http_server), seconds)

@@ -68,7 +68,7 @@ def test_unknown_fields_are_limited_in_size_and_do_not_hide_what_is_wrong() -> N
     twice = b'{"prompt": "x", "a": 1, ' + b'"user": "' + b"u" * MAX_FIELD_BYTES + b'", "user": 1}'
     with pytest.raises(InvalidArgument, match="bytes"):
         parse_body(CompletionBody, twice, LIMITS, [].append)
-    with pytest.raises(InvalidArgument, match="n is wrong"):
+    with pytest.raises(InvalidArgument, match="n is invalid"):
         parse(CompletionBody, {"oops": 1, "n": "many"}, [])
     long_prompt: list[str] = []
     assert parse(CompletionBody, {"prompt": "m" * 60_000, "oops": 1}, long_prompt) and long_prompt == ["oops"]

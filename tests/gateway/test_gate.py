@@ -64,7 +64,7 @@ async def test_room_that_comes_later_is_noticed() -> None:
 
 
 class Crowd:
-    """Requests at a gate, by name."""
+    """A group of requests at a gate, by name."""
 
     def __init__(self, gate: Gate, tenant: str | None = None) -> None:
         """`tenant` is the tenant of all requests. Without it, the first letter of a name is the request's tenant."""

@@ -203,7 +203,7 @@ WINDOWS = st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_si
 def test_a_group_that_is_accepted_can_return_to_a_prefill_worker_with_any_step(
     windows: tuple[int | None, ...], step: int, decode_step: int, size: int, width: int, data: st.DataObject | None
 ) -> None:
-    """The arena has the floors of both workers alone, and decode's is set aside although nothing runs there."""
+    """The arena has only the floors of both workers. Decode's floor is set aside even though nothing runs there."""
     length = 58 * size
     prompt_len = 71 if data is None else data.draw(st.integers(1, length - 1))
     max_tokens = 16 if data is None else data.draw(st.integers(1, length - prompt_len))
@@ -238,5 +238,5 @@ def test_bodies_take_the_fields_of_groups_and_no_others(kind: Any, rest: bytes) 
         with pytest.raises(InvalidArgument, match="is not a known field"):
             parse_body(kind, b"{" + unknown + b"," + rest + b"}", PROMPT_LIMITS)
     for wrong in (b'"n":"2"', b'"use_beam_search":"yes"', b'"length_penalty":"x"'):
-        with pytest.raises(InvalidArgument, match="is wrong"):
+        with pytest.raises(InvalidArgument, match="is invalid"):
             parse_body(kind, b"{" + wrong + b"," + rest + b"}", PROMPT_LIMITS)

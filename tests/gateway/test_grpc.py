@@ -161,9 +161,10 @@ async def test_credentials_are_asked_for_on_every_method(serve: Any) -> None:
         (stub.Detokenize, pb.DetokenizeRequest(token_ids=[5])),
         (stub.ListModels, pb.ListModelsRequest()),
         (stub.Embed, pb.EmbedRequest(text="x")),
+        (stub.Explain, pb.ExplainRequest()),
     ]
     assert {m.name for m in pb.DESCRIPTOR.services_by_name["InferenceService"].methods} == {
-        "Generate", "Embed", "Tokenize", "Detokenize", "ListModels",
+        "Generate", "Embed", "Tokenize", "Detokenize", "ListModels", "Explain",
     }  # fmt: skip
     good = (("authorization", "Bearer s3cret"),)
     for metadata in ((), (("authorization", "Bearer wrong"),)):

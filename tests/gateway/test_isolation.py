@@ -39,8 +39,6 @@ def test_what_survives_is_forgotten_and_so_is_what_is_old() -> None:
 
 
 async def test_a_suspect_is_prefilled_alone() -> None:
-    """The second death concerns only the guilty request. A guilty request that was not involved yet runs before or
-    after it."""
     isolation = Isolation()
     for name in (b"guilty", b"neighbour"):
         isolation.died(name, "w0")

@@ -83,7 +83,7 @@ async def test_the_anthropic_client_reads_both(serve: Any) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens is wrong"),
+    ({"max_tokens": None}, "max_tokens is invalid"),
     ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ({"messages": []}, "messages must hold at least one message"),
     ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role must be one of user, assistant"),
@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "required"}}, "tool_choice.type must be one of"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
-    ({"temperature": "hot"}, "temperature is wrong"),
+    ({"temperature": "hot"}, "temperature is invalid"),
 ]
 
 

@@ -1,5 +1,4 @@
-"""Parsing of bytes into typed bodies: accepted bodies, the error for each wrong one, and the low cost of hostile
-ones."""
+"""Parsing of bytes into typed bodies: accepted bodies, the errors of invalid ones, and the low cost of hostile ones."""
 
 from __future__ import annotations
 
@@ -87,20 +86,20 @@ WRONG: list[tuple[type[Body], Any, str]] = [
     (CompletionBody, {"prompt": [1] * 1025}, "prompt is 1025 tokens long, the limit is 1023"),
     (CompletionBody, {"prompt": [[1], [1] * 1025]}, "prompt[1] is 1025 tokens long, the limit is 1023"),
     (CompletionBody, {"prompt": "a" * (6 * SMALL.text_bytes + 1)}, "prompt must be at most 65536 bytes"),
-    (CompletionBody, {"prompt": "x", "stop": ["a", 1]}, "stop[1] is wrong: expected str, got int"),
+    (CompletionBody, {"prompt": "x", "stop": ["a", 1]}, "stop[1] is invalid: expected str, got int"),
     (CompletionBody, {"prompt": "x", "stop": ["a" * 9] * 9000}, f"stop must take at most {MAX_FIELD_BYTES} bytes"),
-    (CompletionBody, {"prompt": "x", "max_tokens": "5"}, "max_tokens is wrong: expected int"),
+    (CompletionBody, {"prompt": "x", "max_tokens": "5"}, "max_tokens is invalid: expected int"),
     (CompletionBody, {"prompt": "x", "stream_options": {"oops": 1}}, "stream_options.oops is not a known field"),
     (ChatBody, {}, "messages must be given"),
     (ChatBody, {"messages": None}, "messages must be given"),
-    (ChatBody, {"messages": 1}, "messages is wrong: expected array"),
+    (ChatBody, {"messages": 1}, "messages is invalid: expected array"),
     (ChatBody, {"messages": [{"content": "a"}]}, "messages[0].role must be given"),
     (ChatBody, {"messages": [{"role": "a", "content": "b", "x": 1}]}, "messages[0].x is not a known field"),
     (ChatBody, {"messages": [{"role": "a", "content": [{"text": "b"}]}]}, "messages[0].content[0].type must be"),
     (ChatBody, {"messages": [{"role": "a", "content": "b"}] * 99_999}, "messages must hold at most 4096 messages"),
-    (TokenizeBody, {"prompt": 1}, "prompt is wrong: expected str"),
+    (TokenizeBody, {"prompt": 1}, "prompt is invalid: expected str"),
     (DetokenizeBody, {"tokens": [1] * 65_537}, "tokens must hold at most 65536 ids, got 65537"),
-    (DetokenizeBody, {"tokens": ["a"]}, "tokens[0] is wrong: expected int"),
+    (DetokenizeBody, {"tokens": ["a"]}, "tokens[0] is invalid: expected int"),
     (DetokenizeBody, {}, "tokens must be given"),
 ]
 

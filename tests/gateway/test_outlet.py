@@ -30,9 +30,10 @@ Item = tuple[int, tuple[int, ...]]
 
 
 class Client:
-    """A client that records what it receives. Its writes yield once, like those to a busy socket. `slow` writes wait
-    for a future, like those to a full socket. `instant` writes do not wait, like uvicorn's while its buffer has
-    room."""
+    """A client that records what it receives. By default, a write yields once, like a write to a busy socket. A `slow`
+    write waits for a future, like a write to a full socket. An `instant` write does not wait, like a write to uvicorn
+    while its buffer has room.
+    """
 
     def __init__(self, *, slow: bool = False, instant: bool = False) -> None:
         self.slow = slow
@@ -294,8 +295,7 @@ async def test_a_session_that_ends_fails_its_groups_once() -> None:
 
 
 async def test_an_end_that_comes_when_the_interval_is_over_ends_the_request() -> None:
-    """The timer is due in the same turn of the loop in which the end arrives. An earlier version, whose timer sent the
-    end as plain tokens, never woke the request's task."""
+    """The timer is due in the same turn of the loop in which the end arrives."""
     session, client = Session(), Client(instant=True)
     receiver = Receiver(Outlet(client.write))
     receiver.outlet.open(lambda: 0.02, lambda delta, now: None)

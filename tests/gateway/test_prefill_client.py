@@ -1,4 +1,4 @@
-"""The effect of a prefill worker's silence, refusal or end on a request. No state of the call remains."""
+"""The effect of a prefill worker's silence, refusal or end on a request. No state of the call remains afterwards."""
 
 from __future__ import annotations
 

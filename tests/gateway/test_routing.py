@@ -29,7 +29,7 @@ def picks(made: Router, count: int, *, dispatch: bool) -> Counter[str]:
     for _ in range(count):
         state = made.pick_prefill(Asked(100), 0.0, always)
         assert state is not None
-        state.dispatched_tokens += 100 if dispatch else 0
+        state.worker.dispatched_tokens += 100 if dispatch else 0
         seen[state.record.worker_id] += 1
     return seen
 
@@ -201,7 +201,7 @@ def test_a_slow_copy_is_forgotten_so_that_the_link_is_tried_again() -> None:
 
 
 def test_short_copies_do_not_make_long_ones_seem_slow() -> None:
-    """A copy of one block takes as long as it takes to ask for it, whatever the link's rate is."""
+    """The time to copy one block is mainly the time of the call, regardless of the link's rate."""
     costs = two_arenas(1000).costs
     for _ in range(50):
         costs.note_copy("x", "y", 16, 0.010, 0.0)

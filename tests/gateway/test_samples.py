@@ -151,7 +151,7 @@ async def test_only_samples_that_have_not_ended_go_again(make_rig: MakeRig, name
 
 
 async def test_samples_may_be_at_different_places_when_they_go_again(make_rig: MakeRig) -> None:
-    """This happens if only some of a step's outputs arrive."""
+    """Samples are at different positions if only some of a step's outputs have arrived."""
     rig = await make_rig(Script(submits=[Fault("die", 3)]))
     request = await rig.validator.resolve(wanted(n=2))
     state = RequestState.begin(

@@ -1,4 +1,4 @@
-"""The sockets of a gateway: used by one, or shared by two that both allow it. Also metrics of other processes."""
+"""The sockets of a gateway, used by one gateway or shared by two that allow it, and the metrics of other processes."""
 
 from __future__ import annotations
 

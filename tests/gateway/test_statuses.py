@@ -30,7 +30,7 @@ Change = dict[str, Any]
 
 @dataclass
 class Case:
-    """A condition, how to cause it, and the expected error."""
+    """A test case: a condition, the steps that cause it, and the expected error."""
 
     grpc_code: str
     http_status: int

@@ -19,7 +19,7 @@ OF_SCHEMA = StructuredOutput("json_schema", SCHEMA)
 
 
 def wanted(fields: str) -> tuple[str, StructuredOutput | None]:
-    """Returns the grammar that a chat and a completion with these fields (JSON) ask for."""
+    """Returns the grammar that a chat and a completion with these fields (JSON) request."""
     messages = '"messages": [{"role": "user", "content": "x"}]'
     [chat] = parse_body(ChatBody, f"{{{messages}, {fields}}}".encode(), LIMITS).all_wanted()
     [completion] = parse_body(CompletionBody, f'{{"prompt": "x", {fields}}}'.encode(), LIMITS).all_wanted()
@@ -76,8 +76,8 @@ def test_free_text(fields: str) -> None:
         ('"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}', "schema must be given"),
         ('"response_format": {"type": "json_object", "more": 1}', "response_format.more is not a known field"),
         ('"structured_outputs": {"structural_tag": "x"}', "structured_outputs.structural_tag is not a known field"),
-        ('"guided_regex": "a", "guided_choice": ["b"]', "guided_choice and guided_regex exclude each other"),
-        ('"guided_regex": "a", "response_format": {"type": "json_object"}', "exclude each other"),
+        ('"guided_regex": "a", "guided_choice": ["b"]', "guided_choice cannot be combined with guided_regex"),
+        ('"guided_regex": "a", "response_format": {"type": "json_object"}', "cannot be combined with"),
         ('"guided_json": {"a": }', "JSON"),
         ('"guided_json": ' + '{"a":' * 9000 + "1" + "}" * 9000, "JSON"),
         (f'"guided_json": {{"description": "{"x" * 70_000}"}}', "guided_json must take at most 65536 bytes"),

@@ -34,7 +34,7 @@ from tests.gateway.test_requests import until
 
 BODY = {"prompt": "the mill", "max_tokens": 3}
 SERVED = Served(400, 512, 8, None, reads_tools=False, writes_calls=False, calls_tools=False)
-"""The scripted workers and their model."""
+"""The limits of the scripted workers and their model."""
 
 
 # --- request ids
@@ -88,15 +88,15 @@ async def test_the_log_lines_of_a_request_have_its_id(serve: Any) -> None:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
-        for json_lines in (False, True):
+        for log_format in ("text", "json"):
             served.rig.script.submits.append(Fault("gap"))
             with redirect_stderr(io.StringIO()) as written:
-                configure_logging("DEBUG", json_lines=json_lines)
+                configure_logging("DEBUG", log_format, service="gateway")
                 body = {"prompt": "the mill", "max_tokens": 20}
                 reply = await served.client.post("/v1/completions", json=body, headers={"x-request-id": "trace-7"})
             assert reply.status_code == 200
             [line] = [line for line in written.getvalue().splitlines() if "is prefilled again" in line]
-            assert "[trace-7] " in line if not json_lines else json.loads(line)["request_id"] == "trace-7"
+            assert "[trace-7] " in line if log_format == "text" else json.loads(line)["request_id"] == "trace-7"
     finally:
         root.handlers[:] = before
         root.setLevel(level)
@@ -224,6 +224,8 @@ async def test_rules_between_fields_are_in_the_description(serve: Any) -> None:
         ("/v1/completions", "CompletionRequest", {**text, **options, "stream": True}, True),
         ("/v1/completions", "CompletionRequest", {**text, "stream_options": None}, True),
         ("/v1/chat/completions", "ChatRequest", {**chat, "top_logprobs": 2}, False),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "top_logprobs": 0}, True),
+        ("/v1/chat/completions", "ChatRequest", {**chat, "documents": [], "mm_processor_kwargs": {}}, True),
         ("/v1/chat/completions", "ChatRequest", {**chat, "top_logprobs": 2, "logprobs": True}, True),
         ("/v1/chat/completions", "ChatRequest", {**chat, "max_completion_tokens": 1}, False),
         ("/v1/chat/completions", "ChatRequest", {**chat, "max_completion_tokens": None}, True),
@@ -271,11 +273,12 @@ async def test_every_example_of_the_description_is_answered(serve: Any) -> None:
     served = await serve()
     spec = (await served.client.get("/openapi.json")).json()
     assert spec == description(SERVED) and spec["openapi"].startswith("3.1")
-    examples = 0
+    done, examples = await served.post("/v1/completions", **BODY), 0
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
             if method == "get":
-                assert (await served.client.get(path.replace("{model}", "tiny"))).status_code == 200
+                named = path.replace("{model}", "tiny").replace("{request_id}", done.headers["x-request-id"])
+                assert (await served.client.get(named)).status_code == 200
                 continue
             if "requestBody" not in operation:
                 assert (await served.client.post(path)).status_code == 200

@@ -1,4 +1,6 @@
-"""The gateway sends the deployment's secret to its workers. If a worker rejects it, the client gets no auth error."""
+"""The gateway sends the deployment's secret to its workers. If a worker rejects it, the client gets no authentication
+error.
+"""
 
 from __future__ import annotations
 

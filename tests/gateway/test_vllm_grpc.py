@@ -83,7 +83,7 @@ def request(
 
 
 def as_prefill(message: pb.GenerateRequest) -> pb.GenerateRequest:
-    """What SMG makes of a request for the prefill endpoint."""
+    """Returns the request that SMG sends to the prefill endpoint."""
     first = pb.GenerateRequest()
     first.CopyFrom(message)
     first.sampling_params.max_tokens, first.sampling_params.ignore_eos = 1, True
@@ -91,7 +91,7 @@ def as_prefill(message: pb.GenerateRequest) -> pb.GenerateRequest:
 
 
 async def replies(call: Any) -> tuple[dict[int, list[int]], dict[int, pb.GenerateComplete]]:
-    """The tokens of all chunks, and the last messages, by sample."""
+    """Returns the tokens of all chunks, and the last messages, by sample."""
     tokens: dict[int, list[int]] = {}
     ends: dict[int, pb.GenerateComplete] = {}
     async for reply in call:
@@ -104,7 +104,7 @@ async def replies(call: Any) -> tuple[dict[int, list[int]], dict[int, pb.Generat
 
 
 async def halves(served: Served, message: pb.GenerateRequest) -> tuple[list[int], pb.GenerateComplete]:
-    """The same request through prefill and decode, as a router sends it."""
+    """Sends a request to prefill and then to decode, as a router does. Returns decode's tokens and last message."""
     _, first = await replies(served.prefill.Generate(as_prefill(message)))
     message.kv_transfer_params_json = first[0].kv_transfer_params_json
     tokens, ends = await replies(served.decode.Generate(message))
@@ -282,7 +282,7 @@ async def test_a_prefill_for_another_prompt_or_sampling_is_not_used(serve: Any) 
         other.kv_transfer_params_json = first[0].kv_transfer_params_json
         tokens, _ = await replies(served.decode.Generate(other))
         assert tokens[0] == expected_ids(list(other.tokenized.input_ids), 8)
-    # a request that gives no seed goes on with that of the prefill, so temperature alone makes the difference
+    # a request without a seed uses the prefill's seed, so only the temperature differs
     assert fallbacks(served) == {"prefill not usable": 4} and served.rig.gate.num_running == 0
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: every build for this CPU, and an arena with poison wherever no kernel may read."""
+"""Fixtures: every build of the kernels for this CPU, and arenas with poison wherever no kernel may read."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def _two_threads() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """Sequences whose keys and values [len, kv_heads, d] are scattered over a poisoned arena. For an int8
-    cache they are dequantized."""
+    """Sequences with keys and values [len, kv_heads, d], which are scattered over a poisoned arena. Those of an int8
+    cache are dequantized.
+    """
 
     key_cache: Tensor
     value_cache: Tensor
@@ -90,8 +91,9 @@ def _scatter(
 
 @pytest.fixture
 def scatter() -> Callable[..., PagedCase]:
-    """Returns scatter(lens, kv_heads, d, block_size, dtype, seed, heads_first=True, window=0). With a window, earlier
-    positions are poison, and their block ids are invalid."""
+    """Returns scatter(lens, kv_heads, d, block_size, dtype, seed, heads_first=True, window=0), which returns a
+    `PagedCase`. Positions before a window are poison, and their block ids are invalid.
+    """
 
     def build(
         lens: list[int],
@@ -110,8 +112,9 @@ def scatter() -> Callable[..., PagedCase]:
 
 @pytest.fixture
 def attend_f64() -> Callable[..., Tensor]:
-    """Returns attend_f64(q [n, H, d], k, v [len, KVH, d], scale, window), causal float64 attention of the last n
-    positions."""
+    """Returns attend_f64(q [n, H, d], k, v [len, KVH, d], scale, window), the causal attention of the last n positions
+    in float64.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
         group = q.shape[1] // k.shape[1]

@@ -1,4 +1,6 @@
-"""Batched block copies: within an arena, between two, large enough for several threads, and refusals without a copy."""
+"""Batched block copies: within an arena, between two arenas, with several threads, and rejected copies that write
+nothing.
+"""
 
 from __future__ import annotations
 

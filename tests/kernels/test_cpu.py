@@ -1,4 +1,4 @@
-"""The loader: a build for every instruction set, forced choices, counted fallbacks."""
+"""The loader of the kernels: a build for every instruction set, forced choices, counted fallbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of experts against plain torch, and the bound on logits."""
+"""The choice of experts compared with torch, and the bound on logits."""
 
 from __future__ import annotations
 

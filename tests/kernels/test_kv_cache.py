@@ -1,4 +1,4 @@
-"""Caches of 8 bits: the bytes of a row, and attention against float64 over the numbers that the caches hold."""
+"""Caches of 8 bits: the bytes of a row, and attention compared with float64 on the numbers in the caches."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def new_caches(kv_dtype: torch.dtype, d: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "window"), [(8, 2, 64, None), (3, 1, 8, None), (7, 1, 80, 100)])
 def test_attention_over_8_bits_matches_float64(isa: str, scatter: Any, attend_f64: Any, dtype: Any, kv_dtype: Any, heads: int, kv_heads: int, d: int, window: int | None) -> None:  # fmt: skip  # noqa: E501
-    """Decode, and prefill in chunks of up to 40 queries. Everything that no row sees is poison."""
+    """Tests decode, and prefill in chunks of up to 40 queries. Everything that no row sees is poison."""
     lens, chunk = [1, 17, 0, 257, 700], 40
     case = scatter(lens, kv_heads, d, 16, kv_dtype, window=window + chunk if window else 0)
     where = (case.key_cache, case.value_cache, case.block_table, case.context_lens)

@@ -1,4 +1,4 @@
-"""Packed linear layers compared with float64, and a row's bits, which depend neither on other rows nor on threads."""
+"""Packed linear layers compared with float64, and a row's bits, which do not depend on other rows or threads."""
 
 from __future__ import annotations
 
@@ -83,8 +83,9 @@ def test_rows_of_a_strided_input() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n_in", "n_out"), [(64, 100), (1, 1), (7, 33), (97, 15), (768, 1280), (2048, 130)])
 def test_vectors_of_every_build(native_isa: cpu.Isa, dtype: torch.dtype, n_in: int, n_out: int) -> None:
-    """Odd shapes and strided rows are compared with float64. The bits are the same alone, in a batch, with 1 and 2
-    threads."""
+    """Odd shapes and strided rows are compared with float64. The bits are the same alone and in a batch, with 1 and 2
+    threads.
+    """
     weight, b = (torch.randn(n_out, n_in) / n_in**0.5).to(dtype), torch.randn(n_out).to(dtype)
     x = torch.randn(140, n_in + 3).to(dtype)[:, 2 : n_in + 2]  # more than one slab of the longest rows
     for bias in (None, b):
@@ -113,7 +114,7 @@ def choosing() -> Iterator[None]:
 def test_ours_is_taken_unless_onednn_is_measured_to_be_faster(
     dtype: torch.dtype, choosing: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On any CPU, the measured times decide, and the choice is logged once."""
+    """The measured times decide on any CPU, and the choice is logged once."""
     if PackedLinear(torch.zeros(32, 32, dtype=dtype), provider="onednn").how != "onednn":
         pytest.skip(f"oneDNN has no {dtype} on this CPU")
     ours = "amx" if dtype == torch.bfloat16 and amx.available() else "simd"
@@ -144,7 +145,7 @@ def test_the_first_choice_in_a_directory_is_everybodys(
 
 
 def test_what_takes_longer_is_measured_to_take_longer() -> None:
-    """Measures real products: one product, and thirty of them."""
+    """Measures one real product and thirty of them."""
     product = PackedLinear(torch.randn(linear.TIMED_SHAPE), provider="simd")
     once, often = linear.times_of([product, lambda x: [product(x) for _ in range(30)][-1]], torch.float32)
     assert 5 * once < often
@@ -155,7 +156,9 @@ def test_what_takes_longer_is_measured_to_take_longer() -> None:
 def test_two_processes_choose_alike(
     dtype: torch.dtype, choosing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both processes choose at once, like workers that start together. Otherwise they could not share blocks."""
+    """Both processes choose at the same time, like workers that start together. With different choices, they could not
+    share blocks.
+    """
     monkeypatch.setenv("KERNELS_CHOICES", str(tmp_path))
     program = f"import torch; from kernels.linear import provider_of; print(provider_of({dtype}))"
     both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]

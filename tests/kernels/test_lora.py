@@ -1,4 +1,6 @@
-"""Low-rank corrections against float64: odd shapes, ranks and mixtures of adapters; untouched rows keep their bits."""
+"""LoRA corrections compared with float64: odd shapes, ranks and mixtures of adapters; rows without adapters keep their
+bits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ OUTS = (50, 16, 33)
 
 
 def adapter(rank: int, n_in: int, dtype: torch.dtype, outs: tuple[int, ...] = OUTS) -> LoraWeights:
-    """Corrects site 1 of two, where every projection has another scale."""
+    """Returns an adapter for the second of two products, in which every projection has a different scale."""
     starts = np.cumsum((0, *outs[:-1])).tolist()
     parts = [
         LoraPart(torch.randn(rank, n_in).to(dtype), (torch.randn(rank, out) / rank).to(dtype), at, 0.5 + at / 100)

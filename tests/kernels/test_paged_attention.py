@@ -1,5 +1,6 @@
-"""Decode attention compared with float64, for odd shapes and poisoned memory, and its bits in any batch and block
-size."""
+"""Decode attention compared with float64 for odd shapes and poisoned memory, and its bits for any batch and
+block size.
+"""
 
 from __future__ import annotations
 
@@ -135,8 +136,9 @@ def test_writes_into_out_and_takes_strided_q(native_isa: str, scatter: Any) -> N
 def test_sequences_with_a_common_prefix_have_the_bits_they_have_alone(
     native_isa: str, dtype: Any, threads: int, group: int
 ) -> None:
-    """Their common blocks are read once for all sequences. The prefix ends before, at and after the piece of 256
-    keys."""
+    """Their common blocks are read once for all sequences. The prefix ends before, at and after the end of a piece of
+    256 keys.
+    """
     kv_heads, d, block_size, num_blocks, width = 2, 64, 16, 400, 50
     torch.set_num_threads(threads)
     arena = torch.randn(num_blocks, 2, kv_heads, block_size, d).to(dtype)

@@ -1,5 +1,6 @@
-"""Prefill attention compared with float64, and the core of promise 1: its bits equal those of decode in any
-chunking."""
+"""Prefill attention compared with float64. Its bits are those of decode for any chunks, which is the basis of promise
+1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits: rounding, and the product of every build compared with float64."""
+"""Weights of 4 and 8 bits: rounding, and the products of every build compared with float64."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_large_matrices_on_two_threads(native_isa: str, dtype: torch.dtype, bits
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_largest_values_of_a_long_group_do_not_overflow(native_isa: str, bits: Any) -> None:
-    """AVX512 sums a group in integers of 32 bits, in blocks of 256 inputs."""
+    """The AVX-512 build sums a group in 32-bit integers, in blocks of 256 inputs."""
     values = torch.full((16, 1000), -(1 << bits - 1), dtype=torch.int8)
     weight = QuantizedWeight(values, torch.ones(16, 1), None, bits, 1000)
     x = torch.full((3, 1000), 255 / 128, dtype=torch.bfloat16)
@@ -131,7 +131,7 @@ def test_rounding_keeps_zeros_and_extremes(bits: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matrices_of_several_forms_are_one_below_the_other(native_isa: str, dtype: Any) -> None:
-    """Adjacent matrices of the same form become one. The outputs of others start in the middle of a panel."""
+    """Adjacent matrices of the same form become one matrix. The outputs of others start in the middle of a panel."""
     forms: list[tuple[int, Bits, int, bool, bool]] = [
         (24, 4, 32, True, True), (9, 4, 32, True, True), (7, 8, 32, True, True), (40, 8, 16, False, False),
         (1, 4, 96, False, True), (33, 4, 96, True, True),

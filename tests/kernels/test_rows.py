@@ -1,7 +1,5 @@
-"""Row invariance (docs/design.md, Numbers), one property over every public kernel.
-
-A row has the same bits alone, in a batch, in any chunking, with 1 and 2 threads. Further requirements on a kernel's
-bits are in its own tests.
+"""Row invariance of every public kernel (docs/design.md, Numbers). A row has the same bits alone, in a batch, in any
+chunks, and with 1 and 2 threads. Each kernel's own tests test further requirements on its bits.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from kernels.write_blocks import write_blocks
 
 ROWS = 48  # with the widths below, every kernel uses several threads
 Compute = Callable[[slice], tuple[Tensor, ...]]
-"""A function that computes some rows of a kernel: it returns tensors with one entry per row."""
+"""A function that computes some rows with a kernel. It returns tensors with one entry per row."""
 
 
 def _rms_norm(dtype: torch.dtype, scatter: Any) -> Compute:
@@ -78,7 +76,7 @@ def _linear_int8(dtype: torch.dtype, scatter: Any) -> Compute:
 
 
 def _lora(dtype: torch.dtype, scatter: Any) -> Compute:
-    """Every fourth row has no adapter; the others have one of three."""
+    """Every fourth row has no adapter; the others have one of three adapters."""
     adapters = [
         LoraWeights([[LoraPart(torch.randn(r, 321).to(dtype), torch.randn(r, 200).to(dtype), 0, 0.5)]])
         for r in (4, 16, 5)

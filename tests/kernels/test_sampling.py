@@ -13,7 +13,7 @@ NEG_INF = float("-inf")
 
 
 def draw(logits: torch.Tensor, heat: float = 1.0, k: int = 0, p: float = 1.0, floor: float = 0.0, seed: int = 0) -> torch.Tensor:  # fmt: skip  # noqa: E501
-    """Samples all rows of `logits` with the same parameters. The row number is the position."""
+    """Samples all rows of `logits` with the same parameters. A row's number is its position."""
     n = len(logits)
     return sample(logits, [heat] * n, [k] * n, [p] * n, [floor] * n, [seed] * n, [0] * n, list(range(n)))
 
@@ -29,8 +29,9 @@ def test_philox_known_answers() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000])
 def test_equal_weights_show_the_uniform_number(isa: str, vocab: int) -> None:
-    """With equal logits, the token is floor(u * vocab). This checks the C++ Philox, its counter and key against
-    Python's."""
+    """With equal logits, the token is floor(u * vocab). This compares Philox, its counter and its key in C++ with those
+    in Python.
+    """
     seeds, samples = [0, 1, 2**63 + 5, 2**64 - 1], [0, 3, 2**33, 1]
     positions = [0, 2**40, 17, 9]
     got = sample(torch.zeros(4, vocab), [1.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4, seeds, samples, positions)
@@ -66,12 +67,13 @@ def test_chi_square(native_isa: str, heat: float, k: int, p: float, floor: float
     assert torch.special.gammaincc(freedom, chi_square / 2) > 1e-4
 
 
-def test_agrees_with_the_reference(native_isa: str) -> None:
+@pytest.mark.parametrize(("vocab", "most_k"), [(300, 40), (5000, 40), (5000, 5000)])
+def test_agrees_with_the_reference(native_isa: str, vocab: int, most_k: int) -> None:
     n, g = 400, torch.Generator().manual_seed(3)
-    logits = 3 * torch.randn(n, 300, generator=g)
+    logits = 3 * torch.randn(n, vocab, generator=g)
     columns = (
         torch.rand(n, generator=g) + 0.1,
-        torch.randint(0, 40, (n,), generator=g),
+        torch.randint(0, most_k, (n,), generator=g),
         torch.rand(n, generator=g) * 0.9 + 0.1,
         torch.rand(n, generator=g) * 0.1,
         torch.randint(0, 2**62, (n,), generator=g),

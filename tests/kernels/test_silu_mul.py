@@ -41,5 +41,5 @@ def test_extremes_stay_finite(isa: str, function: Any) -> None:
 
 
 def test_refuses_odd_width(isa: str) -> None:
-    with pytest.raises(ValueError, match="gate and up"):
+    with pytest.raises(ValueError, match="must be even"):
         silu_mul(torch.randn(2, 7))

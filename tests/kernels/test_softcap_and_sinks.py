@@ -1,4 +1,4 @@
-"""Softcap and attention sinks compared with float64, in decode and prefill, and reproducible bits of rows."""
+"""Softcap and attention sinks compared with float64 in decode and prefill, and the bits of rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 LENS = [1, 17, 256, 700]
 HEADS, KV_HEADS, DIM = 6, 2, 64
 SCALE = 0.5
-"""Large enough that scores reach the cap."""
+"""A scale that is large enough for scores to reach the cap."""
 KINDS = [(5.0, False, None), (None, True, None), (5.0, True, None), (30.0, True, 100)]
 
 
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None, sinks: Any, window: int | None
 ) -> torch.Tensor:
-    """q [heads, d] at the last of the positions, keys and values [n, kv_heads, d] -> [heads, d], in float64."""
+    """Returns attention [heads, d] in float64, for q [heads, d] at the last position and keys and values [n, kv_heads,
+    d].
+    """
     group, out = HEADS // KV_HEADS, []
     for head in range(HEADS):
         k, v = keys[:, head // group].double(), values[:, head // group].double()

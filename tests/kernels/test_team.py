@@ -1,4 +1,4 @@
-"""The kernels' thread team: many callers at once, a caller that forks, more threads than cores."""
+"""The kernels' threads: many callers at once, a caller that forks, more threads than cores."""
 
 from __future__ import annotations
 

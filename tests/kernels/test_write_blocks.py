@@ -1,4 +1,6 @@
-"""RoPE and the write into slots: compared with float64 and Hugging Face's rotation; all other memory is untouched."""
+"""RoPE and the write into slots, compared with float64 and Hugging Face's rotation. All other memory stays
+unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load test with real processes: locust with a server, and its exit status without one."""
+"""The load test with real processes: locust with a server, and its exit status without a server."""
 
 from __future__ import annotations
 

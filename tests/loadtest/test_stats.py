@@ -1,4 +1,4 @@
-"""The times of a stream: one ttft, a gap for each later message, one e2e. Failures are counted as failures."""
+"""The times of a stream: ttft, a gap for each later message, and e2e. Failures are counted as failures."""
 
 from __future__ import annotations
 

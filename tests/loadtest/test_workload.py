@@ -1,4 +1,4 @@
-"""Workloads: equal requests for equal seed and number, the requested distribution of lengths, traces."""
+"""Workloads: the same requests for the same seed and number, the requested distribution of lengths, traces."""
 
 from __future__ import annotations
 

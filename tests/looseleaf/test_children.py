@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ import pytest
 
 from common.errors import StartupError
 from common.rpc import write_ready_file
+from common.telemetry import json_line
 from looseleaf.serve.child import later
-from looseleaf.serve.children import Child, ChildDied, Restarts, ServiceSpec, end, wait_ready
+from looseleaf.serve.children import Child, ChildDied, Restarts, ServiceSpec, end, labelled, wait_ready
 from testing.system import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,3 +200,13 @@ def test_a_service_that_keeps_ending_is_not_started_again() -> None:
     restarts = Restarts()
     assert [restarts.allow("one") for _ in range(6)] == [True] * 5 + [False]
     assert restarts.allow("other")
+
+
+def test_the_launcher_adds_the_name_of_the_process_to_its_lines() -> None:
+    line = json_line("decode_svc", "ready", 0.5, "info", logger="decode")
+    assert labelled("decode-0", line, "text") == f"decode-0    | {line}"
+    event = json.loads(labelled("decode-0", line, "json"))
+    assert event["process"] == "decode-0" and event["time"] == "1970-01-01T00:00:00.500Z"
+    for plain in ("Traceback (most recent call last):", "7"):
+        event = json.loads(labelled("decode-0", plain, "json"))
+        assert (event["service"], event["message"]) == ("decode-0", plain)

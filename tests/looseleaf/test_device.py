@@ -1,5 +1,4 @@
-"""The device of a deployment. The query runs in a separate process, with a stand-in for the driver or without a
-driver."""
+"""The device of a deployment. A separate process queries the driver: a stand-in, or none."""
 
 from __future__ import annotations
 

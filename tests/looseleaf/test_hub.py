@@ -105,6 +105,9 @@ def test_what_cannot_be_fetched_says_what_to_do(hub: Any, tmp_path: Path) -> Non
     offline = resolved("acme/tiny", tmp_path / "hf")
     assert "cannot be reached" in offline and "hf download acme/tiny --local-dir tiny" in offline
     assert f"({tmp_path}/hf/hub)" in offline
+    (hub.directory / "model.safetensors").rename(hub.directory / "tiny-Q8_0.gguf")
+    without = resolved("acme/tiny", tmp_path / "hf", hub.address)
+    assert "acme/tiny has no *.safetensors files; for a GGUF file, run `hf download acme/tiny FILE.gguf" in without
     assert "does not show it" in resolved("acme/other", tmp_path / "hf", hub.address)
     assert f"grants access on {hub.address}/acme/gated" in resolved("acme/gated", tmp_path / "hf", hub.address)
 
@@ -123,7 +126,7 @@ def test_a_gguf_file_gets_a_directory_once(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_of_another_format_is_named_as_one(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(StartupError, match=r"model\.gguf is not a GGUF file that can be read"):
+    with pytest.raises(StartupError, match=r"model\.gguf cannot be read as a GGUF file"):
         resolve(str(tmp_path / "model.gguf"))
     with pytest.raises(StartupError, match="model directory nowhere/at-all does not exist"):
         resolve("./nowhere/at-all")

@@ -66,9 +66,12 @@ def test_all_workers_have_the_parts_that_the_one_with_the_most_ranks_needs() -> 
     assert role_flags(settings, "decode_svc") == ["--tensor-parallel-size", "1", "--reduction-parts", "4"]
     assert settled(settings.model_copy(update={"roles": "auto"})).roles == "split"
     assert role_flags(ServeSettings(), "decode_svc") == []
-    with pytest.raises(StartupError, match="tensor parallel sizes"):
+    stages = ServeSettings(roles="split", decode_pipeline_parallel_size=2)
+    assert role_flags(stages, "decode_svc") == ["--pipeline-parallel-size", "2"]
+    assert role_flags(stages, "prefill_svc") == []
+    with pytest.raises(StartupError, match="parallel sizes"):
         settled(settings.model_copy(update={"roles": "both"}))
-    with pytest.raises(StartupError, match="--spare 1 does not support a tensor parallel size of 2"):
+    with pytest.raises(StartupError, match="--spare 1 does not support workers with 2 ranks"):
         settled(settings.model_copy(update={"spare": 1}))
 
 

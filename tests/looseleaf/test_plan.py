@@ -1,4 +1,4 @@
-"""`looseleaf plan`: the numbers of the papers, for models of which only the config exists here."""
+"""`looseleaf plan` prints the numbers of the papers, for models of which only the config is stored here."""
 
 from __future__ import annotations
 

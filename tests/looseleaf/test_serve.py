@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from looseleaf.serve.model_source import cache_directory, tiny_checkpoint
 from looseleaf.serve.placement import settled, worker_processes
 from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.shm import ROOT as SHM
-from looseleaf.serve.shm import is_stale, sweep
+from looseleaf.serve.shm import sweep
 from protos.v1.block_store_pb2 import InspectResponse
 from testing.system import assert_nothing_held, inspect, wait_for
 
@@ -46,7 +47,9 @@ class Served:
 
     def __init__(self, *flags: str) -> None:
         command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, *flags]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
         Served.begun.append(self)
         assert self.process.stdout is not None
         self.lines: list[str] = []
@@ -55,6 +58,7 @@ class Served:
             if "  says  " in line:
                 break
         self.services = services_of(self.process.pid)
+        self.directories = directories_of(self.process.pid)
 
     @property
     def grpc(self) -> str:
@@ -137,14 +141,19 @@ def alive(pids: Iterator[int] | list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def left_behind() -> set[Path]:
-    """Returns the launchers' directories in shared memory that no live process uses."""
-    return set(filter(is_stale, SHM.glob("looseleaf-run-*")))
+def directories_of(pid: int) -> list[Path]:
+    """Returns the launcher's directories in shared memory, of which it holds the lock file open."""
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
+            if (name := os.readlink(descriptor)).startswith(f"{SHM}/looseleaf-run-"):
+                found.append(Path(name).parent)
+    return found
 
 
 def test_a_line_of_text_then_an_orderly_end() -> None:
-    before = left_behind()
     served = Served()
+    assert len(served.directories) == 1 and served.directories[0].exists()
     out = "".join(served.lines)
     assert re.search(r"  says  Once upon a time\S", out), out
     workers = {package for _, package in worker_processes(settled(ServeSettings()))}
@@ -161,7 +170,7 @@ def test_a_line_of_text_then_an_orderly_end() -> None:
     assert re.match(r"looseleaf: an? spare worker|looseleaf: no spare worker", told) and "GiB" in told
     assert told.startswith("looseleaf: no") or SPARE in served.services
     assert alive(list(served.services.values())) == []
-    assert left_behind() <= before
+    assert not served.directories[0].exists()
 
 
 def test_complete_and_health_from_the_command_line() -> None:
@@ -184,9 +193,17 @@ def test_complete_and_health_from_the_command_line() -> None:
         served.end(signal.SIGINT)
 
 
+def test_ctrl_c_in_a_terminal_ends_redis_last() -> None:
+    """A terminal sends SIGINT to the launcher's whole process group."""
+    served = Served("--roles", "both", "--spare", "0")
+    os.killpg(served.process.pid, signal.SIGINT)
+    _, errors = served.process.communicate(timeout=60)
+    assert served.process.returncode == 0
+    assert "redis-server ended" not in errors and "WARNING" not in errors and "ERROR" not in errors
+
+
 def test_what_dies_is_started_again_at_its_address_and_nothing_is_forgotten() -> None:
     """Kills the block store, the private Redis and the gateway, one after the other."""
-    before = left_behind()
     served = Served("--roles", "both", "--spare", "0")
     try:
         arena, first = inspect(served.store).arena_id, served.generate()
@@ -201,7 +218,7 @@ def test_what_dies_is_started_again_at_its_address_and_nothing_is_forgotten() ->
         assert_nothing_held(served.store)
     finally:
         status, errors = served.end(signal.SIGTERM)
-    assert status == 0 and left_behind() <= before, "also what a store found, not made, is removed"
+    assert status == 0 and not served.directories[0].exists(), "also what a store found, not made, is removed"
     for what in ("block_store was killed", "redis-server ended", "gateway was killed"):
         assert len(re.findall(f"^looseleaf: .*{what}", errors, re.MULTILINE)) == 1, errors
 
@@ -228,8 +245,12 @@ def test_a_killed_launcher_leaves_nothing_running() -> None:
     while alive(list(served.services.values())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(list(served.services.values())) == []
-    sweep(SHM)
-    assert not left_behind()
+
+    def is_swept() -> bool:
+        sweep(SHM)
+        return not served.directories[0].exists()
+
+    wait_for(is_swept, bool, 30.0, "the lock outlives the launcher's children")
 
 
 @pytest.fixture
@@ -240,12 +261,12 @@ def occupied() -> Iterator[int]:
 
 def refused(*flags: str) -> str:
     """Returns the stderr of a `serve` that must not start."""
-    before = left_behind()
-    command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    with tempfile.TemporaryDirectory(dir=SHM) as directory:
+        command = [sys.executable, "-m", "looseleaf", "serve", *FREE_PORTS, "--directory", directory, *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert list(Path(directory).iterdir()) == [], "it left something behind"
     assert done.returncode not in (0, None), done.stdout
     assert "says" not in done.stdout
-    assert left_behind() <= before
     assert "Traceback" not in done.stderr
     return done.stderr
 

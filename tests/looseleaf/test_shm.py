@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,20 @@ def test_sweep_leaves_a_live_launch_and_strangers_alone(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     assert sweep(tmp_path) == 0
     assert shared.path.exists()
+    shared.close()
+
+
+def test_a_launch_that_begins_is_not_swept_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, swept = fcntl.flock, []
+
+    def lock_later(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX:
+            swept.append(sweep(tmp_path))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_later)
+    shared = SharedDirectory(tmp_path)
+    assert swept == [0] and shared.path.exists()
     shared.close()
 
 

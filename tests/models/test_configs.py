@@ -1,5 +1,6 @@
-"""The directories that contain only a config, for `--load-format dummy`: the engine reads them, and their sizes match
-their names."""
+"""The model directories with only a config (for `--load-format dummy`): the engine can read them, and their sizes match
+their names.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-moe-150m": 137_607_168,
 }
-"""Parameter counts (tied embeddings count once): of published checkpoints, except for gemma3-120m and qwen3-moe-150m,
-which are smaller relatives of them.
+"""Parameter counts (tied embeddings count once). They are those of published checkpoints, except for gemma3-120m and
+qwen3-moe-150m, which are smaller variants.
 """
 
 

@@ -1,4 +1,4 @@
-"""The story grammar and the training rows made from it: well-formed text, agreement, determinism, variety."""
+"""The story grammar and the training rows from it: well-formed text, agreement, determinism, variety."""
 
 from __future__ import annotations
 

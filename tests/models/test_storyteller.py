@@ -1,4 +1,6 @@
-"""The built-in model: a complete directory, the logits of transformers, complete stories and answers."""
+"""The built-in model: its directory is complete, its logits are those of transformers, its stories and answers are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ DIRECTORY = Path(__file__).resolve().parents[2] / "models" / "storyteller"
 OPENINGS = ("Once upon a time", "Long ago, in a small village", "There was once a king", "One day, a girl named Lily")
 NEW_TOKENS = 64
 BF16_TIE = 0.15
-"""The bf16 logits of this model differ by up to about this much. Only choices that are closer may differ."""
+"""The approximate largest difference in the bf16 logits of this model. Only choices between closer logits
+may differ.
+"""
 MAX_STORY = 500
 
 
@@ -48,7 +52,7 @@ def reference() -> Any:
 
 
 def chat_ids(tokenizer: Tokenizer, *contents: str) -> list[int]:
-    """Returns the prompt ids of a chat, as the gateway makes them. The contents are from user and assistant in turn."""
+    """Returns the prompt ids of a chat, as in the gateway. The contents are from user and assistant in turn."""
     assets = load_assets(str(DIRECTORY))
     assert assets.chat_template is not None
     roles = ("user", "assistant")
@@ -58,7 +62,7 @@ def chat_ids(tokenizer: Tokenizer, *contents: str) -> list[int]:
 
 
 def tell(teller: Oracle, ids: list[int], seed: int | None, max_tokens: int = MAX_STORY) -> list[int]:
-    """Returns output ids with the shipped sampling settings, or greedy ones if there is no seed."""
+    """Returns output ids with the model's sampling settings, or greedy ids if there is no seed."""
     assets = load_assets(str(DIRECTORY))
     sampling = SamplingParams(temperature=0.0)
     if seed is not None:
@@ -144,7 +148,7 @@ def test_stories_end_by_themselves_in_whole_sentences(tokenizer: Tokenizer, tell
 
 
 def test_a_girl_is_called_she(tokenizer: Tokenizer, teller: Oracle) -> None:
-    """In the first paragraph after "a little girl named Lily", the pronouns are feminine."""
+    """The pronouns in the first paragraph after "a little girl named Lily" are feminine."""
     good = 0
     for seed in range(1, 6):
         ids = tokenizer.encode("Once upon a time, there was a little girl named Lily.").ids
@@ -158,7 +162,7 @@ def test_a_girl_is_called_she(tokenizer: Tokenizer, teller: Oracle) -> None:
 def test_chat_tells_of_both_who_were_asked_for_and_stops(
     tokenizer: Tokenizer, teller: Oracle, pair: tuple[str, str], least: int
 ) -> None:
-    """Tests greedy decoding and three seeds. The model card has the rates for more pairs and seeds."""
+    """Tests greedy decoding and three seeds. The model card has the results for more pairs and seeds."""
     ids = chat_ids(tokenizer, pairs.request(pair))
     told = 0
     for seed in (None, 1, 2, 3):

@@ -31,7 +31,7 @@ from testing.oracle import Oracle
 
 @dataclass
 class World:
-    """One prefill worker and one claimer."""
+    """A prefill worker, and a claimer of its tickets."""
 
     runner: ModelRunner
     arena: Arena
@@ -40,7 +40,7 @@ class World:
     claimer: HeldBlocks
     worker: PrefillWorker
     num_computed: int = 0
-    """The number of positions that went through the model."""
+    """The number of positions that the model has computed."""
 
     def submit(
         self,
@@ -54,7 +54,7 @@ class World:
         return events
 
     def run(self, *many: list[Event]) -> None:
-        """Steps until each of these jobs has its last event."""
+        """Runs steps until each of these jobs has its last event."""
         for _ in range(200):
             if all(events and isinstance(events[-1], Done | Exception) for events in many):
                 return
@@ -69,7 +69,7 @@ class World:
         return done
 
     def claim(self, ticket: Ticket) -> list[BlockRef]:
-        """Claims the ticket. Returns the ledger's view of the claimer only."""
+        """Claims the ticket. Returns the blocks that the claimer has received, according to the ledger."""
         before = set(self.claimer.holder.holdings())
         self.claimer.claim(ticket)
         return [ref for ref in self.claimer.holder.holdings() if ref not in before]
@@ -99,8 +99,9 @@ def oracle(runner: ModelRunner) -> Oracle:
 def make_world(
     runner: ModelRunner, redis: redis_server.RedisHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., World]]:
-    """Returns make_world(num_blocks=64, budget=512, max_num_seqs=16), for one call per test. At its end, no block may
-    be held."""
+    """Returns make_world(num_blocks=64, budget=512, max_num_seqs=16), which a test may call once. At the end of the
+    test, no block may be held.
+    """
     made: list[World] = []
 
     def make(num_blocks: int = 64, budget: int = 512, max_num_seqs: int = 16) -> World:

@@ -1,6 +1,5 @@
-"""Cancellation of a job in each of its phases: it holds no blocks afterwards, and other jobs continue.
-
-The fixture asserts at the end that no block is held.
+"""Cancellation of a job in each of its phases. It holds no blocks afterwards (the fixture asserts this), and other jobs
+continue.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def put(world: Any, prompt: list[int], num_branches: int = 1) -> tuple[Job, list
 
 
 def settle(world: Any) -> None:
-    """Lets Redis answer again, and repeats the calls that were not acknowledged."""
+    """Makes Redis answer again, and repeats the calls without an answer."""
     world.held.holder.lease.probe()
     world.held.release(world.held.alloc(1))
 
@@ -63,7 +62,7 @@ def test_cancelled_while_its_hand_over_waits(make_world: Make, num_branches: int
 
 @pytest.mark.parametrize("num_answers", [0, 1], ids=["not made", "made, unheard"])
 def test_cancelled_when_its_hand_over_got_no_answer(make_world: Make, num_answers: int) -> None:
-    """The same prompt then comes again at once, and gets a new ticket."""
+    """The same prompt comes again immediately, and gets a new ticket."""
     world = make_world()
     job, events = put(world, PROMPT[:32])  # all its blocks are full, so the next job has the same blocks
     hand_over = world.held.holder.hand_over
@@ -133,7 +132,7 @@ def test_cancelled_before_its_turn(make_world: Make) -> None:
 
 
 def test_fenced_while_a_hand_over_waits(make_world: Make) -> None:
-    """The client is told to retry, and the next incarnation holds none of its blocks."""
+    """The client is told to retry, and the worker's next incarnation holds none of the blocks."""
     world = make_world()
     _, events = put(world, PROMPT)
     step = world.runner.step

@@ -1,4 +1,4 @@
-"""Prefill with grammars: the first token is constrained; a grammar that fails costs only its own prompt."""
+"""Prefill with grammars: the first token is constrained; a grammar that fails affects only its own prompt."""
 
 from __future__ import annotations
 

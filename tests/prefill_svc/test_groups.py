@@ -1,4 +1,4 @@
-"""Sequence groups in prefill: one pass, one ticket, one reference per block, the oracle's tokens."""
+"""Sequence groups in prefill: one forward pass, one ticket, one reference per block, the oracle's tokens."""
 
 from __future__ import annotations
 
@@ -172,8 +172,9 @@ def test_branches_that_end_with_their_token_are_not_handed_over(make_world: Make
 
 
 def test_equal_groups_in_one_step_end_up_in_the_same_blocks(make_world: Make, outputs: list[list[int]]) -> None:
-    """When both are sealed, the second group drops its trunk blocks and uses those of the first. Its branches
-    follow."""
+    """When both are sealed, the second group drops its trunk blocks and uses those of the first, and so do its
+    branches.
+    """
     world = make_world()
     branches, expected = returned(outputs, [3, 40])
     both = [world.submit(PROMPT, branches, SAMPLED, STOPPING) for _ in range(2)]
@@ -262,7 +263,7 @@ def test_a_cancelled_group_releases_all_its_branches(make_world: Make, outputs: 
 
 
 def test_a_ticket_whose_caller_has_gone_is_ended_at_once(make_world: Make) -> None:
-    """The request was cancelled after the prompt was done, and before the caller got the result."""
+    """The request is cancelled after the prompt is done and before the caller gets the result."""
     world, events = make_world(), []
     job = Job.of(PROMPT, empty(2), SAMPLED, STOPPING)
     world.worker.submit(job, b"", events.append)
@@ -276,7 +277,7 @@ def test_a_ticket_whose_caller_has_gone_is_ended_at_once(make_world: Make) -> No
 def test_a_prompt_that_waits_for_its_hand_over_can_be_cancelled(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger has handed the prompt over, but the answer was lost."""
+    """The ledger has handed the prompt over, but the answer is lost."""
     world, events = make_world(), []
     world.held.holder.lane.budget_s = -1.0
     hand_over = world.ledger.hand_over

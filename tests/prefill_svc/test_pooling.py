@@ -1,5 +1,5 @@
-"""Embeddings by a prefill worker: the same bits in any batch and for any division into chunks, close to transformers,
-no blocks held.
+"""Embeddings by a prefill worker: the same bits in any batch and in any chunks, close to transformers, no
+blocks held.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def embedded(world: Any, jobs: list[Job], salt: bytes = b"") -> list[Done]:
 
 
 def states_of(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
-    """The hidden states of a whole prompt, computed at once and alone."""
+    """Returns the hidden states of a prompt, computed alone in one chunk."""
     sequence = Batch.of(runner, [prompt], 1).sequences[0]
     sequence.pooling = "mean"
     return runner.hidden_states(lay_out([Chunk(sequence, len(prompt))], runner.layout.block_size).batch)

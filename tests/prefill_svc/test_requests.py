@@ -1,4 +1,4 @@
-"""Requests that a prefill worker refuses from any caller."""
+"""Requests that a prefill worker rejects."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def scheduler(budget: int = 64, max_num_seqs: int = 8, max_queue: int = 8) -> Pr
 
 
 def run(target: PrefillScheduler) -> list[tuple[Job, int]]:
-    """Plans and executes a step. Returns the number of tokens of each job."""
+    """Plans and executes a step. Returns the number of computed tokens of each job."""
     plan = [(item, chunk.num_tokens) for item, chunk in target.plan(lambda _: True)]
     for item, num_tokens in plan:
         item.trunk.num_computed += num_tokens
@@ -56,7 +56,7 @@ def test_nobody_overtakes_a_head_that_waits_for_blocks() -> None:
 
 
 def test_nobody_overtakes_a_running_prompt_that_waits_for_blocks() -> None:
-    """Otherwise many short prompts could take all blocks that it waits for."""
+    """Otherwise, short prompts could take all blocks for which it waits."""
     target, long, short = scheduler(budget=40), job(60), job(1)
     target.add(long)
     assert run(target) == [(long, 40)]

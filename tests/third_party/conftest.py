@@ -30,7 +30,9 @@ def builtin() -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A server with the built-in model's weights and a chat template that supports tools. The model's own does not."""
+    """A server with the built-in model's weights and a chat template that supports tools. The model's own template does
+    not.
+    """
     directory = tmp_path_factory.mktemp("models") / "storyteller"
     shutil.copytree(STORYTELLER, directory, ignore=shutil.ignore_patterns("SHA256SUMS"))
     (directory / "chat_template.jinja").write_text(HERMES, encoding="utf-8")

@@ -33,7 +33,7 @@ class Client:
     title: str
     kind: Literal["pip", "npm", "deb"]
     packages: tuple[str, ...]
-    """The client itself first."""
+    """The first package is the client itself."""
     script: str
 
     @property
@@ -42,7 +42,7 @@ class Client:
 
     @property
     def version(self) -> str:
-        """The pinned version, or for a Debian package the one that was unpacked."""
+        """The pinned version, or, for a Debian package, the version that was unpacked."""
         if self.kind == "deb":
             return (self.directory / "version").read_text().strip()
         return self.packages[0].rpartition("==" if self.kind == "pip" else "@")[2]
@@ -74,6 +74,11 @@ CLIENTS = (
     Client("schemathesis", "schemathesis", "pip", ("schemathesis==4.32.5",), "use_schemathesis.py"),
     Client("smg", "smg (P/D router, over vLLM's gRPC)", "pip", ("smg==1.13.0",), "use_smg.py"),
     Client("promtool", "promtool (Debian's prometheus)", "deb", ("prometheus",), "use_promtool.py"),
+    Client("go", "grpc-go (Debian's), with a generated client", "deb", (
+        "golang-google-grpc-dev", "golang-google-protobuf-dev", "golang-google-genproto-dev",
+        "golang-github-golang-protobuf-1-5-dev", "golang-golang-x-net-dev", "golang-golang-x-sys-dev",
+        "golang-golang-x-text-dev", "golang-1.19-go", "golang-1.19-src", "protoc-gen-go", "protoc-gen-go-grpc",
+    ), "use_go.py"),
 )  # fmt: skip
 
 
@@ -105,14 +110,16 @@ def _npm(client: Client) -> None:
 
 
 def _deb(client: Client) -> None:
-    """Unpacks a Debian package without installing it: no services, no root."""
+    """Unpacks Debian packages without installing them: no services, no root."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         raise NotInstalled("this system is not Debian")
-    _run(["apt-get", "download", client.packages[0]], cwd=client.directory)
-    [archive] = client.directory.glob("*.deb")
-    _run(["dpkg-deb", "-x", str(archive), str(client.directory)])
-    (client.directory / "version").write_text(archive.name.split("_")[1])
-    archive.unlink()
+    _run(["apt-get", "download", *client.packages], cwd=client.directory)
+    for archive in client.directory.glob("*.deb"):
+        _run(["dpkg-deb", "-x", str(archive), str(client.directory)])
+        name, version, _ = archive.name.split("_")
+        if name == client.packages[0]:
+            (client.directory / "version").write_text(version)
+        archive.unlink()
 
 
 def _run(command: list[str], cwd: Path | None = None) -> None:

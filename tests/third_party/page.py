@@ -37,10 +37,10 @@ class Row:
     tried: list[dict[str, Any]] = field(default_factory=list)
     """Lines of a script: `what`, `remark`, `refused` and `error`."""
     missing: str | None = None
-    """Why the client is not installed."""
+    """The reason why the client is not installed, or None."""
 
     def note(self, what: str, error: str | None) -> None:
-        """Adds a result from outside the script. `error` is None if it is as expected."""
+        """Adds a result from outside the script. `error` is None if the result is as expected."""
         self.tried.append({"what": what, "remark": "", "refused": False, "error": error})
 
     @property

@@ -48,6 +48,7 @@ def test_a_client_does_what_its_users_expect(
     variables = {
         "LOOSELEAF_URL": f"http://{builtin.addresses.http}",
         "LOOSELEAF_TOOLS_URL": f"http://{with_tools.addresses.http}",
+        "LOOSELEAF_GRPC": builtin.addresses.grpc,
         "LOOSELEAF_SCRATCH": str(tmp_path),
         "LOOSELEAF_VLLM_GRPC": " ".join(builtin.addresses.vllm_grpc),
         "LOOSELEAF_WORKER_PID": str(builtin.pids["decode" if "decode" in builtin.pids else "worker"]),

@@ -1,4 +1,4 @@
-"""The tools for a GPU host, tested without a GPU: the files that they name exist, and limits hold."""
+"""The tools for a GPU host, tested without a GPU: the files that they name exist, and they respect limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A worker's adapters follow the list: adapters that are not wanted are dropped, and a lost or damaged list changes
-nothing.
-"""
+"""A worker's adapters are those of the list. Others are dropped, and a lost or damaged list changes nothing."""
 
 from __future__ import annotations
 

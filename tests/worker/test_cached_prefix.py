@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Iterator[TestStore]:
 
 
 def fill(held: HeldBlocks, name: str, group: int, blocks: range, length: int) -> dict[int, BlockRef]:
-    """Publishes these blocks of a chain in a KV group, one at a time."""
+    """Publishes these blocks of a chain in a KV group, one by one."""
     hashes = [group_hash(one, group) for one in chain(name, length)]
     refs = held.alloc(len(blocks))
     for ref, block in zip(refs, blocks, strict=True):
@@ -127,7 +127,7 @@ def test_nothing_is_found_where_a_window_is_missing(store: TestStore) -> None:
 
 
 def test_a_window_alone_needs_no_head(store: TestStore) -> None:
-    """A model whose layers all have a window continues from a prefix whose head was evicted long ago."""
+    """If all layers have a window, a prefix can be continued even if its head has been evicted."""
     held, layout, length = store.held(), layout_of(2 * SIZE), CHUNK * 2 + 9  # takes several lookup calls
     refs = fill(held, "a", 0, range(length - 5, length), length)
     found = find_prefix(held, chain("a", length), layout)

@@ -1,4 +1,4 @@
-"""Fair locks: one holder at a time, and no waiter is passed over."""
+"""Fair locks have one holder at a time, and do not pass over a waiter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_at_a_time() -> None:
 
 
 def test_who_waits_comes_before_who_was_just_served() -> None:
-    """The holder ends its turn and immediately asks for another one. The waiting thread is first."""
+    """The holder ends its turn and immediately asks for another turn. The waiting thread is first."""
     turns, order = FairLock(), []
     waiting = threading.Event()
 
@@ -89,7 +89,9 @@ while True:
 
 @pytest.fixture
 def stepping(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Starts processes that step as often as possible, for 20 ms each, and print when each step began and ended."""
+    """Returns a function that starts processes, which run steps of 20 ms as often as possible and print when each step
+    began and ended.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:

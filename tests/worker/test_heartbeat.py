@@ -1,4 +1,4 @@
-"""The messages of a worker on a stream: items as they arrive, and heartbeats in between."""
+"""The messages of a worker on a stream: items as they arrive, and heartbeats between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step threads that take turns: their steps never overlap, commands need no turn, failures are reported."""
+"""Step threads take turns: their steps never overlap, commands need no turn, failures are reported."""
 
 from __future__ import annotations
 

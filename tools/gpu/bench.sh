@@ -1,6 +1,6 @@
 #!/bin/bash
 # Measures this GPU: kernels, decode steps and served runs of the Llama-3-8B shape, compared with transformers. Results
-# go to the folder given (default docs/benchmarks/gpu/DATE-DEVICE-COMMIT): results.txt for people, results.jsonl, and
+# go to the given folder (default docs/benchmarks/gpu/DATE-DEVICE-COMMIT): results.txt for people, results.jsonl, and
 # errors.txt with the output to stderr. The most important stages run first, and all end within 440 s. This script has
 # not run on a GPU yet. REHEARSE=1 runs the same commands at toy sizes on a CPU, without limits.
 set -uo pipefail
@@ -29,7 +29,7 @@ stage() { # name, seconds, command ...
 	if [ "${REHEARSE:-}" ] || [ "$limit" -gt "$left" ]; then limit=$left; fi
 	if [ "$limit" -lt 10 ]; then say "!!! $name: no time left" && failed=1 && return; fi
 	echo "== $name" >>"$out/errors.txt"
-	# SIGINT, so that the services of a stack end; the results printed so far count.
+	# SIGINT, so that the services end; results printed so far are kept.
 	timeout -s INT -k 15 "$limit" "$@" 2>>"$out/errors.txt" | tee >(grep '^{' >>"$out/results.jsonl") | grep -v '^{' |
 		tee -a "$out/results.txt"
 	status=${PIPESTATUS[0]}

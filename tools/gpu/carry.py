@@ -1,11 +1,11 @@
-"""Collects in `.carry/` the packages that a GPU host without a network needs: cp312 wheels and FlashAttention-3's
+"""Downloads the packages that a GPU host without a network needs into `.carry/`: cp312 wheels and FlashAttention-3's
 library.
 
     python tools/gpu/carry.py            # wheels and FlashAttention-3
     python tools/gpu/carry.py --wheels   # wheels only
 
-The library comes from the vLLM wheel built for the host's torch 2.11 and CUDA 13 (sm_90a). Nothing else in that wheel
-is used, and no part of it is committed. The versions are pinned here, so every run collects the same files.
+The library comes from the vLLM wheel for torch 2.11 and CUDA 13 (sm_90a). Nothing else in that wheel is used, and no
+part of it is committed. Versions are pinned here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FA3_MEMBER = "_vllm_fa3_C"
 
 
 def download(requirements: tuple[str, ...], folder: Path) -> None:
-    """Downloads wheels for CPython 3.12 on Linux x86-64, without their dependencies."""
+    """Downloads wheels for CPython 3.12 on Linux x86-64 without their dependencies."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     command += ["--python-version", "3.12", "--implementation", "cp", *platforms, *requirements]
@@ -43,7 +43,9 @@ def download(requirements: tuple[str, ...], folder: Path) -> None:
 
 
 def extract_fa3(folder: Path, target: Path) -> None:
-    """Extracts the FlashAttention-3 library from the vLLM wheel in `folder` and compresses it with xz into `target`."""
+    """Extracts the FlashAttention-3 library from the vLLM wheel in `folder`, and compresses it with xz into
+    `target`.
+    """
     [wheel] = folder.glob("vllm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         [member] = [name for name in archive.namelist() if FA3_MEMBER in name and name.endswith(".so")]

@@ -1,13 +1,13 @@
-"""Runs the project's tests on this machine's GPU and prints the results in one table: `make gpu-check`.
+"""Runs the project's tests on this machine's GPU, and prints the results in one table (`make gpu-check`).
 
     python tools/gpu/check.py [--out DIR] [--rehearse]
 
-The stages cover all kernels, compiled; the engine's bits, graphs, streams and every installed attention provider; an
-arena opened over CUDA IPC; all tests of token equality through real services in deterministic mode, including killed
-workers; and a comparison of the models with transformers. The most important stages run first. Each stage has a time
-limit, and all of them together end within `SECONDS`. Failed and skipped tests are listed under their stage. Logs and
-check.json go to DIR (default build/gpu). `--rehearse` runs as much as is possible without a GPU, with longer limits.
-The exit status is 1 if a stage did not pass. This script has not run on a GPU yet.
+The stages test the compiled kernels; the engine's bits, graphs, streams and installed attention providers; an arena
+opened over CUDA IPC; token equality through real services in deterministic mode, including killed workers; and the
+equality of the models with transformers. The most important stages run first. Each stage has a time limit, and all of
+them together end within `SECONDS`. Failed and skipped tests are listed under their stage. Logs and check.json go to DIR
+(default build/gpu). `--rehearse` runs as much as is possible without a GPU, with longer limits. The exit status is 1 if
+a stage did not pass. This script has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 440
-"""The limit for all stages together. It leaves 40 s for unpacking and building before them."""
+"""The time limit for all stages together, which leaves 40 s for unpacking and building before them."""
 PATIENCE = 10
-"""A rehearsal's limits are longer by this factor, because it may run on two cores instead of sixteen cores and a
-GPU.
+"""The factor by which a rehearsal's time limits are longer, because it may run on two cores instead of sixteen cores
+and a GPU.
 """
 ENVIRONMENT = {
     "LOOSELEAF_SERVE_DETERMINISTIC": "true",
-    "LOOSELEAF_GATEWAY_RECOVER_S": "90",  # a worker with a CUDA context and graphs takes longer to come back
+    "LOOSELEAF_GATEWAY_RECOVER_S": "90",  # a worker with a CUDA context and graphs takes longer to restart
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "2",  # applies to each of many processes
 }
@@ -42,7 +42,7 @@ MOST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A group of tests, its time limit in seconds, and its number of processes if pytest-xdist is installed."""
+    """A group of tests with its time limit in seconds, and its number of processes if pytest-xdist is installed."""
 
     name: str
     tests: tuple[str, ...]
@@ -80,8 +80,8 @@ def command(stage: Stage, limit_s: float) -> list[str]:
 
 
 def run(stage: Stage, limit_s: float, out: Path) -> Outcome:
-    """Runs one stage, writes its output to a separate log, and returns its outcome. Does not start a stage that has
-    less than 10 s left.
+    """Runs a stage, writes its output to a log, and returns its outcome. Does not start the stage if it has less than
+    10 s.
     """
     if limit_s < 10:
         return Outcome(stage.name, "no time left", 0.0, "")
@@ -108,7 +108,7 @@ def run(stage: Stage, limit_s: float, out: Path) -> Outcome:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupts a stage with SIGINT, so that fixtures can end their services. Kills its process group if it has not
+    """Ends a stage with SIGINT, so that fixtures can end their services. Kills the stage's process group if it has not
     ended after 15 s.
     """
     process.send_signal(signal.SIGINT)
@@ -120,8 +120,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def commit() -> str:
-    """Returns the environment variable COMMIT if it is set, and the commit of the checkout otherwise. If git is not
-    installed or the checkout has no history, returns "unknown".
+    """Returns the environment variable COMMIT if it is set, otherwise the commit of the checkout, or "unknown" without
+    git or history.
     """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]

@@ -1,4 +1,4 @@
-# Source on a GPU host, in the repository's root: . tools/gpu/host.sh
+# Source this file on a GPU host, in the repository's root: . tools/gpu/host.sh
 # Unpacks the files from `make gpu-carry` next to the host's own Python packages, builds our C++ parts in place, and
 # sets FA3_LIBRARY to FlashAttention-3's library. Installs nothing. Takes half a minute the first time.
 set -euo pipefail

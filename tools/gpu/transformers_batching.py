@@ -1,9 +1,9 @@
-"""Measures transformers' continuous batching over its own paged cache, with the workload of `loadtest.throughput`.
+"""Measures continuous batching in transformers with its own paged cache and the workload of `loadtest.throughput`.
 
     python tools/gpu/transformers_batching.py --model models/configs/llama-3.1-8b --requests 128
 
-The model has the same shape and random weights. All requests are submitted at once, and the scheduler runs as many as
-fit.
+The model has the shape of `--model` and random weights. All requests are submitted at once, and the scheduler runs as
+many as fit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs `make mutants`: puts small bugs into the code, one at a time, and reports those that no test detects.
+"""Puts small bugs into the code, one at a time, and reports the bugs that no test detects (`make mutants`).
 
-Each mutant is tried in a scratch copy of the tree. Its area's tests run until the first one fails. The sample of
-mutants depends only on the code and the seed. Python and torch are loaded only once, and each run is a fork.
+Each mutant is tried in a scratch copy of the tree. The tests of its area run until the first test fails. The sample of
+mutants depends only on the code and the seed. Each run is a fork, so torch is imported only once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ Verdict = Literal["killed", "timeout", "survived"]
 _VERDICTS: dict[int | None, Verdict] = {
     None: "timeout", 0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed",
 }  # fmt: skip
-"""Verdicts by exit status of pytest. 2 to 4 mean that the mutant cannot be imported; None means a timeout. Any other
-status is not a verdict and raises KeyError.
+"""Verdicts by exit status of pytest. 2 to 4 mean that the mutant cannot be imported; None means a timeout. Other
+statuses are errors.
 """
 _KEPT = (
     "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "looseleaf", "models", "prefill_svc",
-    "protos", "tests", "tools", "pyproject.toml", "README.md", "loadtest", "docker-compose.yml", "docs", "Makefile",
+    "protos", "testing", "tests", "tools", "pyproject.toml", "README.md", "loadtest", "docker-compose.yml", "docs",
+    "Makefile",
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ class Trial:
 
 
 def scratch(directory: Path) -> Path:
-    """Makes a copy of the tree without build products and external data. Returns `directory`."""
+    """Copies the parts of the tree that the tests need to the new directory `directory`. Returns `directory`."""
     directory.mkdir()
     for name in _KEPT:
         source = ROOT / name
@@ -106,7 +107,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float) -> int | Non
 
 
 def _end_session(child: int) -> None:
-    """Kills the processes that the tests have started, and the child itself."""
+    """Kills the child and the processes that the tests have started."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
@@ -122,7 +123,7 @@ class Bench:
             self._trees.put(scratch(directory / f"tree{number}"))
 
     def baseline(self, target: Target) -> float:
-        """Returns how many seconds the tests take without a mutant. Raises SystemExit if they fail."""
+        """Runs the tests without a mutant. Returns their duration in seconds. Raises SystemExit if they fail."""
         began, tree = time.monotonic(), self._trees.get()
         status = run_tests(tree, existing(target, tree), 600)
         self._trees.put(tree)
@@ -151,7 +152,7 @@ def existing(target: Target, tree: Path) -> tuple[str, ...]:
 
 
 def chosen(target: Target, most: int, seed: int) -> list[Mutant]:
-    """Returns up to `most` mutants of the area, drawn by the seed."""
+    """Returns up to `most` random mutants of the area."""
     files = [file for file in target.files if (ROOT / file).exists()]
     every = [mutant for file in files for mutant in mutants_of(file, (ROOT / file).read_text())]
     return sorted(
@@ -160,9 +161,7 @@ def chosen(target: Target, most: int, seed: int) -> list[Mutant]:
 
 
 def table(trials: list[Trial]) -> str:
-    """Returns a markdown table of the mutants tried, killed and left by area and file, followed by one of the
-    survivors.
-    """
+    """Returns two markdown tables: the numbers of mutants by area and file, and the survivors."""
     rows = ["| area | file | tried | killed | survived |", "|---|---|---|---|---|"]
     places = sorted({(trial.target, trial.mutant.path) for trial in trials})
     for target, path in [*((name, "all") for name in dict.fromkeys(t for t, _ in places)), *places]:

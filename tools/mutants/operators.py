@@ -1,6 +1,4 @@
-"""Finds the mutants of a Python file. Each mutant is one small change of a kind that people make by mistake. This
-module does not depend on the tests.
-"""
+"""Finds the mutants of a Python file. Each mutant is a small change that a programmer could make by mistake."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.RShift: ast.LShift, ast.LShift: ast.RShift,
 }  # fmt: skip
 _QUIET = ("_LOG", "logger", "logging", "log")
-"""Calls of these objects are not mutated, because the text of a log line is not part of any promise."""
+"""Names of loggers. Calls to them are not mutated, because no test depends on the text of log lines."""
 _FORMAL = ("strict", "slots", "frozen", "daemon", "compare", "init")
-"""Keyword arguments that have no effect in a correct program."""
+"""Keyword arguments that are not mutated, because they have no effect in a correct program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A replacement of one piece of one file."""
+    """A change to one place in a file."""
 
     path: str
     line: int
@@ -41,7 +39,7 @@ class Mutant:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Returns the mutants in the order of the file. Each of them parses."""
+    """Returns all mutants of a file that parse, in the order of the file."""
     lines = source.encode().splitlines(keepends=True)
     starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
     found: list[Mutant] = []

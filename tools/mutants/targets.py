@@ -1,5 +1,5 @@
-"""The files that are mutated, and the tests that should detect the mutants. The fastest tests, and those that detect
-the most mutants, come first.
+"""The files that are mutated, and the tests that should detect the mutants. The fastest and most sensitive tests come
+first.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ TARGETS = (
          *_in("gateway/intake", "group_limits")),
         _in("tests/gateway", "test_isolation", "test_group_limits", "test_prefill_client", "test_requests",
             "test_samples", "test_outlet", "test_grpc"),
+    ),
+    Target(
+        "block_store transfer",
+        _in("block_store/transfer", "block_source", "byte_channel", "byte_server", "byte_transport", "frames",
+            "pulled_blocks", "puller", "source_client", "transport"),
+        _in("tests/block_store", "test_byte_channel", "test_transport", "test_pull", "test_service"),
     ),
     Target(
         "block_store rebuild",

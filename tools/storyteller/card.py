@@ -1,4 +1,4 @@
-"""Writes the model card from the facts of a run and from samples. Measures nothing itself."""
+"""Writes the model card from the facts of a run and from samples."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ Looseleaf's engine generated five samples for each of four openings, with seeds 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The output of the exported model: completions (opening, seed, text, ended) and chats of (role, text) turns. For
-    each requested pair of characters, it also counts stories about both and answers that ended, of `num_seeds`.
+    """The output of the exported model: completions (opening, seed, text, ended), chats of (role, text) turns, and, for
+    each requested pair of characters, how many of `num_seeds` stories were about both and how many ended.
     """
 
     completions: list[tuple[str, int, str, bool]]
@@ -145,7 +145,7 @@ def write_card(
     out: Path, parameters: int, stages: list[dict[str, Any]], samples: Samples, sampling: dict[str, float]
 ) -> None:
     """Writes README.md of the model directory. `stages` are the facts of each training stage, as in training.json.
-    `sampling` gives the temperature, top_p and limit (new tokens) with which the samples were drawn.
+    `sampling` has the temperature, top_p and limit (new tokens) of the samples.
     """
     shape, completions = Shape(), samples.completions
     text = _CARD.format(

@@ -1,6 +1,4 @@
-"""Generates chat turns about stories: requests for a story, questions about it, small talk. The output is text; this
-module does not use the tokenizer.
-"""
+"""Generates chats about stories as text: requests for a story, questions about it, small talk."""
 
 from __future__ import annotations
 
@@ -117,8 +115,8 @@ def _request(rng: random.Random, story: Story, *, again: bool) -> str:
 
 
 def topic(rng: random.Random, story: Story) -> str:
-    """Returns the words that name the story's leads in a request. The story contains everything that they name, with
-    the leads in the same order.
+    """Returns the words with which a request names the story's leads. The story contains all of these words, with the
+    leads in the same order.
     """
     leads = list(story.leads.values())
     if len(leads) == 1:
@@ -130,7 +128,7 @@ def topic(rng: random.Random, story: Story) -> str:
 
 
 def _one(rng: random.Random, story: Story, hero: Character) -> str:
-    """Returns words that name the hero, alone or together with a thing in the story."""
+    """Returns words for the hero, alone or with a thing in the story."""
     persons = {who.form("a") for who in story.cast.values()}
     things = [words for words in story.about if words not in persons]
     asked = _named(rng, hero)
@@ -138,8 +136,8 @@ def _one(rng: random.Random, story: Story, hero: Character) -> str:
 
 
 def _named(rng: random.Random, who: Character) -> str:
-    """Returns words that name a character, with its proper name or without it. If the opening introduces both leads
-    together, the proper name is not left out, because it replaces "the fox" there.
+    """Returns words for a character, with or without its proper name. If the opening introduces both leads together,
+    the proper name is always there, because it replaces "the fox" in that opening.
     """
     words = who.form("a_adj") if who.adjective and rng.random() < 0.12 else who.form("a")
     if who.name is None or (not who.introduced and rng.random() < 0.4):

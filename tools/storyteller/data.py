@@ -1,6 +1,7 @@
-"""Creates the training text and tokens: stories, chats and old tales; the tokenizer; rows of equal length.
+"""Creates the training data: stories, chats and old tales, the tokenizer, and rows of equal length.
 
-Every document begins with <s>. Old tales start with a heading, so that the model connects their wording with it.
+Every document begins with <s>. Old tales have a heading, so that the model uses their wording only after such a
+heading.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from .plots import PLOTS, castings
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID, CHAT_START_ID, CHAT_END_ID = 1, 2, 3, 4
 TALE_CHARS = 2800
-"""An old tale is divided, at ends of paragraphs, into pieces of about this many characters."""
+"""The approximate length of a piece of an old tale, in characters. Pieces end at the end of a paragraph."""
 TALE_SHARE = 0.045
 PAIR_NAMED = 0.15
-"""The share of named characters if two are requested. It is low, because names hide the kinds that the request
-named.
+"""The share of characters with a proper name if two are requested. It is low, because a proper name hides the kind that
+was requested.
 """
 
 
@@ -40,8 +41,8 @@ class Tales:
 
 
 def make_story(rng: random.Random, num_leads: int = 0) -> Story:
-    """Returns one complete story of the grammar. With `num_leads`, one or two leads are drawn in advance; otherwise,
-    the plot draws all of its characters.
+    """Returns a story. If `num_leads` is 1 or 2, that many leads are drawn in advance; otherwise, the plot draws all of
+    its characters.
     """
     if num_leads:
         leads = draw_leads(rng, num_leads, PAIR_NAMED if num_leads == 2 else None)
@@ -56,7 +57,7 @@ def make_story(rng: random.Random, num_leads: int = 0) -> Story:
 
 
 def story_document(rng: random.Random) -> str:
-    """Returns a story as plain text. A few start in the middle, so that the model can continue any opening."""
+    """Returns a story as a document. A few stories begin in the middle, so that the model can continue any opening."""
     story = make_story(rng, num_leads=2 if rng.random() < 0.15 else 0)
     if rng.random() < 0.06 and len(story.paragraphs) > 2:
         del story.paragraphs[0]
@@ -76,7 +77,9 @@ def _separator(rng: random.Random) -> str:
 
 
 def read_tales(folder: Path) -> Tales:
-    """Reads Aesop and Grimm from the folder described in the model card. Every 25th tale is held out."""
+    """Reads Aesop's fables (`aesop_for_children.json`) and the tales of the brothers Grimm (`grimm.txt`) from `folder`.
+    Holds out the first of every 25 fables, and the first of every 25 tales.
+    """
     fables = json.loads((folder / "aesop_for_children.json").read_text(encoding="utf-8"))
     aesop = [f"<s>A fable of Aesop: {f['title']}\n\n{f['fable']}\n\nThe lesson: {f['lesson']}</s>" for f in fables]
     grimm: list[list[str]] = []
@@ -116,7 +119,9 @@ def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> 
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE whose first tokens are the special ones. The tokenizer adds <s> before a text."""
+    """Returns a byte-level BPE trained on `texts`. Its first tokens are the special tokens. It adds <s>
+    before a text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -141,7 +146,7 @@ def _without_special(text: str) -> str:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Returns the token ids of documents whose special tokens are written as text."""
+    """Returns the token ids of documents that contain their special tokens as text."""
     return [np.array(e.ids, np.int32) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
@@ -149,14 +154,13 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 class Stage:
     """A part of the curriculum, which ends before step `until`.
 
-    Drills are rows of random tokens that repeat. They were meant to teach copying, but their held-out loss never fell
-    (a negative result; leave them out next time). Rows of 256 contain one story, so that names from other stories do
-    not distract.
+    Drills are rows of random tokens that repeat. They were meant to teach copying, but did not: their held-out loss
+    never fell. Most rows of 256 tokens contain a single story, without names from other stories.
     """
 
     until: float
     row_shares: dict[int, float]
-    """The share of the steps with rows of each length. Long rows teach the late positions."""
+    """The share of the steps by length of their rows. Long rows teach the late positions."""
     drill_share: float
     """The share of a step's rows that are drills."""
     chat_share: float = 0.0
@@ -173,7 +177,7 @@ CURRICULUM = (
 
 
 def drill_row(rng: np.random.Generator, length: int, vocab_size: int) -> np.ndarray:
-    """Returns <s> and a random sequence of 4 to 64 ordinary tokens, repeated to [length + 1]."""
+    """Returns a drill [length + 1]: <s> and a random sequence of 4 to 64 ordinary tokens, repeated."""
     period = int(rng.integers(4, 65))
     tokens = rng.integers(len(SPECIAL_TOKENS), vocab_size, period)
     row = np.concatenate([[BOS_ID], np.tile(tokens, length // period + 1)])
@@ -189,9 +193,7 @@ class _Cursor:
 
 
 class Batches:
-    """An endless source of batches of about `batch_tokens` tokens. All rows of a batch have the same length. The seed
-    fixes the order.
-    """
+    """An endless source of batches of about `batch_tokens` tokens. All rows of a batch have the same length."""
 
     def __init__(
         self, docs: list[np.ndarray], batch_tokens: int, seed: int, vocab_size: int, curriculum: Sequence[Stage]
@@ -204,7 +206,7 @@ class Batches:
         self._chats = _Cursor([i for i, doc in enumerate(docs) if doc[1] == CHAT_START_ID])
 
     def next(self) -> np.ndarray:
-        """Returns rows [batch, length + 1] int32."""
+        """Returns the next batch, int32 [batch, length + 1]."""
         stage = next(stage for stage in self._curriculum if self._step < stage.until)
         length = self._rng.choices(list(stage.row_shares), list(stage.row_shares.values()))[0]
         size = self._batch_tokens // length
@@ -215,8 +217,8 @@ class Batches:
         return np.stack(rows + [self._row(self._all, length) for _ in range(size - len(rows))])
 
     def _row(self, cursor: _Cursor, length: int) -> np.ndarray:
-        """Returns a row that starts with the beginning of a document. If the row ends within a document, the next row
-        starts with that document.
+        """Returns a row [length + 1] that starts at the beginning of a document. If it ends within a document other than
+        its first, the next row starts with that document.
         """
         parts, size = [], 0
         while size <= length:

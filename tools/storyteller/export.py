@@ -1,6 +1,6 @@
-"""Exports a checkpoint to the shipped directory: bf16 weights, configs, tokenizer, samples, model card.
+"""Exports a checkpoint as a model directory: bf16 weights, configs, tokenizer, model card.
 
-Looseleaf's own engine (its oracle) draws the samples, so `looseleaf complete` prints the same text.
+Looseleaf's engine draws the samples, so `looseleaf complete` prints the same text.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def export(work: Path, out: Path, start: Path | None, run: dict[str, Any]) -> No
 
 
 def run_facts(work: Path, progress: Progress) -> dict[str, Any]:
-    """Returns a stage of training.json: data, schedule, speed, and a thinned loss curve."""
+    """Returns the facts of a stage for training.json: data, schedule, speed, and some points of the loss curve."""
     decay_start = progress.step if progress.decay_start is None else progress.decay_start
     return {
         "documents": len(np.load(work / "lengths.npy")),
@@ -81,7 +81,7 @@ def run_facts(work: Path, progress: Progress) -> dict[str, Any]:
 
 
 def thin(rows: list[list[float]]) -> list[list[float]]:
-    """Returns about CURVE_ROWS rows of a loss curve, including the last one."""
+    """Returns about CURVE_ROWS rows of a loss curve, including the last row."""
     step = max(1, len(rows) // CURVE_ROWS)
     return rows[:-1:step] + rows[-1:]
 
@@ -133,7 +133,7 @@ def samples(directory: Path, tokenizer: Tokenizer) -> Samples:
 
 
 class Teller:
-    """A client of the exported model: it runs the model in Looseleaf's engine with the shipped sampling settings."""
+    """The exported model in Looseleaf's engine, with the exported sampling settings."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer) -> None:
         sys.path.append(
@@ -155,9 +155,7 @@ class Teller:
         return self._tokenizer.decode(output), output[-1] in stopping.stop_token_ids
 
     def answer(self, question: str, seed: int, before: str = "<s>") -> tuple[str, bool]:
-        """Returns the answer to a question that follows the rendered turns `before`, and whether it ended before the
-        limit.
-        """
+        """Returns (answer to a question after the rendered turns `before`, whether it ended before the limit)."""
         return self.complete(f"{before}{_QUESTION.format(question)}", seed, add_bos=False)
 
     def chat(self, questions: tuple[str, ...], seed: int = 1) -> list[tuple[str, str]]:

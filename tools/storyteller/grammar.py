@@ -1,8 +1,8 @@
-"""The engine of the story grammar: characters with pronouns, a template language, and the story being told.
+"""The engine of the story grammar: characters with pronouns, a template language, and stories.
 
-In templates, `[a|b]` chooses and may be nested; `{h}` and `{h.his}` are a character's forms; `^` capitalizes the next
-letter. Starts of sentences and quotations are capitalized automatically, except after a closing quotation mark. The
-engine contains no plots and no vocabulary.
+In templates, `[a|b]` is a random choice and may be nested; `{h}` and `{h.his}` are forms of a character; `^`
+capitalizes the next letter. The first letters of sentences and quotations are capitalized automatically, except after a
+closing quotation mark.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her",
 
 @dataclass(slots=True)
 class Character:
-    """A character in a story. If `name` is None, the character is called only by its kind. After the introduction, the
-    form "intro" is a plain reference.
+    """A character in a story. If `name` is None, the character has no proper name. After the introduction, the form
+    "intro" is a plain reference.
     """
 
     rng: random.Random
@@ -38,7 +38,7 @@ class Character:
         return self.kind.noun
 
     def form(self, what: str | None) -> str:
-        """Returns a form by its name in templates. Raises KeyError for an unknown form."""
+        """Returns the form that has this name in templates. Raises KeyError for an unknown name."""
         he, him, his, himself = _PRONOUNS[self.gender]
         match what:
             case None:
@@ -82,7 +82,7 @@ class Character:
 
 @dataclass(slots=True)
 class Thing:
-    """An object with one adjective for the whole story."""
+    """An object in a story, with an adjective."""
 
     rng: random.Random
     noun: str
@@ -116,10 +116,9 @@ class Text:
 
 @dataclass(slots=True)
 class Story:
-    """A story being told: its cast and the sentences so far. `facts` are questions with their answers.
+    """A story: its cast and the sentences so far. `facts` are questions with answers.
 
-    `leads` are characters chosen before the story is told, by the key of their part, in the order in which they were
-    requested.
+    `leads` are the characters chosen in advance, by the key of their part, in the order of the request.
     """
 
     rng: random.Random
@@ -130,10 +129,10 @@ class Story:
     paragraphs: list[list[str]] = field(default_factory=lambda: [[]])
     facts: list[tuple[str, str]] = field(default_factory=list)
     about: list[str] = field(default_factory=list)
-    """The names that a request for this story would use, with the most important first: "a fox", "a golden ring"."""
+    """The things that a request for this story may name, most important first: "a fox", "a golden ring"."""
 
     def expand(self, template: str) -> str:
-        """Expands a template: makes choices, fills in forms and capitalizes."""
+        """Returns a template with choices made, forms filled in and letters capitalized."""
         filled = self._fill(template)
         return _START.sub(lambda match: match[1].replace("^", "") + match[2].upper(), filled).replace("^", "")
 
@@ -155,7 +154,7 @@ class Story:
             self.say(*templates)
 
     def one_of(self, *templates: str) -> None:
-        """Adds one of several templates to the current paragraph. It is used where brackets would be hard to read."""
+        """Adds one of several templates to the current paragraph, where brackets would be hard to read."""
         self.say(self.rng.choice(templates))
 
     def paragraph(self) -> None:
@@ -174,7 +173,9 @@ class Story:
     # --- drawing from the lexicon
 
     def character(self, key: str, *, role: str = "any", ability: str | None = None) -> Character:
-        """Casts a lead or a new character whose kind and name are not taken. `role` is animal, child, adult or any."""
+        """Adds a lead or a new character, whose kind and name differ from the others', to the cast. `role` is animal,
+        child, adult or any.
+        """
         if key in self.leads:
             self.cast[key] = self.leads[key]
             return self.cast[key]
@@ -199,7 +200,9 @@ class Story:
         self.words[key] = Text(self._fill(value))
 
     def place(self, key: str) -> None:
-        """Adds a place: `{key}` names it ("the pond"), and `{in_key}` means being there ("by the pond")."""
+        """Adds a random place. For the key "spot", `{spot}` in a template becomes the place ("the pond"), and
+        `{in_spot}` becomes the place with its preposition ("by the pond").
+        """
         place, preposition = self.rng.choice(list(lexicon.PLACES.items()))
         self.words[key] = Text(place)
         self.words["in_" + key] = Text(f"{preposition} {place}")
@@ -207,11 +210,11 @@ class Story:
 
 KINDS = {"animal": lexicon.ANIMALS, "child": lexicon.CHILDREN, "adult": lexicon.ADULTS}
 NAMED = {"child": 0.92, "animal": 0.4, "adult": 0.12}
-"""The share of characters with a name by role, if the request did not ask for one."""
+"""The share of characters with a proper name by role, unless the caller chooses it."""
 
 
 def draw(rng: random.Random, role: str) -> Character:
-    """Returns a random character for a role. A kind with a higher weight is more likely."""
+    """Returns a random character for a role, with kinds drawn by weight."""
     if role == "any":
         role = rng.choices(("animal", "child", "adult"), (60, 25, 15))[0]
     kind = rng.choices(KINDS[role], [k.weight for k in KINDS[role]])[0]
@@ -224,7 +227,7 @@ def draw_leads(rng: random.Random, count: int, named: float | None = None) -> li
     """Returns `count` characters of different kinds for a request. Compared with `draw`, rare kinds and adults are more
     likely.
 
-    `named` is the share of characters with a name. If it is None, each role has its usual share.
+    `named` is the share of characters with a proper name. If it is None, each role has its usual share.
     """
     leads: list[Character] = []
     while len(leads) < count:
@@ -250,7 +253,7 @@ def with_article(words: str) -> str:
 
 
 def _rare(rng: random.Random, role: str) -> Kind:
-    """Returns a rare kind with the ability, food and size of a common kind."""
+    """Returns a rare kind of character, with the ability, food and size of a common one."""
     base = rng.choice(lexicon.ANIMALS if role == "animal" else lexicon.ADULTS)
     noun = rng.choice(lexicon.RARE_ANIMALS if role == "animal" else lexicon.RARE_PEOPLE)
     home = rng.choice(lexicon.RARE_HOMES) if role == "animal" else "in a small house near the town"

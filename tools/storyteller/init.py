@@ -1,9 +1,9 @@
-"""Sets initial weights that can copy: a "previous token" head and an "induction" head in layers 0 and 1.
+"""Sets initial weights that can copy names: a "previous token" head in layer 0 and an "induction" head in layer 1.
 
-A coherent story repeats the names of its characters, and the circuit that copies them takes two layers (Olsson et al.
-2022, arXiv:2209.11895). All other weights start with random values. It has not been proven that this initialization
-helped: the first attempt without it (2 million tokens, no binding of names at all) also had a narrow embedding and a
-constant, higher learning rate.
+A coherent story repeats the names of its characters, and a circuit that copies them takes two layers (Olsson et al.
+2022, arXiv:2209.11895). All other weights are random. It is not certain that this initialization helped. The first
+attempt without it, which confused names after 2 million tokens, also had a narrow embedding and a constant, higher
+learning rate.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from .model import Attention, Llama
 
 CONSTANT = 1.2
-"""The value of the last embedding dimension, the same for every token. A head that uses only positions reads it."""
+"""The value of the last embedding dimension for every token, which lets a head depend only on positions."""
 SHARPNESS, MATCH, PREVIOUS, COPY = 60.0, 4.0, 2.0, 5.0
-"""SHARPNESS and MATCH are the logit scales of the position kernel and of the content match. PREVIOUS and COPY are the
-strengths of the two heads' output.
+"""SHARPNESS and MATCH are the scales of the attention logits for positions and for content. PREVIOUS and COPY are the
+scales of the two heads' outputs.
 """
 SLOW = 0.01
-"""Rotations slower than this (radians per token) leave content comparable over a story's length."""
+"""The speed of rotation in radians per token below which content can be compared over the length of a story."""
 
 
 @torch.no_grad()
 def plant_copying(model: Llama) -> None:
-    """Overwrites KV head 0 and its query heads in layers 0 and 1. The last embedding dimension becomes constant."""
+    """Overwrites KV head 0 and its query heads in layers 0 and 1, and makes the last embedding dimension constant."""
     shape = model.shape
     hidden, head_dim = shape.hidden_size, shape.head_dim
     embedding = model.model.embed_tokens.weight
@@ -66,11 +66,10 @@ def _clear(attention: Attention, head_dim: int) -> None:
 
 
 class Planted:
-    """The planted weights. `restore` writes them back after a training step, so that the random weights around them
-    learn to use them.
+    """The weights that `plant_copying` has set. `restore` sets them again after a training step, so that the other
+    weights learn to use them.
 
-    Muon's updates are equally large in every direction; if the weights were not restored, the updates would erase both
-    heads within a hundred steps.
+    Muon's updates are equally large in every direction, and would otherwise erase both heads within a hundred steps.
     """
 
     def __init__(self, model: Llama) -> None:

@@ -1,8 +1,7 @@
 # ruff: noqa: SIM905 (tables of words)
-"""The vocabulary of the story grammar: characters, things, places and abilities. Contains only data.
+"""The vocabulary of the story grammar: characters, things, places and abilities.
 
-The vocabulary is small on purpose, because a model with a few million parameters is coherent only with a few thousand
-words.
+The vocabulary is small, because a model with a few million parameters is coherent only with a few thousand words.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Gender = Literal["he", "she"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of character. `home` follows "lived". If `gender` is None, each story draws one."""
+    """A kind of character. `home` follows the word "lived". If `gender` is None, each story draws one."""
 
     noun: str
     ability: Ability

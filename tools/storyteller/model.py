@@ -1,7 +1,6 @@
-"""A Llama in plain torch for training, with the parameter names of Hugging Face's LlamaForCausalLM.
+"""A Llama model in torch for training, with the parameter names of Hugging Face's LlamaForCausalLM.
 
-Embedding and output layer are tied. `engine` serves the model and must compute the same numbers. Data and optimizers
-are in other modules.
+Embedding and output layer are tied. `engine` serves the model, and must compute the same numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of the model. The defaults are those of the shipped model."""
+    """The sizes of the model. The defaults are those of the built-in model."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -33,7 +32,7 @@ class Shape:
         return self.hidden_size // self.num_heads
 
     def hf_config(self, bos_id: int, eos_id: int) -> dict[str, Any]:
-        """Returns config.json in the format of transformers' LlamaConfig."""
+        """Returns the contents of config.json, in the format of transformers' LlamaConfig."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -129,8 +128,8 @@ class Llama(nn.Module):
         """Initializes weights with Normal(0.02). Matrices that write into the residual stream are scaled by depth as in
         GPT-2.
 
-        The embedding is wide (0.4), so that the layers do not drown out the token's identity. The last norm's weight is
-        accordingly small, because the embedding is also the output layer.
+        The embedding is large (0.4), so that the layers' outputs do not hide the token. The weight of the last norm is
+        small, because the embedding is also the output layer.
         """
         scaled = 0.02 / (2 * self.shape.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -154,7 +153,7 @@ class Llama(nn.Module):
 
 
 def rope_table(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin of rotary positions (Su et al. 2021). Both are fp32 [max_len, head_dim / 2]."""
+    """Returns (cos, sin) of rotary positions (Su et al. 2021), both fp32 [max_len, head_dim / 2]."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(shape.max_len, dtype=torch.float32), shape.rope_theta**-exponents)
     return angles.cos(), angles.sin()

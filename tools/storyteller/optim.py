@@ -1,4 +1,4 @@
-"""Muon for matrices and Adam for other parameters, with a state that can be saved as plain tensors.
+"""Muon for matrices and Adam for other parameters. The state consists of plain tensors.
 
 Muon: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. The update scale is that of Moonlight
 (arXiv:2502.16982), so both optimizers can use one learning rate. Matrices of the same shape are orthogonalized in one
@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 ADAM_SHARE = 2.0
-"""The ratio of Adam's learning rate to Muon's. The embedding is wide, so this changes it by 1.5 % per step."""
+"""The ratio of Adam's learning rate to Muon's. The embedding's values are large (0.4), so a step at full rate
+changes them by about 1.5 %."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(stack: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Returns semi-orthogonal matrices close to those in stack [n, rows, cols], by Newton-Schulz iterations in bf16."""
+    """Returns semi-orthogonal matrices close to those in `stack` [n, rows, cols], computed by Newton-Schulz iterations
+    in bf16.
+    """
     a, b, c = _COEFFICIENTS
     x = stack.bfloat16()
     tall = x.shape[1] > x.shape[2]

@@ -1,6 +1,6 @@
-"""Checks whether an answer is about both requested characters. Contains the pairs, the requests and the verdict.
+"""Checks whether an answer is about both requested characters.
 
-Half of the pairs are of everyday kinds; the other half combine kinds that rarely meet. The module does not use a model.
+Half of the pairs are common in stories; the other half are rare.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAIRS = (
     ("girl", "bear"), ("princess", "frog"), ("hare", "tortoise"), ("owl", "fisherman"), ("boy", "elephant"),
 )  # fmt: skip
 LEAST = 2
-"""The minimum number of times that each of the two must be named."""
+"""The minimum number of times that a story must name each of the two characters."""
 
 
 def request(pair: tuple[str, str]) -> str:
@@ -24,15 +24,13 @@ def request(pair: tuple[str, str]) -> str:
 
 
 def tells_of(story: str, pair: tuple[str, str]) -> bool:
-    """Returns whether the text names each of the two characters at least LEAST times, in the singular or as an
-    owner.
-    """
+    """Returns whether the text names each of the two characters at least LEAST times, in the singular."""
     return all(len(re.findall(rf"\b{noun}\b", story, re.IGNORECASE)) >= LEAST for noun in pair)
 
 
 def rates(answer: Callable[[str, int], tuple[str, bool]], seeds: range) -> dict[tuple[str, str], tuple[int, int]]:
-    """Returns, for each pair, the number of stories that name both characters and the number of answers that ended by
-    themselves. `answer(request, seed)` returns a text and whether it ended.
+    """Returns, for each pair, (number of stories about both characters, number of answers that ended by themselves).
+    `answer(request, seed)` returns (text, whether it ended).
     """
     found = {}
     for pair in PAIRS:

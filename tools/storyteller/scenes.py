@@ -1,4 +1,4 @@
-"""Scenes that many plots share: openings, thanks, endings. Each function adds sentences to a `Story`."""
+"""Scenes that many plots share: openings, thanks, endings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FEELINGS = "[sad|very sad|so sad that {h.he} cried|unhappy]"
 
 
 def opening(s: Story, trait: str) -> None:
-    """Introduces the hero `h` at home, in one of many ways, with a sentence that shows the trait the plot needs.
+    """Introduces the hero `h` at home, with a sentence about the trait that the plot needs.
 
     If two characters were requested, both are in the first sentence, in the order of the request.
     """
@@ -68,7 +68,7 @@ def _open_with_both(s: Story, first: Character, second: Character) -> None:
 
 
 def thanks(s: Story, helper: str = "k") -> None:
-    """The hero thanks the helper, who answers."""
+    """Adds a scene in which the hero thanks the helper. In most variants, the helper or the hero answers."""
     k = "{" + helper + "}"
     s.one_of(
         '"Thank you, thank you!" said {h}. "You are [a true friend|very kind|so good to me]."',
@@ -79,7 +79,7 @@ def thanks(s: Story, helper: str = "k") -> None:
 
 
 def meet(s: Story, who: str, doing: str = "") -> None:
-    """The hero meets a new character, which is introduced in full."""
+    """Adds a scene in which the hero meets a new character."""
     w = "{" + who
     where = (
         doing or "[sitting on a stone|resting under a tree|looking up at the sky|eating " + w + ".food}|on the path]"
@@ -94,7 +94,7 @@ def meet(s: Story, who: str, doing: str = "") -> None:
 def happy_end(s: Story, *own: str) -> None:
     """Adds one of the plot's own endings or a general one, and sometimes a closing sentence.
 
-    A story about two characters uses the plot's own endings, most of which name both.
+    A story about two leads uses only the plot's own endings, most of which name both.
     """
     general = (
         []

@@ -1,4 +1,4 @@
-"""The training loop: a constant learning rate, followed by a linear decay that can be requested at any time.
+"""The training loop, with a constant learning rate followed by a linear decay that can be requested at any time.
 
 It runs on one CPU thread or on a GPU. A checkpoint is a safetensors file with model, optimizer state and progress.
 """
@@ -36,14 +36,14 @@ class Plan:
     lr: float = 3e-3
     weight_decay: float = 0.05
     hold_steps: int = 700
-    """The number of steps for which the planted heads are held fixed."""
+    """The number of steps for which the copying heads stay fixed."""
     eval_every: int = 50
     save_every_s: float = 240.0
     decay_at: str | None = None
-    """The wall-clock time "HH:MM" UTC at which the decay starts at the latest. None sets no time."""
+    """The latest time at which the decay starts, "HH:MM" UTC, or None for no limit."""
     end_at: str | None = None
-    """The wall-clock time "HH:MM" UTC by which the decay ends, even on a slow machine: the schedule follows the steps or
-    the clock, whichever is further ahead. None sets no time.
+    """The latest time at which the decay ends, "HH:MM" UTC, or None for no limit. The schedule follows the steps or the
+    clock, whichever is further ahead.
     """
 
 
@@ -72,7 +72,7 @@ class Trainer:
         self._decay_clock: float | None = None
 
     def run(self) -> None:
-        """Trains to the end of the plan. Resumes from the checkpoint in the folder if there is one."""
+        """Trains to the end of the plan, from the checkpoint in the folder if there is one."""
         self._resume()
         self._planted = Planted(self.model)
         saved, losses, scale = time.time(), list[float](), 1.0
@@ -106,7 +106,7 @@ class Trainer:
         return float(loss.detach())
 
     def _scale(self) -> float:
-        """Returns the factor of the learning rate for the next step. The factor is 0 at the end of the run."""
+        """Returns the factor of the learning rate for the next step, which is 0 at the end of the run."""
         p, plan = self.progress, self.plan
         if p.decay_start is None and self._should_decay():
             p.decay_start = p.step
@@ -176,7 +176,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
 
 @torch.no_grad()
 def load_parameters(model: Llama, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads the model from those tensors of a checkpoint whose names begin with "model."."""
+    """Loads the model's parameters from a checkpoint, in which their names begin with "model."."""
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[f"model.{name}"])
 

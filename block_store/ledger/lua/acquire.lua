@@ -1,6 +1,6 @@
--- acquire(epoch, number, hashes by group): takes references to the longest prefix indexed for every group. Cached
--- blocks that become held are lost to other holders, so the prefix ends before the first block that would have to come
--- from another holder's floor. Answers with the length in blocks and the references, group by group.
+-- acquire(epoch, number, hashes by group): takes references to the longest prefix indexed for every group. Other
+-- holders cannot allocate a cached block once it is held, so the prefix ends before the first block that would use up
+-- another holder's floor. Answers with the length in blocks and the references, group by group.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early then return early end

@@ -1,5 +1,5 @@
--- claim(epoch, number, ticket, secret, most): moves up to `most` of the ticket's references to the worker, once.
--- Answers with 1 if some remain for a further call, else 0 (the ticket has then ended), and with the references.
+-- claim(epoch, number, ticket, secret, most): moves up to `most` of the ticket's references to the worker. Answers with
+-- 1 if some remain for a further call, else 0 (the ticket has then ended), and with the references.
 local epoch, number, ticket, secret = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local early = lane(epoch, number)
 if early then return early end

@@ -1,5 +1,5 @@
 -- hand_over(epoch, number, refs, ticket lease ms, ticket, secret): gives a ticket references to some of the holder's
--- blocks. The holder keeps its own references. Ticket 0 means a new one, whose claimer must know the secret, since
+-- blocks. The holder keeps its own references. Ticket 0 creates a new ticket. Its claimer must know the secret, because
 -- epochs can be guessed. Answers with the ticket and its secret.
 local epoch, number, lease_ms, ticket, secret = ARGV[2], ARGV[3], tonumber(ARGV[5]), ARGV[6], ARGV[7]
 local early = lane(epoch, number)
@@ -14,11 +14,7 @@ for i, block in ipairs(blocks) do
   if state_of(record) ~= SEALED then return answer(epoch, number, '-STALE ' .. block) end
   seen[block] = true
 end
-if ticket == '0' then
-  ticket = new_epoch()
-  call('HSET', holder_key(ticket), 'kind', 'ticket', 'name', 'ticket', 'number', 0, 'reply', '', 'secret', secret)
-end
-call('ZADD', LEASES, now_ms() + lease_ms, ticket)
+ticket = open_ticket(ticket, secret, lease_ms)
 local ticket8, new_sides = u64(ticket), {}
 for i, block in ipairs(blocks) do new_sides[2 * i - 1], new_sides[2 * i] = block, sides[i] .. ticket8 end
 send('HSET', REFS, new_sides)

@@ -35,7 +35,7 @@ for at = 1, #slots, 4 do
 end
 if not awaiting() and not free_slot('0') then more = true end
 
--- After a freeze or a clock step every holder looks dead, so all get a new lease.
+-- After a freeze or a clock step, every holder looks dead, so all leases are renewed.
 local now, last = now_ms(), tonumber(call('HGET', META, 'last_reap'))
 call('HSET', META, 'last_reap', text(now))
 local postponed, reaped = last > now or now - last > gap_ms, {}

@@ -1,5 +1,5 @@
 """Tools in /v1/responses and /v1/messages with known outputs, whole and as events. A history must give the same prompt
-as the same chat.
+as the equivalent chat.
 """
 
 from __future__ import annotations

@@ -18,11 +18,16 @@ from gateway.tools.call_parsers import merged
 from gateway.tools.enforce import Function, calls_grammar
 from gateway.tools.formats import CallIds, special_ids
 from gateway.tools.known_formats import (
+    COHERE,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
+    FUNCTION_GEMMA,
+    GEMMA4,
     GLM45,
     GLM47,
     GRANITE,
+    HARMONY,
     HERMES,
     HUNYUAN,
     INTERNLM,
@@ -67,10 +72,15 @@ TEMPLATES: list[tuple[str, CallFormat | None]] = [
     ("<|header_start|>{{ tools }} as [func_name1(params_name1=params_value1)]", LLAMA4_PYTHONIC),
     ("<|tool_list_start|>{{ tools }}", LFM2),
     ("{{ tools }}<function_calls>", OLMO3),
+    ("<|start|>{{ tools }}<|channel|>commentary to=functions.x <|constrain|>json<|message|>", HARMONY),
     ("{{ tools }}<|channel|>commentary to=functions.x", None),
+    ("{{ tools }}<|START_ACTION|>[{{ calls }}]<|END_ACTION|>", COHERE),
+    ("{{ tools }}<start_function_call>call:f{k:<escape>v<escape>}<end_function_call>", FUNCTION_GEMMA),
+    ('{{ tools }}<|tool_call>call:f{k:<|"|>v<|"|>}<tool_call|>', GEMMA4),
     ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>", DEEPSEEK_V31),
     ("{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>...\\n```json\\n", DEEPSEEK_V3),
-    ("{{ tools }}<\uff5cDSML\uff5cfunction_calls>", None),
+    ("{{ tools }}<\uff5cDSML\uff5cfunction_calls>", DEEPSEEK_V32),
+    ("{{ tools }}<\uff5cDSML\uff5ctool_calls>", None),
     ('{{ tools }}<|start_of_role|>assistant<|end_of_role|><|tool_call|>[{"arguments": ...}]', GRANITE),
     ('{{ tools }}<|tool_call|>{"arguments": ...}', None),
     ('{{ tools }} prefix calls with functools[{"name": name, "arguments": {...}}]', PHI4_MINI),
@@ -109,11 +119,11 @@ CITY = Function(
 TIME = Function("get_time", {"type": "object", "properties": {"zone": {"type": "integer"}}, "required": []})
 ANY = Function("get_weather2", {})
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", *DEEPSEEK_V3.marks,
-         *GRANITE.marks, *KIMI_K2.marks, *HUNYUAN.marks, *INTERNLM.marks)  # fmt: skip
+         *GRANITE.marks, *KIMI_K2.marks, *HUNYUAN.marks, *INTERNLM.marks, *COHERE.marks)  # fmt: skip
 FORMS = {
     "hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral11": MISTRAL_COMPACT, "json": JSON,
     "deepseek": DEEPSEEK_V3, "deepseek31": DEEPSEEK_V31, "granite": GRANITE, "phi4": PHI4_MINI, "llama4": LLAMA4,
-    "kimi": KIMI_K2, "hunyuan": HUNYUAN, "internlm": INTERNLM,
+    "kimi": KIMI_K2, "hunyuan": HUNYUAN, "internlm": INTERNLM, "cohere": COHERE,
 }  # fmt: skip
 
 
@@ -152,6 +162,10 @@ def spelled(form: CallFormat, calls: list[tuple[str, str]]) -> str:
         return DeepSeekParser.OPEN + written + DeepSeekParser.CLOSE
     if form is KIMI_K2:
         return KimiParser.OPEN + "".join(kimi(n, *call) for n, call in enumerate(calls)) + KimiParser.CLOSE
+    if form is COHERE:
+        lines = [f'    {{"tool_call_id": "{n}", "tool_name": "{name}", "parameters": {arguments}}}'
+                 for n, (name, arguments) in enumerate(calls)]  # fmt: skip
+        return "<|START_ACTION|>[\n" + ",\n".join(lines) + "\n]<|END_ACTION|>"
     key = "parameters" if form in (LLAMA3, LLAMA4, INTERNLM) else "arguments"
     items = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
     if form is HERMES:

@@ -18,6 +18,7 @@ from gateway.api.http_app import HttpApi
 from gateway.api.server import HttpServer, bind_http
 from gateway.intake.assets import ModelAssets
 from testing.gateway.parts import EOS_ID, VOCAB_SIZE, Script, make_assets, make_tokenizer
+from testing.gateway.tool_formats import TEMPLATES
 from testing.gateway.tool_templates import HERMES
 from tests.gateway.conftest import MakeRig
 
@@ -33,11 +34,13 @@ MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def assets(request: pytest.FixtureRequest) -> ModelAssets:
-    """The assets of a model with a Hermes template, whose markers are text or special tokens."""
+    """The assets of a model with a Hermes template, whose markers are text or special tokens, or those of gpt-oss."""
     tokenizer = make_tokenizer()
-    if request.param == "special":
-        tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-    return make_assets(chat_template=HERMES, tokenizer=tokenizer, vocab_size=VOCAB_SIZE + len(MARKS))
+    form, template = TEMPLATES["openai"] if request.param == "openai" else (None, HERMES)
+    marks = MARKS if form is None else form.marks
+    if request.param != "text":
+        tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    return make_assets(chat_template=template, tokenizer=tokenizer, vocab_size=VOCAB_SIZE + len(marks))
 
 
 class Served:
@@ -115,6 +118,27 @@ async def test_a_call_is_read_whole_with_the_openai_client(served: Served) -> No
     [call] = choice.message.tool_calls
     assert call.type == "function" and re.fullmatch(r"call_[0-9a-f]{24}", call.id)
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("assets", ["openai"], indirect=True)
+async def test_an_answer_of_gpt_oss_is_read_with_and_without_tools(served: Served) -> None:
+    served.will_say(THOUGHT + "<|channel|>final<|message|>Hello")
+    for tools in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+        [choice] = (await served.chat(**tools))["choices"]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm.", "Hello"), tools
+        messages, _ = await streamed(served, **tools)
+        assert (messages[0]["reasoning_content"], messages[0]["content"]) == ("Hm.", "Hello"), tools
+    served.will_say(
+        THOUGHT + '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "P"}'
+    )
+    [choice] = (await served.chat(tools=TOOLS))["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "P"}'}
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    assert "distinguished" in (await served.chat(tools=strict))["error"]["message"]
 
 
 async def test_a_stream_adds_up_to_the_whole(served: Served) -> None:

@@ -2,7 +2,8 @@
 
 The cases are ours. The facts come from the chat templates and from vLLM's published tests of its parsers
 (tests/tool_parsers/test_{kimi_k2,qwen3coder,glm4_moe,minimax_m2,pythonic,llama4_pythonic,olmo3,hunyuan_a13b,
-internlm2,jamba}_tool_parser.py). Where Looseleaf differs, a comment says so.
+internlm2,jamba}_tool_parser.py); for gpt-oss, Gemma and DeepSeek V3.2, they come from the parsers' own documentation.
+Where Looseleaf differs, a comment says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import pytest
 from gateway.tools.call_format import CallFormat
 from gateway.tools.call_parsers import Tools, merged
 from gateway.tools.known_formats import (
+    COHERE,
+    DEEPSEEK_V32,
+    FUNCTION_GEMMA,
+    GEMMA4,
     GLM45,
+    HARMONY,
     HUNYUAN,
     INTERNLM,
     KIMI_K2,
@@ -31,7 +37,7 @@ from gateway.tools.known_formats import (
     QWEN3_CODER,
     SEED_OSS,
 )
-from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece
+from gateway.tools.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
 TOOLS: Tools = {
     "get_weather": {"type": "object", "properties": {
@@ -192,7 +198,86 @@ PLUGIN: list[Row] = [
      [("get_weather", PARIS)]),
     ("<|action_start|><|interpreter|>1", "<|action_start|><|interpreter|>1", []),
 ]  # fmt: skip
+CALL = "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+OPENAI: list[Row] = [
+    ("<|channel|>final<|message|>Hello < there", "Hello < there", []),
+    ("<|channel|>analysis<|message|>The user greets.<|end|><|start|>assistant<|channel|>final<|message|>Hi<|return|>",
+     "Hi", []),
+    (f'<|channel|>analysis<|message|>Use a tool.<|end|>{CALL}{{"city": "Paris"}}<|call|>', "",
+     [("get_weather", PARIS)]),
+    ('<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}', "",
+     [("get_weather", PARIS)]),
+    ('<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Paris"}<|call|>', "",
+     [("get_weather", PARIS)]),
+    ('<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|> {"city": "Paris"}<|call|>', "",
+     [("get_weather", PARIS)]),
+    ("<|channel|>commentary to=functions.now<|message|>{}<|call|>", "", [("now", {})]),
+    ("<|channel|>commentary to=functions.now<|message|><|call|>", "", [("now", {})]),
+    (f'<|channel|>commentary<|message|>I look it up.<|end|>{CALL}{{"city": "<|paris"}}<|call|>', "I look it up.",
+     [("get_weather", {"city": "<|paris"})]),
+    # vLLM reads two calls in one answer, although the model stops after one.
+    (f'{CALL}{{"city": "Paris"}}<|call|>{CALL}{{"city": "Rome"}}<|call|>', "",
+     [("get_weather", PARIS), ("get_weather", {"city": "Rome"})]),
+    # Code for a built-in tool is part of the reasoning. vLLM drops it.
+    ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "", []),
+    ("Once upon <|a time", "Once upon <|a time", []),
+]  # fmt: skip
+
+
+def dsml(name: str, *arguments: tuple[str, str, str]) -> str:
+    pairs = "".join(f'<|DSML|parameter name="{k}" string="{t}">{v}</|DSML|parameter>\n' for k, t, v in arguments)
+    return f'<|DSML|invoke name="{name}">\n{pairs}</|DSML|invoke>\n'.replace("|DSML|", "\uff5cDSML\uff5c")
+
+
+def dsml_calls(*calls: str) -> str:
+    text = f"<|DSML|function_calls>\n{''.join(calls)}</|DSML|function_calls>"
+    return text.replace("|DSML|", "\uff5cDSML\uff5c")
+
+
+DSML: list[Row] = [
+    ("好的。\n\n" + dsml_calls(dsml("get_weather", ("city", "true", "Paris"), ("days", "false", "2"))), "好的。\n\n",
+     [("get_weather", PARIS | {"days": 2})]),
+    (dsml_calls(dsml("now"), dsml("get_weather", ("city", "true", "杭州"))), "",
+     [("now", {}), ("get_weather", {"city": "杭州"})]),
+    (dsml_calls(dsml("set_types", *((k, "true" if k == "s" else "false", v) for k, v in TYPED.items()))), "",
+     [("set_types", VALUES)]),
+    (dsml_calls(dsml("set_types", ("s", "true", "007"), ("i", "true", "42"), ("x", "false", '{"k": [1]}'))), "",
+     [("set_types", {"s": "007", "i": "42", "x": {"k": [1]}})]),
+    (dsml_calls(dsml("set_types", ("s", "true", CODE))), "", [("set_types", {"s": CODE})]),
+    ("<\uff5cDSML\uff5cfunction_calls>", "<\uff5cDSML\uff5cfunction_calls>", []),
+]  # fmt: skip
+ACTION = '[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris"}}'
+ACTIONS: list[Row] = [
+    (f"<|START_ACTION|>{ACTION}\n]<|END_ACTION|>", "", [("get_weather", PARIS)]),
+    (f'I will look.<|START_ACTION|>{ACTION},\n    {{"tool_call_id": "1", "tool_name": "now", "parameters": {{}}}}\n]'
+     "<|END_ACTION|>", "I will look.", [("get_weather", PARIS), ("now", {})]),
+    ("<|START_ACTION|>none", "<|START_ACTION|>none", []),
+]  # fmt: skip
+
+
+def gemma(quote: str, before: str, after: str) -> list[Row]:
+    def call(text: str) -> str:
+        return f"{before}call:{text.replace('~', quote)}{after}"
+
+    return [
+        (call("get_weather{city:~Paris~}"), "", [("get_weather", PARIS)]),
+        ("Sure. " + call("get_weather{city:~Paris~,days:2}"), "Sure. ", [("get_weather", PARIS | {"days": 2})]),
+        (call("now{}") + call("get_weather{city:~San Francisco, {CA}~}"), "",
+         [("now", {}), ("get_weather", {"city": "San Francisco, {CA}"})]),
+        (call("set_types{i:42,f:3.5,b:true,s:~a \"b\" < \\n\n:}~,o:{k:{v:[1,null]},e:~~},a:[~x~,[],{}],n:None}"), "",
+         [("set_types", {"i": 42, "f": 3.5, "b": True, "s": 'a "b" < \\n\n:}', "o": {"k": {"v": [1, None]}, "e": ""},
+                         "a": ["x", [], {}], "n": None})]),
+        (call("x.y-z{ ~k~ : false , other: some words }"), "", [("x.y-z", {"k": False, "other": "some words"})]),
+        (call('get_weather{"city": "Par\\u0069s"}'), "", [("get_weather", PARIS)]),
+        (f"{before}get_weather", f"{before}get_weather", []),
+        (f"a < b {before[:-1]}", f"a < b {before[:-1]}", []),
+    ]  # fmt: skip
+
+
 FAMILIES: list[tuple[CallFormat, list[Row]]] = [
+    (HARMONY, OPENAI), (DEEPSEEK_V32, DSML), (COHERE, ACTIONS),
+    (GEMMA4, gemma('<|"|>', "<|tool_call>", "<tool_call|>")),
+    (FUNCTION_GEMMA, gemma("<escape>", "<start_function_call>", "<end_function_call>")),
     (KIMI_K2, KIMI), (QWEN3_CODER, QWEN), (SEED_OSS, SEED), (GLM45, GLM), (MINIMAX_M2, MINIMAX), (PYTHONIC, PYTHON),
     (LLAMA4_PYTHONIC, PYTHON), (OLMO3, OLMO), (LFM2, LFM), (LLAMA4, LLAMA), (HUNYUAN, TOOL_CALLS), (INTERNLM, PLUGIN),
 ]  # fmt: skip
@@ -242,7 +327,7 @@ def test_fragments_in_any_order_give_the_same_in_every_cut() -> None:
             text = "".join(t[rng.randrange(len(t) + 1) // 3 :][: rng.randrange(90)] for t in texts)
             whole = read(form, [text])
             assert read(form, list(text)) == whole, (form.name, text)
-            if not any(isinstance(p, CallBegin) for p in whole):
+            if form is not HARMONY and not any(isinstance(p, CallBegin) for p in whole):
                 assert found(whole)[0] == text
 
 
@@ -254,6 +339,15 @@ def test_text_is_passed_on_while_it_is_written() -> None:
         assert parser.feed("cd") == [CallArguments(0, "cd")]
 
 
+def test_the_channel_analysis_is_reasoning() -> None:
+    pieces = read(
+        HARMONY, ["<|channel|>analysis<|message|>Hm", " <b>.<|end|><|start|>assistant<|channel|>final<|message|>Hi"]
+    )
+    assert pieces == [Reasoning("Hm <b>."), Content("Hi")]
+    unasked = HARMONY.parser({}, 0)
+    assert merged(unasked.feed(OPENAI[2][0]) + unasked.finish()) == [Reasoning("Use a tool.")]
+
+
 def test_kimis_own_ids_are_kept() -> None:
     pieces = read(KIMI_K2, [section(kimi(4, "now", "{}"))])
     assert pieces[0] == CallBegin(0, "now", "functions.now:4")
@@ -263,7 +357,8 @@ def test_kimis_own_ids_are_kept() -> None:
 
 EVIL = (
     "<tool_call>\n<function=now>\n<parameter=", "<tool_call><", "<tool_call>a", "<parameter=a>\n\n<", "[now(a=[",
-    "[now(a='\\", "[now(a=1, ", "[now(), ", "[", "<|tool_call_begin|>", "{'a': ",
+    "[now(a='\\", "[now(a=1, ", "[now(), ", "[", "<|tool_call_begin|>", "{'a': ", "<|channel|>", "<|",
+    "<|channel|>commentary to=functions.f<|message|>", "<|tool_call>call:f{a:[", "<|tool_call>call:f{a:<|\"|><|",
 )  # fmt: skip
 
 
@@ -278,5 +373,5 @@ def test_the_cost_is_linear_whatever_is_written(evil: str) -> None:
         parser.finish()
         return time.process_time() - began
 
-    for form in (QWEN3_CODER, PYTHONIC):
+    for form in (QWEN3_CODER, PYTHONIC, HARMONY, GEMMA4):
         assert took(form, 80_000) < 30 * max(took(form, 10_000), 0.005), "8 times the text, about 8 times the work"

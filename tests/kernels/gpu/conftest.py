@@ -1,8 +1,6 @@
-"""Fixtures of the Triton kernel tests: the device, and counts of the kernels that were run and compiled.
-
-Without a CUDA device the kernels run under triton's interpreter. The variable that selects it must be set before triton
-is first imported: this file is read before any test runs, and no other file in `tests` imports triton during
-collection.
+"""Fixtures of the Triton kernel tests: the device, and counts of the kernels that were run and compiled. Without a CUDA
+device, the kernels run in triton's interpreter, which must be selected before triton is first imported. This file is
+read before any test runs, and no other file in `tests` imports triton during collection.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def _numbers(package: str) -> tuple[int, int]:
 
 
 CANNOT_LOOP = HAS_TRITON and not HAS_CUDA and _numbers("triton") < (3, 7) and _numbers("numpy") >= (2, 4)
-"""triton's issue 9171, fixed in 3.7: in the interpreter, a loop with a bound that is not constant fails."""
+"""Whether the interpreter has triton's issue 9171 (fixed in 3.7): a loop with a bound that is not constant fails."""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -50,7 +48,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """ "cuda" if there is a GPU, else "cpu" with the interpreter."""
+    """ "cuda" if there is a GPU, else "cpu", with the interpreter."""
     if HAS_CUDA:
         return "cuda"
     if IMPORTED_TOO_EARLY:
@@ -63,7 +61,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session")
 def compile_cases() -> Callable[[Iterable[Any]], list[Any]]:
-    """`kernels.gpu.compile.compile_cases`, counted for the summary."""
+    """`kernels.gpu.compile.compile_cases`, whose calls are counted for the summary."""
     from kernels.gpu import compile as harness
 
     def run(cases: Iterable[harness.Case]) -> list[harness.Resources]:

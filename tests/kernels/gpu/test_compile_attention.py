@@ -1,8 +1,7 @@
 """Paged attention compiled for sm_80, sm_90 and sm_100 with the tiles of real launches: no spills, enough shared
-memory, wide loads, tensor cores, and the same arithmetic in decode and prefill where bits must be equal.
-
-COMPILE_ALL=1 in the environment compiles every kernel x head dim x dtype x window x chip (some minutes). Without it:
-every head dim, dtype and option somewhere, head dim 128 in bf16 everywhere.
+memory, wide loads, tensor cores, and the same arithmetic in decode and prefill where bits must be equal. With
+COMPILE_ALL=1, compiles all combinations of kernel, head dim, dtype, window and chip (some minutes). Otherwise, compiles
+each head dim, dtype and option at least once, and head dim 128 in bf16 in all combinations.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _tiling(kind: str, head_dim: int, fp8: bool, cc: int, dtype: str) -> Tiling:
 def attention_case(
     kind: str, head_dim: int, dtype: str, cache: str, windowed: bool, cc: int, *, extras: bool = False
 ) -> Case:
-    """Returns the variant for a launch of this kind. `extras`: with softcap and sinks."""
+    """Returns the variant for a launch of this kind. With `extras`, it has softcap and sinks."""
     tiling = _tiling(kind, head_dim, cache != dtype, cc, dtype)
     varlen, direct = kind.endswith(("prefill", "short")), not kind.endswith("split")
     constexprs: dict[str, Any] = {
@@ -141,8 +140,9 @@ def test_as_many_decode_programs_fit_as_splits_are_chosen_for(compiled: Compiled
 
 
 def test_keys_and_values_come_in_16_byte_pieces(compiled: Compiled) -> None:
-    """Only block ids are copied in units of 4 bytes. (Triton lays fp8 values out for the product, in units of 8
-    bytes.)"""
+    """Only block ids are copied in units of 4 bytes. (Triton lays out fp8 values for the product in units
+    of 8 bytes.)
+    """
     for case, used in _attention(compiled, WIDE=False):
         fp8 = "fp8" in case.signature["key_cache"]
         sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global\s.*?, 0x([0-9a-f]+)", used.ptx)
@@ -162,7 +162,7 @@ def test_each_chip_uses_its_tensor_cores(compiled: Compiled) -> None:
 
 
 def _arithmetic(used: Resources) -> list[str]:
-    """Returns every product and reduction with its layouts, with the layouts written out."""
+    """Returns every product and reduction, with its layouts in full."""
     named = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", used.ttgir, re.M))
     found = re.findall(r"(tt\.dot .*|\"tt\.reduce\".*|\}\) : \(tensor.*)", used.ttgir)
     lines = []
@@ -173,7 +173,7 @@ def _arithmetic(used: Resources) -> list[str]:
 
 
 def test_decode_and_prefill_compute_alike_in_deterministic_mode(compiled: Compiled) -> None:
-    """The same products, reductions and layouts imply the same order of sums."""
+    """With the same products, reductions and layouts, sums have the same order."""
     alike: dict[tuple[Any, ...], dict[bool, list[str]]] = defaultdict(dict)
     for case, used in _attention(compiled, PIECE=tiles.PIECE, WIDE=False):
         key = (case.cc, case.signature["key_cache"], case.constexprs["HEAD_DIM"], case.constexprs["WINDOWED"])
@@ -187,7 +187,7 @@ def test_decode_and_prefill_compute_alike_in_deterministic_mode(compiled: Compil
 
 
 def test_fp32_does_not_spill_and_computes_alike(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> None:
-    """fp32 does not use tensor cores. It is for comparisons with other implementations, not for speed."""
+    """fp32 does not use tensor cores, because it serves for comparisons with other implementations."""
     cases = [attention_case(kind, 128, "fp32", "fp32", False, 90) for kind in ("det_split", "det_prefill")]
     decode, prefill = compile_cases(cases)
     assert decode.spill_bytes == prefill.spill_bytes == 0

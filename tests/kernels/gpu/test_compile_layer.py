@@ -20,7 +20,7 @@ Compiled = list[tuple[Case, Resources]]
 
 
 def _case(kernel: str, types: str, constexprs: dict[str, Any], cc: int, **options: int) -> Case:
-    """Returns a case. `types` has one word per run-time parameter, "name=type"."""
+    """Returns a case. `types` has a word "name=type" for each run-time parameter."""
     return Case(f"kernels.gpu.{kernel}", dict(word.split("=") for word in types.split()), constexprs, cc, **options)
 
 
@@ -104,7 +104,7 @@ def _cases(cc: int) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def compiled(compile_cases: Callable[[Iterable[Case]], list[Resources]]) -> Compiled:
-    """All cases for all chips."""
+    """All compiled cases for all chips."""
     cases = [case for cc in CHIPS for case in _cases(cc)]
     return list(zip(cases, compile_cases(cases), strict=True))
 
@@ -150,7 +150,7 @@ def test_linear_streams_its_tiles_into_the_tensor_cores(compiled: Compiled) -> N
 
 
 def test_sampling_fuses_only_what_is_written_so(compiled: Compiled) -> None:
-    """2^x has six fused steps, for one or two tokens each. Its argument is a separate product, as on the CPU."""
+    """2^x has six fused operations, for one or two tokens each. Its argument is a separate product, as on the CPU."""
     for case, used in _of(compiled, "weigh_kernel", "log_softmax_top_kernel"):
         pairs = len(re.findall(r"fma\.rn\.f32x2", used.ptx))
         singles = len(re.findall(r"fma\.rn\.f32\s", used.ptx))

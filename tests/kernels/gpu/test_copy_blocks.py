@@ -82,8 +82,9 @@ def test_nothing_to_copy(device: str) -> None:
 
 @pytest.mark.parametrize(("block_bytes", "n"), [(64, 3), (64, 20), (32_768, 20)])
 def test_swaps_out_and_in(device: str, block_bytes: int, n: int) -> None:
-    """Copies to pinned host memory and back, with the method that suits the size. Without a GPU, both sides are host
-    memory."""
+    """Copies to pinned host memory and back, with the method for this size. Without a GPU, both sides are in host
+    memory.
+    """
     arena = _arena(24, block_bytes, device)
     host = torch.zeros(32, block_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
     ids, slots = _ids(24, n, 1), _ids(32, n, 2)

@@ -1,5 +1,7 @@
-"""Two threads launch a kernel for the first time at once, with a stand-in for triton's driver, because two roles of one
-process share kernels. We rely on Triton for safety (3.6 and 3.7: every launch first looks for the loaded module)."""
+"""Two threads launch a kernel for the first time at once, with a stand-in for triton's driver. This happens if one
+process has two roles. Triton itself must be thread-safe here (3.6 and 3.7: every launch first looks for the loaded
+module).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The variants that attention launches compile: changes of batch, lengths or block tables compile no more. No kernel
-runs."""
+"""The variants that attention launches compile. A different batch, length or block table compiles no others. No kernel
+runs.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def launches() -> list[tuple[str, str, list[int]]]:
 
 
 def test_batches_do_not_compile_anew(launches: list[tuple[str, str, list[int]]]) -> None:
-    """The variants are decode without splits, decode with splits, prefill, both in deterministic mode (decode always
-    splits), one merge for each power of two of splits (here 32, 8, 4), and a deterministic merge."""
+    """The variants are decode without splits, decode with splits, prefill, decode and prefill in deterministic mode
+    (decode always splits), one merge for each power of two of splits (here 32, 8, 4), and a deterministic merge.
+    """
     variants = {kernel: {v for k, v, _ in launches if k == kernel} for kernel, _, _ in launches}
     assert {kernel: len(found) for kernel, found in variants.items()} == {"attention_kernel": 5, "merge_kernel": 4}
 

@@ -1,5 +1,6 @@
-"""The linear layer with fixed tiles: compared with float64 for odd sizes, and a row's bits alone, in a batch, in a
-prompt."""
+"""The linear layer with fixed tiles, compared with float64 for odd sizes, and a row's bits alone, in a batch and in a
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_matches_float64_rounded_once(
 
 
 def test_small_numbers_survive_a_long_sum(device: str) -> None:
-    """In a bf16 sum, each of the 4,096 ones that are added to 4,096 would be lost. The sum must be fp32."""
+    """The sum must be fp32: in bf16, each of the 4,096 ones that are added to 4,096 would be lost."""
     x = torch.ones(1, 4097, device=device, dtype=torch.bfloat16)
     x[0, 0] = 4096
     assert linear(x, torch.ones(32, 4097, device=device, dtype=torch.bfloat16)).eq(8192).all()
@@ -63,7 +64,7 @@ def test_strided_rows_beside_poison(device: str) -> None:
 
 
 def test_the_tile_of_columns_fills_the_chip() -> None:
-    """4,096 columns need the narrowest tile, and the columns of a wide MLP do not. The number of rows has no effect."""
+    """4,096 columns need the narrowest tile; the columns of a wide MLP do not. The number of rows has no effect."""
     assert [constexprs(n, False)["BLOCK_N"] for n in (4096, 6144, 14_336, 28_672, 128_256)] == [32, 32, 64, 128, 128]
 
 

@@ -1,4 +1,4 @@
-"""Triton's decode attention against float64: odd lengths, layouts, windows, fp8, split keys, poisoned memory."""
+"""Decode attention in Triton compared with float64: odd lengths, layouts, windows, fp8, split keys, poisoned memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODES = [False, True]
 
 
 def where(case: Any, device: str) -> tuple[torch.Tensor, ...]:
-    """Moves a case to the device: its caches (still views of their arena), tables and lengths."""
+    """Returns a case on the device: its caches (views of an arena), tables and lengths."""
     arena = case.key_cache._base.to(device)
     views = [arena.as_strided(c.shape, c.stride(), c.storage_offset()) for c in (case.key_cache, case.value_cache)]
     return *views, case.block_table.to(device), case.context_lens.to(device)
@@ -34,7 +34,7 @@ def run(case: Any, q: torch.Tensor, device: str, **options: Any) -> torch.Tensor
 
 
 def assert_rows(got: torch.Tensor, q: torch.Tensor, case: Any, attend_f64: Any, window: int | None = None) -> None:
-    """Compares every row with float64. Rows without keys must be zeros."""
+    """Compares every row with float64. Rows without keys must be zero."""
     assert got.isfinite().all()
     for i, n in enumerate(case.context_lens.tolist()):
         want = torch.zeros(1, *q.shape[1:], dtype=torch.float64)
@@ -93,7 +93,9 @@ def test_any_number_of_splits(device: str, scatter: Any, attend_f64: Any, splits
 def attend_f64_with(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """q [heads, d] at the last position, keys and values [n, kv_heads, d], scale 0.5 -> [heads, d], in float64."""
+    """Returns attention [heads, d] in float64, for q [heads, d] at the last position, keys and values [n, kv_heads, d],
+    and scale 0.5.
+    """
     group, out = q.shape[0] // keys.shape[1], []
     for head in range(q.shape[0]):
         scores = keys[:, head // group].double() @ q[head].double() * 0.5
@@ -142,7 +144,7 @@ def test_nan_in_a_visible_key_is_seen(device: str, scatter: Any) -> None:
 
 
 def test_blocks_beyond_2_to_the_31_elements(device: str) -> None:
-    """Most of the memory is only virtual: the test uses one block at either end of an arena of 6 GiB."""
+    """The test uses one block at either end of an arena of 6 GiB, so most of the memory is only virtual."""
     shape, strides = (24, 1, 16, 64), (1 << 27, 1024, 64, 1)
     arena = torch.empty(24 << 27, dtype=BF16, device=device)
     caches = [arena.as_strided(shape, strides, offset) for offset in (0, 1024)]

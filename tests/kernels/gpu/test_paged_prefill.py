@@ -1,5 +1,6 @@
-"""Triton's prefill attention compared with float64, and in deterministic mode, where a row's bits depend only on the
-row."""
+"""Prefill attention in Triton compared with float64, and in deterministic mode, where a row's bits depend only on the
+row.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def test_a_window_skips_blocks_before_the_chunk(device: str, scatter: Any, atten
 
 @pytest.fixture
 def piece(device: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The number of keys of a piece. The interpreter uses fewer, so that short sequences have several pieces."""
+    """The number of keys in a piece. It is smaller in the interpreter, so that short sequences have several pieces."""
     if device == "cpu":
         monkeypatch.setattr(attention_tiles, "PIECE", 128)
     return attention_tiles.PIECE
@@ -128,7 +129,9 @@ def test_deterministic_bits_under_any_chunking_are_those_of_decode(device: str, 
 
 @pytest.mark.parametrize("window", [None, 140])
 def test_deterministic_bits_alone_and_in_a_batch(device: str, piece: int, scatter: Any, window: int | None) -> None:
-    """The bits do not depend on other sequences, the width of tables, block sizes, layouts, or a chunk of one token."""
+    """The bits do not depend on other sequences, the width of tables, block sizes, layouts, or whether a chunk has one
+    token.
+    """
     lens, scale = [5, piece + 30, 0, 2 * piece + 7], 0.125
     case = scatter(lens, 2, 64, 16, BF16)
     q = torch.randn(4, 4, 64).to(BF16).to(device)

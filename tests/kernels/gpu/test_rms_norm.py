@@ -1,4 +1,6 @@
-"""RMS norm in Triton: float64, Hugging Face's roundings, strided heads, poison beside rows, bits in any batch."""
+"""RMS norm in Triton: comparison with float64, Hugging Face's roundings, strided heads, poison beside rows, bits in any
+batch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Sampling in Triton: the tokens of the CPU kernels, ties, several tiles, poison, independent rows.
-
 tests/kernels/test_sampling.py compares the CPU kernels with exact distributions. These tests use the CPU build that
-rounds like the device: a GPU fuses multiply and add; triton's interpreter and the portable build do not.
+rounds like the device: a GPU uses fused multiply-add; triton's interpreter and the portable build do not.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kernels.gpu.sampling import log_softmax_top, sample, tile_for
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: inf - inf
 NEG_INF = float("-inf")
 Rows = list[tuple[float, int, float, float, int, int, int]]
-"""temperature, top_k, top_p, min_p, seed, sample, position."""
+"""The parameters of each row: temperature, top_k, top_p, min_p, seed, sample, position."""
 
 
 def _sample(logits: Tensor, rows: Rows) -> list[int]:
@@ -27,12 +26,12 @@ def _sample(logits: Tensor, rows: Rows) -> list[int]:
 
 
 def _draw(logits: Tensor, heat: float = 1.0, k: int = 0, p: float = 1.0, floor: float = 0.0) -> list[int]:
-    """Samples all rows of `logits` with the same parameters. The row number is the position."""
+    """Samples all rows of `logits` with the same parameters. A row's number is its position."""
     return _sample(logits, [(heat, k, p, floor, 0, 0, i) for i in range(len(logits))])
 
 
 def _build(device: str) -> cpu.Isa:
-    """Returns the CPU build that rounds like the device."""
+    """Returns the name of the CPU build that rounds like the device."""
     return next(isa for isa in cpu.supported_isas() if device == "cuda" or isa == "portable")
 
 
@@ -155,7 +154,7 @@ def test_log_softmax_top(device: str, vocab: int) -> None:
 
 
 def test_log_probabilities_have_the_cpus_bits(device: str) -> None:
-    """The difference between two logits is up to 12. The test compares every bit of 2^x."""
+    """The two logits differ by up to 12. Equal results require equal bits of 2^x."""
     logits = torch.stack((torch.zeros(24), torch.linspace(-12, 0, 24).sin() * 6 - 6), 1).to(device)
     ids = torch.arange(24, device=device) % 2
     got = log_softmax_top(logits, ids, 2)

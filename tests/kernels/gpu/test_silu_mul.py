@@ -1,4 +1,4 @@
-"""silu(gate) * up in Triton: float64, extreme values, strided rows, a row's bits in any batch."""
+"""silu(gate) * up in Triton: comparison with float64, extreme values, strided rows, a row's bits in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuner of attention tiles runs every kind of call, and prints the tables' tiling first."""
+"""The tuner of attention tiles runs every kind of call. The tiling from the tables comes first in its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""RoPE and the write into slots in Triton: the reference, untouched memory, fp8 caches, values out of range."""
+"""RoPE and the write into slots in Triton: comparison with the reference, untouched memory, fp8 caches, values out of
+range.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ def _fused(tokens: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, d
 
 
 def _caches(blocks: int, kv_heads: int, block_size: int, d: int, dtype: torch.dtype, device: str, heads_first: bool) -> list[torch.Tensor]:  # fmt: skip  # noqa: E501
-    """Returns one layer's caches in a block-major arena of two layers, [blocks, kv_heads, block_size, d], filled with
-    7."""
+    """Returns one layer's caches [blocks, kv_heads, block_size, d] in a block-major arena of two layers,
+    filled with 7.
+    """
     inner = (kv_heads, block_size) if heads_first else (block_size, kv_heads)
     arena = torch.full((blocks, 2, 2, *inner, d), 7.0).to(dtype).to(device)
     return [a if heads_first else a.transpose(1, 2) for a in (arena[:, 1, 0], arena[:, 1, 1])]
@@ -89,7 +92,7 @@ def test_a_token_does_not_depend_on_the_batch(device: str) -> None:
 
 
 def test_out_of_range_corrupts_nothing_else(device: str) -> None:
-    """For a slot past the cache, nothing is written. A position past the table affects only its own token."""
+    """Nothing is written for a slot past the cache. A position past the table affects only its own token."""
     q, k, v = _fused(4, 2, 1, 16, torch.float32, device)
     caches = _caches(2, 1, 4, 16, torch.float32, device, True)
     guarded = [c[:1] for c in caches]  # block 1 represents memory outside the cache
@@ -103,8 +106,9 @@ def test_out_of_range_corrupts_nothing_else(device: str) -> None:
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("rotary", [0, 64])
 def test_fp8_caches(device: str, heads_first: bool, rotary: int) -> None:
-    """The test uses quarter turns and numbers that fp8 represents, so results are exact (the interpreter's fp8 rounding
-    is not)."""
+    """The test uses quarter turns and numbers that fp8 represents exactly, because the interpreter's rounding to fp8 is
+    not exact.
+    """
     tokens, d, scales = 6, 64, (0.5, 2.0)
     g = torch.Generator().manual_seed(2)
     powers = torch.tensor(2.0) ** torch.arange(-2, 4)[:, None, None]

@@ -1,4 +1,4 @@
-"""Fixtures: a small paged batch with queries, and the attention spec of a model."""
+"""Fixtures: a small paged batch with queries, and an attention spec."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOPPER = AttentionSpec(
 
 @dataclass
 class Problem:
-    """Queries over a paged cache, and the answer of the reference."""
+    """Queries, a paged cache, and the answer of the reference."""
 
     q: Tensor
     keys: Tensor
@@ -46,7 +46,7 @@ class Problem:
 
 @pytest.fixture
 def spec() -> AttentionSpec:
-    """A spec for Hopper, but with tensors in host memory, where the stand-ins of the tests compute."""
+    """A spec for Hopper, but with tensors in host memory for the tests' stand-ins."""
     return HOPPER
 
 

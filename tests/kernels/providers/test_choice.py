@@ -22,7 +22,7 @@ def on_cpu(spec: AttentionSpec) -> AttentionSpec:
 
 @pytest.fixture
 def on_gpu(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> AttentionSpec:
-    """A spec for Hopper without flash-attn or FlashInfer. The choice does not access a device."""
+    """A spec for Hopper, without flash-attn and FlashInfer. The choice does not access a device."""
     for module in ("flash_attn", "flash_attn_interface", "flashinfer"):
         monkeypatch.setitem(sys.modules, module, None)
     return replace(spec, device=torch.device("cuda"))

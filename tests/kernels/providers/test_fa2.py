@@ -1,4 +1,4 @@
-"""The calls to FA2. A module in this file has the signatures of flash-attn 2.8.3 and computes with our reference."""
+"""The calls to FA2. A stand-in in this file has the signatures of flash-attn 2.8.3, and computes with our reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Window = tuple[int, int]
 
 
 class FlashAttn(ModuleType):
-    """The part of `flash_attn` that we use. Both functions are causal with bottom-right alignment, as documented."""
+    """A stand-in for the part of `flash_attn` that we use. Both functions are causal with bottom-right alignment, as
+    documented.
+    """
 
     def __init__(self) -> None:
         super().__init__("flash_attn")

@@ -1,5 +1,6 @@
-"""The arguments of FA3's operator, for the schemas of vLLM's build and of upstream's build. The operators in this file
-have the real schemas, and compute with our reference from their arguments."""
+"""The arguments of FA3's operator, for the schemas of vLLM's build and the upstream build. The operators in this file
+have the real schemas, and compute with our reference.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +56,16 @@ Calls = list[dict[str, Any]]
 
 
 def by_name(body: Callable[[dict[str, Any]], Any], arguments: list[Any]) -> Callable[..., Any]:
-    """Returns a kernel that passes its arguments to `body` under the schema's names. torch omits trailing defaults."""
+    """Returns a kernel that calls `body` with its arguments by name. torch omits trailing arguments that have their
+    default values.
+    """
     names = [argument.name for argument in arguments]
     defaults = {argument.name: argument.default_value for argument in arguments}
     return lambda *given, **more: body(defaults | dict(zip(names, given, strict=False)) | more)
 
 
 class Operators:
-    """The two operators in a namespace. They record their arguments by the schema's names."""
+    """The two operators of a namespace. They record their arguments by name."""
 
     def __init__(self, namespace: str, schemas: tuple[str, str]) -> None:
         self.forwards: Calls = []
@@ -75,8 +78,9 @@ class Operators:
         self._returns_list = schemas[0].endswith("Tensor[]")
 
     def _forward(self, given: dict[str, Any]) -> Any:
-        """Works as documented for flash_attn_varlen_func: varlen, paged, causal with bottom-right alignment, window to
-        the left."""
+        """Computes attention as documented for flash_attn_varlen_func: varlen, paged, causal with bottom-right
+        alignment, window to the left.
+        """
         self.forwards.append(given)
         assert given["is_causal"] and given["out"] is None and given["k_new"] is None and given["softcap"] == 0.0
         left = given["window_size_left"]
@@ -92,7 +96,7 @@ class Operators:
         return [out, empty, empty, empty] if self._returns_list else (out, empty, empty, empty)
 
     def _plan(self, given: dict[str, Any]) -> Tensor:
-        """Returns as many numbers as vLLM 0.26 does for a batch. None of them is 0."""
+        """Returns as many numbers as vLLM 0.26 returns for a batch. None of them is 0."""
         self.plans.append(given)
         rounded = -(-given["batch_size"] // 4) * 4
         return torch.arange(1, 2 + 4 * rounded, dtype=torch.int32) + int(given["seqused_k"].sum())

@@ -1,5 +1,6 @@
 """The plans for FlashInfer. The wrappers in this file have the signatures of 0.6.9. They compute with our reference
-from the plan, through the buffers that a CUDA graph would read."""
+from the plan, and read it from the buffers that a CUDA graph would read.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ Caches = tuple[Tensor, Tensor]
 def attend(
     q: Tensor, caches: Caches, lists: tuple[Tensor, Tensor, Tensor], starts: Tensor, scale: float, left: int
 ) -> Tensor:
-    """Converts ragged lists back to a block table. Unused entries are -1, so reading one is an error."""
+    """Computes attention from a block table, which it converts from ragged lists. Unused entries are -1, so reading one
+    is an error.
+    """
     block_starts, blocks, last_lens = lists
     counts = block_starts.diff()
     table = torch.full((len(counts), int(counts.max()) + 1), -1, dtype=torch.int32)
@@ -114,8 +117,9 @@ def test_prefill_and_decode_are_what_the_reference_says(
 
 
 def test_a_graph_reads_buffers_that_later_plans_fill(spec: AttentionSpec, problem: Callable[..., Any]) -> None:
-    """A graph captures `run` of the wrapper for its batch size. A replay uses the last plan that `prepare` made for
-    it."""
+    """A graph captures `run` of the wrapper for its batch size. A replay uses the last plan that `prepare` has made for
+    that wrapper.
+    """
     provider = FlashInferAttention(spec)
     first, second = problem([1, 1], [30, 7], True), problem([1, 1], [3, 31], True)
     other = problem([1, 1, 1], [3, 4, 5], True)

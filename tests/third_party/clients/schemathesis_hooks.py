@@ -1,8 +1,9 @@
-"""A hook for schemathesis: accepts the refusals of valid bodies that break a rule which no JSON schema can express.
+"""A hook for schemathesis. It accepts a refusal of a body that matches the schema but breaks a rule that no JSON schema
+can express.
 
-A rule is named and has its reason. A refusal is accepted if the body breaks the rule, as far as the body shows, and if
-the error is that of the rule. Every other refusal of a body that the schema allows is a failure. The file named by
-$LOOSELEAF_REFUSALS gets one line with the name of the rule for each accepted refusal.
+Each rule has a name and a reason. A refusal is accepted if the body may break the rule, and if the error is the rule's
+error. Every other refusal of a body that the schema allows is a failure. The file named by $LOOSELEAF_REFUSALS gets one
+line with the name of the rule for each accepted refusal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Rule(NamedTuple):
 
 
 def values_of(value: Any, key: str) -> Iterator[Any]:
-    """All values of a key, at any depth."""
+    """Yields the values of a key, at any depth."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name == key:

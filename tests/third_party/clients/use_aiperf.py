@@ -1,4 +1,4 @@
-"""`aiperf profile` for some seconds."""
+"""Runs `aiperf profile` for some seconds."""
 
 from __future__ import annotations
 

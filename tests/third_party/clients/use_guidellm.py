@@ -1,4 +1,4 @@
-"""`guidellm run` for some seconds."""
+"""Runs `guidellm run` for some seconds."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def fuzz() -> None:
 def hides_nothing() -> None:
     with urllib.request.urlopen(f"{URL}/openapi.json", timeout=30) as reply:
         description = json.load(reply)
-    del description["components"]["schemas"]["TokenizeRequest"]["not"]  # prompt and messages exclude each other, ...
+    del description["components"]["schemas"]["TokenizeRequest"]["not"]  # prompt and messages cannot be combined, ...
     (SCRATCH / "openapi.json").write_text(json.dumps(description))
     options = ("--include-path", "/tokenize", "--checks", "positive_data_acceptance", "--mode", "positive")
     done = schemathesis(str(SCRATCH / "openapi.json"), *options, "--max-time", "30")

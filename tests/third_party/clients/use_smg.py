@@ -1,4 +1,6 @@
-"""SMG as a router in front, in both modes, against vLLM's protocol: its answers are those of our own HTTP API."""
+"""Tests SMG as a router in front, in both modes, over vLLM's protocol. Its answers must equal those of our own HTTP
+API.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NUM_PROMPTS = 100
 START_S = 60
 WORDS = "once upon a time the old mill turned when the wind was strong and a wolf ran into the deep forest"
 OWN = {"add_special_tokens": False}
-"""SMG sends prompts of completions without BOS."""
+"""Options for our own API, because SMG sends prompts of completions without BOS."""
 
 
 class Router:
@@ -65,7 +67,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def said(reply: Any) -> list[tuple[str, str]]:
-    """The text and the finish reason of every choice."""
+    """Returns the text and the finish reason of every choice."""
     return [(c["message"]["content"] if "message" in c else c["text"], c["finish_reason"]) for c in reply["choices"]]
 
 
@@ -83,7 +85,7 @@ ROUTERS = {
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Prompts of 3 to 60 words, every second one sampled with a seed."""
+    """Returns bodies with prompts of 3 to 60 words. Every second body is sampled with a seed."""
     rng = random.Random(7)
     found = []
     for index in range(NUM_PROMPTS):
@@ -94,7 +96,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def same_in_both(path: str, bodies: list[dict[str, Any]], own: dict[str, Any] | None = None) -> None:
-    """Every answer through SMG, in both modes, is that of our own API."""
+    """Checks that every answer through SMG, in both modes, equals that of our own API."""
     with ThreadPoolExecutor(8) as pool:
         expected = list(pool.map(lambda body: said(post(URL, path, {**body, **(own or {})})), bodies))
         for name, router in ROUTERS.items():

@@ -1,4 +1,4 @@
-"""The plots of the story grammar: a character wants something, meets an obstacle, tries, gets help, and the story ends."""
+"""The plots of the story grammar. Typically, a character wants something, meets an obstacle, tries, and gets help."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ PAIRS = {
     "small_saves_big": ("b", 24), "flattery": ("t", 8), "race": ("b", 8), "fear": ("f", 8), "cure": ("g", 4), "liar": ("k", 5),
     "dragon": ("m", 24), "winter": ("l", 8), "quarrel": ("f", 8), "contest": ("r", 24), "seed": ("x", 4),
 }  # fmt: skip
-"""Plots with two leading parts: the key of the second part, and the plot's share among those that fit the two leads."""
+"""Plots with two leading parts: the key of the second part, and the plot's weight among those that fit the
+two leads.
+"""
 RULERS = ("king", "queen", "prince", "princess")
 MONSTERS = ("dragon", "giant", "troll", "witch")
 
 
 def castings(leads: Sequence[Character]) -> list[tuple[str, dict[str, Character], int]]:
-    """Returns the plots that fit the leads, each with its cast and its share. The first of `leads` is the hero; the
-    second, if any, gets the other leading part.
+    """Returns (plot, cast, weight) of each plot that fits the leads. The first of `leads` is the hero; the second, if
+    any, has the other leading part.
 
-    The order is fixed, because a small model learns "the second one" far sooner than "the one who is not the hero".
+    The order is fixed, because a small model learns "the second one" much sooner than "the one who is not the hero".
     """
     if len(leads) == 1:
         found = [(plot, {"h": leads[0]}, share) for plot, (_, share) in PLOTS.items()]

@@ -23,7 +23,7 @@ FEARS = {
 
 
 def fear(s: Story) -> None:
-    """The hero is afraid, a friend is in trouble, love is stronger than fear."""
+    """Tells how a hero overcomes fear to help a friend in trouble."""
     s.character("h", role=s.rng.choice(("animal", "child")))
     s.character("f", role=s.rng.choice(("animal", "animal", "child")))
     s.let("fear", s.rng.choice(list(FEARS)))
@@ -79,7 +79,7 @@ def fear(s: Story) -> None:
 
 
 def dragon(s: Story) -> None:
-    """Everyone fears a monster; the hero asks it what is wrong."""
+    """Tells how the hero asks a monster, which everyone fears, what is wrong."""
     s.character("h", role=s.rng.choice(("child", "child", "animal", "adult")))
     for _ in range(50):
         m = s.character("m", role="adult" if s.rng.random() < 0.6 else "animal")
@@ -149,7 +149,7 @@ def dragon(s: Story) -> None:
 
 
 def building(s: Story) -> None:
-    """The hero makes something, fails, takes advice and succeeds."""
+    """Tells how the hero makes something, fails, takes advice and succeeds."""
     s.character("h")
     s.character("k", role=s.rng.choice(("animal", "adult")))
     s.character("x")
@@ -208,7 +208,7 @@ def building(s: Story) -> None:
 
 
 def seed(s: Story) -> None:
-    """The hero cares for a strange seed or egg that others laugh at."""
+    """Tells how the hero cares for a strange seed or egg that others laugh at."""
     s.character("h")
     s.character("x")
     s.place("p")

@@ -11,7 +11,7 @@ from ..scenes import happy_end, moral, opening
 
 
 def flattery(s: Story) -> None:
-    """A character has food, and a trickster flatters it away."""
+    """Tells how a trickster gets a character's food by flattery."""
     s.character("h", role="animal")
     s.character("t", role="animal")
     s.let("food", s.rng.choice(FOODS))
@@ -68,7 +68,7 @@ def flattery(s: Story) -> None:
 
 
 def race(s: Story) -> None:
-    """A boaster races a slow character and loses."""
+    """Tells how a boaster races a slow character and loses."""
     s.character("b", role="animal")
     s.character("h", role="animal")
     s.character("j", role="animal")
@@ -119,7 +119,7 @@ def race(s: Story) -> None:
 
 
 def liar(s: Story) -> None:
-    """A character who lies for fun is not believed when it tells the truth."""
+    """Tells how a character who lies for fun is not believed when it tells the truth."""
     s.character("h", role=s.rng.choice(("child", "animal", "child")))
     danger = s.rng.choice(("wolf", "fire", "flood"))
     s.let("cry", {"wolf": "a wolf is coming", "fire": "the barn is on fire", "flood": "the river is rising"}[danger])
@@ -177,7 +177,7 @@ def liar(s: Story) -> None:
 
 
 def winter(s: Story) -> None:
-    """One character works and another plays; then the snow falls."""
+    """Tells how one character works and another plays until the snow falls."""
     s.character("h", role="animal")
     s.character("l", role="animal")
     s.let("play", "[sang|danced|lay in the sun|played the fiddle|slept in the grass]")
@@ -237,7 +237,7 @@ def winter(s: Story) -> None:
 
 
 def magic(s: Story) -> None:
-    """Kindness is rewarded with a magic thing; a greedy character takes it and loses."""
+    """Tells how kindness is rewarded with a magic thing, and how a greedy character takes it and loses."""
     s.character("h")
     while s.character("g", role="adult").noun not in (
         "witch",

@@ -11,7 +11,7 @@ from ..scenes import FEELINGS, happy_end, meet, moral, opening
 
 
 def small_saves_big(s: Story) -> None:
-    """A big animal spares a small one, is caught, and is saved by it."""
+    """Tells how a big animal spares a small animal, is caught, and is saved by the small animal."""
     while s.character("b", role="animal").kind.size != "big":
         s.cast.clear()
     while s.character("h", role="animal").kind.size != "small":
@@ -67,7 +67,7 @@ def small_saves_big(s: Story) -> None:
 
 
 def lonely(s: Story) -> None:
-    """The hero wants a friend, is turned away, and then finds one in an unexpected place."""
+    """Tells how the hero wants a friend, is turned away, and then finds a friend in an unexpected place."""
     s.character("h", role=s.rng.choice(("animal", "animal", "any")))
     s.character("x", role="animal")
     s.character("y", role="animal")
@@ -136,7 +136,7 @@ def lonely(s: Story) -> None:
 
 
 def sharing(s: Story) -> None:
-    """A hungry stranger asks a greedy and a generous character for food, and later repays the generous one."""
+    """Tells how a hungry stranger asks a greedy and a generous character for food, and repays the generous one."""
     s.character("h")
     s.character("g")
     s.character("k", role=s.rng.choice(("animal", "adult")))
@@ -198,7 +198,7 @@ def sharing(s: Story) -> None:
 
 
 def quarrel(s: Story) -> None:
-    """Two friends fight over a thing, lose or break it, and learn what matters."""
+    """Tells how two friends fight over a thing, lose or break it, and learn what matters."""
     s.character("h", role=s.rng.choice(("animal", "child")))
     s.character("f", role=s.rng.choice(("animal", "child")))
     o = s.thing("o")

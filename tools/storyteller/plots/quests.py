@@ -14,8 +14,8 @@ from ..scenes import FEELINGS, happy_end, meet, moral, opening, thanks
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A place where an object gets lost: how it got there, where it is, why the hero cannot reach it, and who can reach
-    it and how.
+    """A place where an object gets lost: how it gets there, where it is, why the hero cannot reach it, and who can
+    reach it and how.
     """
 
     lost: str
@@ -50,7 +50,7 @@ SPOTS = (
 
 
 def lost_thing(s: Story) -> None:
-    """A treasured thing is lost out of reach. The hero asks in vain, and then finds a helper who can reach it."""
+    """Tells how a thing is lost out of reach. The hero asks in vain, and then finds a helper who can reach it."""
     s.character("h", role=s.rng.choice(("animal", "child", "child", "any")))
     o, spot = s.thing("o"), s.rng.choice(SPOTS)
     role = "adult" if spot.ability == "strong" and s.rng.random() < 0.2 else "animal"
@@ -134,7 +134,7 @@ _RIDDLE_ANSWERS = (
 
 
 def cure(s: Story) -> None:
-    """A loved one is ill, and the guardian of the cure asks for something in return."""
+    """Tells how the hero gets a cure for a loved one from a guardian who asks for something in return."""
     s.character("h", role=s.rng.choice(("child", "child", "animal")))
     guard_role = s.rng.choice(("adult", "animal"))
     g = s.character("g", role=guard_role)
@@ -218,7 +218,7 @@ def _answer_riddle(s: Story) -> None:
 
 
 def way_home(s: Story) -> None:
-    """A young character is lost and finds the way home with help."""
+    """Tells how a young character is lost and finds the way home with help."""
     s.character("h", role=s.rng.choice(("animal", "animal", "child")))
     s.character("x", role="animal")
     s.character("k")
@@ -280,7 +280,7 @@ def way_home(s: Story) -> None:
 
 
 def contest(s: Story) -> None:
-    """A ruler has a sorrow. The proud fail, and the humble one succeeds by a small thing."""
+    """Tells how a humble character ends a ruler's sorrow by a small thing, after proud characters have failed."""
     s.character("h", role=s.rng.choice(("child", "animal", "adult", "child")))
     while s.character("r", role="adult").noun not in ("king", "queen", "prince", "princess"):
         del s.cast["r"]

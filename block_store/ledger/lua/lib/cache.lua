@@ -1,6 +1,6 @@
 -- The eviction order of CACHED blocks, and the quotas of tenants.
 
--- Removes blocks that were CACHED from the eviction order and from those of their owners.
+-- Removes blocks that were CACHED from the eviction order and from the eviction orders of their owners.
 local function leave_cache(blocks, records)
   send('ZREM', CACHED_SET, blocks)
   local by_owner = {}

@@ -14,7 +14,7 @@ local function owns(epoch, blocks)
   return call('ZMSCORE', own_key(epoch), unpack(blocks))
 end
 
--- Gives `epoch` one reference to each of these sealed or cached blocks, even if a block is listed more than once.
+-- Gives `epoch` one reference to each of these sealed or cached blocks, even if `blocks` lists a block more than once.
 -- `records` are the blocks' current records.
 local function pin(epoch, epoch8, blocks, records, order)
   local sides, seen, new_sides, own, warm, warm_records = hmget(REFS, blocks), {}, {}, {}, {}, {}

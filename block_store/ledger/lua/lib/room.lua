@@ -20,7 +20,7 @@ local function awaiting()
   return call('SCARD', AWAITED) > 0 and now_ms() < tonumber(call('HGET', META, 'grace_until'))
 end
 
--- Frees up to `room` quarantined blocks of a writer slot. Returns how many.
+-- Frees up to `room` quarantined blocks of a writer slot. Returns how many it has freed.
 local function unquarantine(slot, room)
   local blocks = call('ZRANGEBYSCORE', QUARANTINE_SET, slot, slot, 'LIMIT', 0, room)
   expect(read_all(blocks), QUARANTINE)

@@ -17,8 +17,8 @@
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
 -- Generations are handled as 8 opaque bytes: a Lua number holds only 53 bits.
 --
--- A script blocks the server while it runs, so no script does more work than for MOST blocks, regardless of the number
--- of held blocks. Callers make further calls for the remaining blocks.
+-- A script blocks the server while it runs, so no script handles more than MOST blocks beyond those that its call
+-- names. Callers make further calls for the remaining blocks.
 local call = redis.call
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
@@ -59,7 +59,7 @@ end
 -- Returns a number's digits; Lua itself would write a large one as 1e+14.
 local function text(number) return string.format('%.0f', number) end
 
--- Sends a command with a long list of arguments in parts; CHUNK is even, so pairs stay together.
+-- Sends a command with a long list of arguments in parts. CHUNK is even, so pairs stay together.
 local function send(command, key, list)
   for first = 1, #list, CHUNK do
     call(command, key, unpack(list, first, math.min(first + CHUNK - 1, #list)))
@@ -153,7 +153,7 @@ local function expect(records, state)
   end
 end
 
--- Set the state and the hashed flag; the rest of the record stays.
+-- Both functions set the state and the hashed flag, and keep the rest of the record.
 local function in_state(record, state, hashed) return string.char(state, hashed) .. string.sub(record, 3) end
 local function set_state(block, state, hashed)
   call('SETRANGE', BLOCKS, tonumber(block) * RECORD, string.char(state, hashed))

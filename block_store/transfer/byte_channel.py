@@ -1,0 +1,84 @@
+"""The byte channel: a TCP or TLS connection on which blocks travel from one arena's memory into another's.
+
+gRPC copies every byte several times. On this channel, the sender's system call reads from the arena and the receiver's
+writes into the arena. `KeepTicket` tells the receiver the port. The two ends of a connection send:
+
+    server: nonce[16]
+    client: HMAC-SHA256(the deployment's secret, nonce)[32]
+    client: size u32, ReadBlocksRequest          (any number of requests, one after the other)
+    server: FRAME u8, index u32, count u32, digests u64[count], the blocks' bytes, OK u8      (for each frame)
+    server: END u8
+
+A frame counts only once its OK has arrived. The server sends OK after it has compared the generations again. Instead of
+FRAME, OK or END, the server may send a refusal (STALE, NOT_HELD or UNAVAILABLE), which ends the connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+from collections.abc import Iterable
+from enum import IntEnum
+
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+SIZE = struct.Struct("<I")
+FRAME_HEAD = struct.Struct("<II")
+"""Index of the first block in the request's table, and the number of blocks."""
+MAX_REQUEST_BYTES = 16 << 20
+STALL_S = 4.0
+"""Time in seconds without progress after which either end closes the connection."""
+Buffer = bytes | memoryview
+
+
+class Mark(IntEnum):
+    """A byte that the server sends before or after a frame."""
+
+    FRAME = 1
+    OK = 2
+    END = 3
+    STALE = 4
+    """A block was reallocated, or the ticket has ended."""
+    NOT_HELD = 5
+    """The ticket does not hold a block, or there is no such arena."""
+    UNAVAILABLE = 6
+    """The server's ledger does not answer."""
+
+
+def proof(secret: str | None, nonce: bytes) -> bytes:
+    """Returns a client's answer to a nonce."""
+    return hmac.digest((secret or "").encode(), nonce, "sha256")
+
+
+def prepare(connection: socket.socket) -> None:
+    """Sets the options of a connection."""
+    connection.settimeout(STALL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def send(connection: socket.socket, pieces: Iterable[Buffer]) -> None:
+    """Sends all pieces. Unlike `sendall`, it raises TimeoutError only if nothing is sent for the socket's timeout."""
+    for piece in pieces:
+        left = memoryview(piece)
+        while left:
+            left = left[connection.send(left) :]
+
+
+def receive_into(connection: socket.socket, buffer: memoryview) -> None:
+    """Fills a buffer. Raises ConnectionError if the other end closes the connection first, and TimeoutError if nothing
+    arrives for the socket's timeout.
+    """
+    while buffer:
+        num_bytes = connection.recv_into(buffer)
+        if num_bytes == 0:
+            raise ConnectionResetError("the other end closed the connection")
+        buffer = buffer[num_bytes:]
+
+
+def receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Returns exactly `num_bytes` bytes. Raises the errors of `receive_into`."""
+    buffer = bytearray(num_bytes)
+    receive_into(connection, memoryview(buffer))
+    return bytes(buffer)

@@ -1,0 +1,148 @@
+"""The sending side of byte channels: a listening socket, and one thread for each connection."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from google.protobuf.message import DecodeError
+
+from block_store.errors import BlockStoreError, Gone, NotHolder, Stale
+from block_store.transfer.block_source import BlockSource
+from block_store.transfer.byte_channel import (
+    FRAME_HEAD,
+    MAX_REQUEST_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    SIZE,
+    STALL_S,
+    Mark,
+    prepare,
+    proof,
+    receive,
+    send,
+)
+from common import convert
+from common.certificates import Changed
+from common.errors import LooseleafError, StartupError
+from common.ticket import TicketId
+from common.trust import Trust
+from common.types import Epoch
+from protos.v1 import block_store_pb2 as pb
+
+logger = logging.getLogger("byte-server")
+MAX_CONNECTIONS = 64
+"""Maximum number of open connections. Further connections are closed at once, and their clients use gRPC."""
+IDLE_S = 60.0
+"""Time in seconds after which a connection without requests is closed."""
+
+
+class ByteServer:
+    """The byte channels of one store. `source_of` returns the blocks of an arena, or raises a LooseleafError."""
+
+    def __init__(self, host: str, port: int, trust: Trust, source_of: Callable[[str], BlockSource]) -> None:
+        """Creates a server that does not listen yet. Port 0 means any free port."""
+        self._host, self._port = host, port
+        self._trust = trust
+        self._source_of = source_of
+        self._tls = None if trust.certificates is None else trust.certificates.server_context()
+        self._certificates_changed = None if trust.certificates is None else Changed(trust.certificates)
+        self._places = threading.Semaphore(MAX_CONNECTIONS)
+        self._listener: socket.socket | None = None
+
+    def listen(self) -> int:
+        """Returns the port. Listens from the first call on, so that a store that no other host reads has no open
+        port. Only one thread may call this method. Raises StartupError if the port is occupied.
+        """
+        if self._listener is None:
+            host, family = self._host.strip("[]"), socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            try:
+                self._listener = socket.create_server((host, self._port), family=family, backlog=MAX_CONNECTIONS)
+            except OSError as error:
+                reason = f"cannot listen for byte channels on {self._host}:{self._port}: {error.strerror}"
+                raise StartupError(reason) from error
+            self._port = self._listener.getsockname()[1]
+            threading.Thread(target=self._accept, args=(self._listener,), name="byte-server", daemon=True).start()
+        return self._port
+
+    def close(self) -> None:
+        """Accepts no more connections. Open connections end with the process."""
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._run, args=(connection,), name="byte-channel", daemon=True).start()
+            else:
+                connection.close()
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            prepare(connection)
+            with self._secured(connection) as secured:
+                if self._knows_secret(secured):
+                    while self._serve(secured):
+                        continue
+        except (OSError, DecodeError) as error:
+            logger.debug("a byte channel ended: %s", error)
+        except Exception:
+            logger.exception("a byte channel failed")
+        finally:
+            connection.close()
+            self._places.release()
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        if self._tls is None or self._trust.certificates is None or self._certificates_changed is None:
+            return connection
+        if self._certificates_changed():
+            self._tls = self._trust.certificates.server_context()
+        return self._tls.wrap_socket(connection, server_side=True)
+
+    def _knows_secret(self, connection: socket.socket) -> bool:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        send(connection, [nonce])
+        return hmac.compare_digest(receive(connection, PROOF_BYTES), proof(self._trust.secret, nonce))
+
+    def _serve(self, connection: socket.socket) -> bool:
+        """Answers one request. Returns whether the connection can be used for another request."""
+        connection.settimeout(IDLE_S)
+        (size,) = SIZE.unpack(receive(connection, SIZE.size))
+        connection.settimeout(STALL_S)
+        if size > MAX_REQUEST_BYTES:
+            return False
+        request = pb.ReadBlocksRequest.FromString(receive(connection, size))
+        refusal = self._answer(connection, request)
+        send(connection, [bytes([Mark.END if refusal is None else refusal])])
+        return refusal is None
+
+    def _answer(self, connection: socket.socket, request: pb.ReadBlocksRequest) -> Mark | None:
+        """Sends the frames of a request. Returns the refusal that ends the answer early, or None if it is complete."""
+        ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
+        refs = convert.table_from_pb(request.table)
+        try:
+            source = self._source_of(request.arena_id)
+            for first, part in source.parts(ticket, refs):
+                with source.reading(part) as reading:
+                    head = FRAME_HEAD.pack(first, len(part))
+                    send(connection, [bytes([Mark.FRAME]) + head + reading.digests.tobytes(), *reading.pieces])
+                send(connection, [bytes([Mark.OK])])
+        except (Stale, Gone):
+            return Mark.STALE
+        except (NotHolder, LooseleafError):
+            return Mark.NOT_HELD
+        except BlockStoreError as error:
+            logger.warning("blocks cannot be sent: %s", error)
+            return Mark.UNAVAILABLE
+        return None

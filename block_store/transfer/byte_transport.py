@@ -1,0 +1,217 @@
+"""The transport over byte channels: the receiver's system calls write into the arena (`byte_channel`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from block_store.transfer.byte_channel import (
+    FRAME_HEAD,
+    NONCE_BYTES,
+    SIZE,
+    Mark,
+    prepare,
+    proof,
+    receive,
+    receive_into,
+    send,
+)
+from block_store.transfer.source_client import SourceClient, read_request
+from block_store.transfer.transport import Copy, Transport
+from common.certificates import INSIDE_NAME, Stamp
+from common.errors import Aborted, Unavailable
+from common.telemetry import Fallbacks
+from common.trust import NO_TRUST, Trust
+
+CONNECT_S = 1.0
+RETRY_S = 30.0
+"""Time in seconds for which a source is read over gRPC after a connection to its byte channels has failed."""
+logger = logging.getLogger("byte-transport")
+Address = tuple[str, int]
+
+
+class _CannotConnect(Exception):
+    """Raised if no byte channel to a source can be opened."""
+
+
+class Channels:
+    """A pool of idle byte channels, by the address of the source. All methods except `close` run in the threads of
+    copies.
+    """
+
+    def __init__(self, trust: Trust = NO_TRUST) -> None:
+        self._trust = trust
+        self._idle: dict[Address, list[tuple[Stamp, socket.socket]]] = {}
+
+    def take(self, address: Address) -> socket.socket | None:
+        """Returns an idle channel to this address, or None. Closes channels whose certificates have been replaced."""
+        stamp, idle = self._trust.stamp, self._idle.get(address, [])
+        while idle:
+            used, connection = idle.pop()
+            if used == stamp:
+                return connection
+            connection.close()
+        return None
+
+    def give_back(self, address: Address, connection: socket.socket) -> None:
+        self._idle.setdefault(address, []).append((self._trust.stamp, connection))
+
+    def connect(self, address: Address) -> socket.socket:
+        """Returns a new channel. Raises _CannotConnect, or TimeoutError if the other end accepts the connection and
+        sends nothing.
+        """
+        try:
+            connection = socket.create_connection(address, CONNECT_S)
+        except OSError as error:
+            raise _CannotConnect(str(error)) from error
+        try:
+            prepare(connection)
+            if (files := self._trust.certificates) is not None:
+                connection = files.client_context().wrap_socket(connection, server_hostname=INSIDE_NAME)
+            send(connection, [proof(self._trust.secret, receive(connection, NONCE_BYTES))])
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                raise _CannotConnect(str(error)) from error
+            raise
+        return connection
+
+    def drop(self, address: Address) -> None:
+        """Closes the idle channels to an address, whose server has gone."""
+        for _, connection in self._idle.pop(address, []):
+            connection.close()
+
+    def close(self) -> None:
+        for address in list(self._idle):
+            self.drop(address)
+
+
+class ByteTransport:
+    """A transport over byte channels. If a source has no byte channel, it copies with `otherwise`. Only threads of this
+    process store bytes, so nothing is stored after the thread of a copy has ended.
+    """
+
+    def __init__(self, sources: SourceClient, otherwise: Transport, max_copies: int, trust: Trust = NO_TRUST) -> None:
+        self._sources = sources
+        self._otherwise = otherwise
+        self._channels = Channels(trust)
+        self._threads = ThreadPoolExecutor(max_copies, thread_name_prefix="byte-copy")
+        self._closed_until: dict[Address, float] = {}
+        """Addresses to which a connection has failed, with the time (of `time.monotonic`) of the next attempt."""
+        self.fallbacks = Fallbacks(logger)
+
+    async def fetch(self, copy: Copy) -> None:
+        if not copy.refs:
+            return
+        address = (copy.source.rpartition(":")[0].strip("[]"), self._sources.byte_port(copy.source))
+        if address[1] == 0 or time.monotonic() < self._closed_until.get(address, 0.0):
+            self.fallbacks.note("blocks over gRPC", f"there is no byte channel to {copy.source}")
+            return await self._otherwise.fetch(copy)
+        receiving = _Receiving(copy, address, self._channels)
+        copy.writing = asyncio.get_running_loop().run_in_executor(self._threads, receiving.run)
+        copy.writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await asyncio.shield(copy.writing)
+        except asyncio.CancelledError:
+            receiving.abort()
+            raise
+        except _CannotConnect as error:
+            self._closed_until[address] = time.monotonic() + RETRY_S
+            self.fallbacks.note("blocks over gRPC", f"there is no byte channel to {copy.source}: {error}")
+            await self._otherwise.fetch(copy)
+
+    def is_quiescent(self, copy: Copy) -> bool:
+        return copy.writing is None or copy.writing.done()
+
+    async def close(self) -> None:
+        self._channels.close()
+        self._threads.shutdown(wait=False)
+
+
+class _Receiving:
+    """The receiver of one copy, in a thread."""
+
+    def __init__(self, copy: Copy, address: Address, channels: Channels) -> None:
+        self._copy = copy
+        self._address = address
+        self._channels = channels
+        self._connection: socket.socket | None = None
+        self._is_aborted = False
+
+    def abort(self) -> None:
+        """Makes the copy end soon. Any thread may call this method."""
+        self._is_aborted = True
+        if (connection := self._connection) is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def run(self) -> None:
+        """Copies the blocks. Raises Aborted, Unavailable or _CannotConnect."""
+        try:
+            self._run()
+        except OSError as error:
+            raise Unavailable("the source of the blocks does not answer", retry_after_s=1.0) from error
+        except (ValueError, struct.error) as error:
+            raise Aborted(f"the source does not speak the protocol of byte channels: {error}") from error
+
+    def _run(self) -> None:
+        connection = self._channels.take(self._address)
+        if connection is not None:
+            try:
+                mark = self._ask(connection)
+            except ConnectionError:  # the source has closed the idle channel, or has restarted
+                connection.close()
+                if self._is_aborted:
+                    raise
+                self._channels.drop(self._address)
+                connection = None
+        if connection is None:
+            connection = self._channels.connect(self._address)
+            mark = self._ask(connection)
+        try:
+            while mark is Mark.FRAME:
+                mark = self._frame(connection)
+            if mark is not Mark.END:
+                raise _refusal(mark)
+        except BaseException:
+            connection.close()
+            raise
+        self._channels.give_back(self._address, connection)
+
+    def _ask(self, connection: socket.socket) -> Mark:
+        """Sends the request. Returns the first byte of the answer."""
+        self._connection = connection
+        if self._is_aborted:
+            raise Aborted("the pull was cancelled")
+        request = read_request(self._copy.ticket, self._copy.refs).SerializeToString()
+        send(connection, [SIZE.pack(len(request)) + request])
+        return _mark(connection)
+
+    def _frame(self, connection: socket.socket) -> Mark:
+        """Stores one frame. Returns the byte that follows the frame."""
+        first, count = FRAME_HEAD.unpack(receive(connection, FRAME_HEAD.size))
+        pieces = self._copy.places(first, count)
+        digests = struct.unpack(f"<{count}Q", receive(connection, 8 * count))
+        for piece in pieces:
+            receive_into(connection, piece)
+        if (mark := _mark(connection)) is not Mark.OK:
+            raise _refusal(mark)
+        self._copy.accept(digests)
+        return _mark(connection)
+
+
+def _mark(connection: socket.socket) -> Mark:
+    return Mark(receive(connection, 1)[0])
+
+
+def _refusal(mark: Mark) -> Exception:
+    if mark is Mark.UNAVAILABLE:
+        return Unavailable("the source's ledger does not answer", retry_after_s=1.0)
+    if mark in (Mark.STALE, Mark.NOT_HELD):
+        return Aborted("the source no longer has the ticket's blocks")
+    return Aborted(f"the source sent {mark.name} between frames")

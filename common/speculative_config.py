@@ -1,0 +1,63 @@
+"""The value of `--speculative-config`: a JSON object with vLLM's names (docs/speculation.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MAX_DRAFT_TOKENS = 32
+MAX_LOOKUP = 16
+DEFAULT_LOOKUP = 5
+"""vLLM's default for both lengths."""
+
+
+class SpeculativeConfig(BaseModel):
+    """The settings of a decode worker's speculation. n-grams are the only method."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    method: Literal["ngram"]
+    num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT_TOKENS)
+    """Most tokens that a step verifies for a sequence."""
+    prompt_lookup_max: int | None = Field(None, ge=1, le=MAX_LOOKUP)
+    prompt_lookup_min: int | None = Field(None, ge=1, le=MAX_LOOKUP)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest n-gram that is looked up."""
+        return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
+
+    @property
+    def shortest(self) -> int:
+        """The length of the shortest n-gram that is looked up."""
+        return self.prompt_lookup_min or self.longest
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.shortest > self.longest:
+            raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max, which is {self.longest}")
+        return self
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the JSON object. Raises ValueError, with a sentence that names the field and the limit."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            found = error.errors()[0]
+            where = ".".join(map(str, found["loc"]))
+            raise ValueError(f"{where + ': ' if where else ''}{found['msg']}") from None
+
+
+def _check(text: str | None) -> str | None:
+    if text is not None:
+        SpeculativeConfig.parse(text)
+    return text
+
+
+SpeculativeConfigText = Annotated[str | None, AfterValidator(_check)]
+"""The type of a setting whose value is such a JSON object, or None for no speculation."""
+SPECULATIVE_CONFIG = (
+    "JSON object; verifies several predicted tokens in a step where that pays, without changing a token: "
+    '{"method": "ngram", "num_speculative_tokens": 7}; default: off'
+)

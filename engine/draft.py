@@ -1,0 +1,67 @@
+"""A draft: tokens that may follow a sequence, which one step verifies. This module does not use torch.
+
+The step computes the sequence's next position and the positions of the draft. Row i draws a token after i tokens of the
+draft, exactly as a separate step would, with its own position, penalties and grammar state. The token is accepted if
+all tokens of the draft before it were drawn, too. The output is therefore the same as that of plain decoding, whatever
+the draft was (docs/speculation.md).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.grammar import GrammarError
+from engine.grammar_state import GrammarState, allows
+from engine.sequence import Sequence
+
+MAX_MASKS_CPU_S = 0.002
+"""Limit on the CPU time, in seconds, for the masks of one draft. The draft ends at the mask that exceeds it."""
+
+
+class Ahead(NamedTuple):
+    """The tokens of a draft that precede a row, and the grammar's state after these tokens, or None for free text."""
+
+    token_ids: tuple[int, ...]
+    grammar: GrammarState | None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The tokens that may follow a sequence. An empty draft means that there is no prediction."""
+
+    token_ids: tuple[int, ...] = ()
+    grammars: tuple[GrammarState, ...] = ()
+    """The grammar's state after each of the tokens; empty for free text."""
+
+    @classmethod
+    def of(cls, sequence: Sequence, token_ids: tuple[int, ...]) -> Draft:
+        """Returns a draft of the leading tokens that the sequence's grammar allows. Raises GrammarError if the grammar
+        has no mask for the sequence's own next token (`GrammarState.mask`).
+        """
+        if sequence.grammar is None or not token_ids:
+            return cls(token_ids)
+        began, state, states, outputs = time.thread_time(), sequence.grammar, list[GrammarState](), sequence.output_ids
+        mask = state.mask(outputs)
+        for token in token_ids:
+            if not allows(mask, token) or time.thread_time() - began > MAX_MASKS_CPU_S:
+                break
+            state, outputs = state.fork(), [*outputs, token]
+            try:
+                mask = state.mask(outputs)
+            except GrammarError:  # it is reported when the sequence has this token
+                break
+            states.append(state)
+        return cls(token_ids[: len(states)], tuple(states))
+
+    @property
+    def rows(self) -> list[Ahead | None]:
+        """The tokens that precede each row of the sequence, beginning with the row of its next token, which no token of
+        the draft precedes.
+        """
+        grammars = self.grammars or (None,) * len(self.token_ids)
+        return [None, *(Ahead(self.token_ids[: i + 1], grammar) for i, grammar in enumerate(grammars))]
+
+
+NO_DRAFT = Draft()

@@ -1,0 +1,1 @@
+"""A simulator: the real schedulers, admission and router, with a clock and workers of its own."""

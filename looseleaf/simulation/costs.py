@@ -1,0 +1,106 @@
+"""The times of steps and of the gateway's work, as measured on a real server (`looseleaf.simulation.replay.fit`)."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import StartupError
+
+Points = tuple[tuple[float, float], ...]
+
+
+def at(points: Points, x: float) -> float:
+    """Returns y at `x` on straight lines through `points`, which ascend in x. The first and the last line continue
+    beyond the points.
+    """
+    if len(points) == 1:
+        return points[0][1]
+    place = min(max(1, bisect_left(points, (x,))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1 : place + 1]
+    return max(0.0, y0 + (x - x0) * (y1 - y0) / (x1 - x0))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Measured times of one model on one machine, in seconds."""
+
+    model: str
+    kv_bytes_per_token: int
+    prefill: Points
+    """Time of a prefill step by its number of tokens, without attention to earlier positions."""
+    prefill_position_s: float
+    """Time that one token of a chunk adds for each position before it."""
+    decode: Points
+    """Time from one decode step to the next by the number of sequences, without attention to their positions."""
+    decode_position_s: float
+    """Time that each position of a running sequence adds to a step."""
+    front_s: float = 0.0
+    """Time of a request outside the workers until its first token has arrived: client, gateway, calls."""
+    hand_over_s: float = 0.0
+    """Time from the end of prefill until the decode worker has the group."""
+    copy_bytes_per_s: float = 2e9
+    """Rate of copies between the arena and host memory."""
+    turns: bool = False
+    """Whether workers of the measured host take turns on the same cores."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """Date, commit, machine and options of the measurement."""
+
+    def prefill_s(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """Returns the time of a step with these chunks (number of earlier positions, number of tokens)."""
+        tokens = positions = 0
+        for start, count in chunks:
+            tokens += count
+            positions += count * start + count * count // 2
+        return at(self.prefill, tokens) + self.prefill_position_s * positions
+
+    def decode_s(self, num_sequences: int, num_positions: int) -> float:
+        """Returns the time of a decode step. `num_positions` is the sum over its sequences."""
+        return at(self.decode, num_sequences) + self.decode_position_s * num_positions
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def mean(first: Costs, second: Costs) -> Costs:
+    """Returns the mean of two measurements of the same model with the same amounts."""
+
+    def middle(a: Points, b: Points) -> Points:
+        return tuple((x, (y + z) / 2) for (x, y), (_, z) in zip(a, b, strict=True))
+
+    times = ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s")
+    values = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in times}
+    prefill, decode = middle(first.prefill, second.prefill), middle(first.decode, second.decode)
+    return replace(first, prefill=prefill, decode=decode, **values)
+
+
+def load(path: Path) -> Costs:
+    """Reads the file that `Costs.save` wrote. Raises StartupError, which names the field, if the file is not valid."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise StartupError(f"--costs {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise StartupError(f"--costs {path}: must be a JSON object")
+    try:
+        costs = Costs(**{**found, "prefill": _points(found, "prefill"), "decode": _points(found, "decode")})
+    except (TypeError, ValueError) as error:
+        raise StartupError(f"--costs {path}: {error}") from None
+    for name in ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s", "kv_bytes_per_token"):
+        value = getattr(costs, name)
+        if not isinstance(value, int | float) or not 0 <= value < 1e9:
+            raise StartupError(f"--costs {path}: {name} must be a number of at least 0, got {value!r}")
+    return costs
+
+
+def _points(found: dict[str, Any], name: str) -> Points:
+    given: Sequence[Any] = found.get(name) or ()
+    points = tuple((float(x), float(y)) for x, y in given)
+    xs = [x for x, _ in points]
+    if not points or xs != sorted(set(xs)) or any(y < 0 for _, y in points):
+        raise ValueError(f"{name} must be pairs (amount, seconds) with ascending amounts and seconds of at least 0")
+    return points

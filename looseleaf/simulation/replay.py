@@ -1,0 +1,145 @@
+"""Sends requests to a real server: a trace at its arrival times, and probes from which costs are fitted."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from common.errors import LooseleafError, StartupError
+from common.types import DTYPE_BYTES, DType, KvKind
+from looseleaf.client import AsyncClient
+from looseleaf.llm import LLM
+from looseleaf.simulation.costs import Costs, Points, at
+from looseleaf.simulation.fleet import Outcome
+from looseleaf.simulation.trace import TraceRequest
+
+PREFILL_LENS = (16, 64, 128, 256, 512)
+BATCHES = (1, 2, 4, 8, 16, 32)
+SHORT, OUTPUT = 32, 24
+ROUNDS = 2
+NUM_LONG = 4
+
+
+async def replay(address: str, requests: Sequence[TraceRequest], vocab_size: int, seed: int = 0) -> list[Outcome]:
+    """Sends each request at its time, whatever has become of the others. Returns what the client saw."""
+    prompts = [request.token_ids(vocab_size, seed) for request in requests]
+    async with AsyncClient(address) as client:
+        began = time.perf_counter()
+        sent = zip(requests, prompts, strict=True)
+        return list(await asyncio.gather(*(_send(client, request, prompt, began) for request, prompt in sent)))
+
+
+async def _send(client: AsyncClient, request: TraceRequest, prompt: list[int], began: float) -> Outcome:
+    await asyncio.sleep(max(0.0, began + request.at_s - time.perf_counter()))
+    times: list[float] = []
+    cached = 0
+    try:
+        async for delta in client.stream(prompt, max_tokens=request.output_len, ignore_eos=True, temperature=0.0):
+            times += [time.perf_counter() - began] * len(delta.token_ids)
+            cached = delta.usage.cached_tokens if delta.usage is not None else cached
+    except LooseleafError as refusal:
+        return Outcome(request.at_s, refusal=refusal.message)
+    return Outcome(request.at_s, tuple(times), cached_tokens=cached)
+
+
+def kv_bytes_per_token(directory: Path, block_size: int = 16) -> int:
+    """Returns the size of one position's KV. Raises StartupError unless the model has one group of full attention."""
+    from engine.config import ModelConfig
+
+    dtype: DType = "bfloat16"
+    layout, _ = ModelConfig.from_directory(directory).kv_groups(block_size, dtype)
+    if len(layout.groups) > 1 or layout.groups[0].kind is not KvKind.FULL:
+        raise StartupError(f"--model {directory.name}: only models with one KV group of full attention are simulated")
+    assert layout.groups[0].row_bytes == layout.groups[0].head_dim * DTYPE_BYTES[dtype]
+    return layout.groups[0].bytes_per_token
+
+
+async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest: int, seed: int = -1) -> Costs:
+    """Measures an idle server with prompts one at a time and with batches of equal requests, in about a minute.
+
+    `longest` is the length of the longest prompt. A second fit on the same server needs another seed, because prompts
+    must not be cached. The time of a step is a line through medians, and each position that
+    attention reads adds a constant.
+    """
+    async with AsyncClient(address) as client:
+        prober = _Prober(client, vocab_size, seed)
+        await prober.batch(4, SHORT)  # warms up
+        alone = {length: [await prober.alone(length) for _ in range(ROUNDS)] for length in (*PREFILL_LENS, longest)}
+        short = {count: await prober.batch(count, SHORT) for count in BATCHES}
+        long_len = longest - OUTPUT
+        long = await prober.batch(NUM_LONG, long_len, rounds=1)
+    prefill_s = {length: statistics.median(probe.prefill_s for probe in found) for length, found in alone.items()}
+    position_s = _prefill_position_s(prefill_s, longest)
+    prefill = tuple(
+        (float(n), max(1e-6, prefill_s[n] - position_s * n * n / 2)) for n in PREFILL_LENS
+    )  # fmt: skip
+    decode_position_s = max(0.0, (long - short[NUM_LONG]) / (NUM_LONG * (long_len - SHORT)))
+    middle = SHORT + OUTPUT / 2
+    decode: Points = tuple((float(n), max(1e-6, s - decode_position_s * n * middle)) for n, s in short.items())
+    probes = [probe for found in alone.values() for probe in found]
+    front_s = statistics.median(probe.front_s for probe in probes)
+    step_s = at(decode, 1)
+    hand_over_s = max(0.0, statistics.median(probe.second_s for probe in probes) - step_s)
+    return Costs(model, kv_bytes, prefill, position_s, decode, decode_position_s, front_s, hand_over_s)
+
+
+def _prefill_position_s(prefill_s: dict[int, float], longest: int) -> float:
+    """Returns the time of one pair of positions: a prompt of several full steps against as many steps of 512 tokens."""
+    steps = longest // 512
+    pairs = longest**2 / 2 - steps * 512**2 / 2
+    return max(0.0, (prefill_s[longest] - steps * prefill_s[512]) / pairs) if steps > 1 else 0.0
+
+
+class _Probe:
+    """The times of one request that was alone on the server."""
+
+    def __init__(self, prefill_s: float, front_s: float, second_s: float) -> None:
+        self.prefill_s = prefill_s
+        self.front_s = front_s
+        """Time until the first token that was not prefill."""
+        self.second_s = second_s
+        """Time from the first token to the second."""
+
+
+class _Prober:
+    """Sends probes. No two prompts share a prefix."""
+
+    def __init__(self, client: AsyncClient, vocab_size: int, seed: int) -> None:
+        self._client = client
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._sent = 0
+
+    async def alone(self, length: int) -> _Probe:
+        times, prefill_s = await self._send(length, 4)
+        return _Probe(prefill_s, times[1] - times[0] - prefill_s, times[2] - times[1])
+
+    async def batch(self, count: int, length: int, rounds: int = ROUNDS) -> float:
+        """Returns the median time between tokens while all of `count` requests decode."""
+        medians = []
+        for _ in range(rounds):
+            found = await asyncio.gather(*(self._send(length, OUTPUT + count) for _ in range(count)))
+            begin, end = max(times[1] for times, _ in found), min(times[-1] for times, _ in found)
+            gaps = [b - a for times, _ in found for a, b in pairwise(times[1:]) if begin <= a and b <= end]
+            medians.append(statistics.median(gaps or [times[-1] - times[-2] for times, _ in found]))
+        return statistics.median(medians)
+
+    async def _send(self, length: int, output_len: int) -> tuple[list[float], float]:
+        """Returns the times of the request and of each token, and the time of prefill."""
+        self._sent += 1
+        prompt = TraceRequest(0.0, ((self._sent, length),), output_len).token_ids(self._vocab_size, self._seed)
+        times, prefill_s = [time.perf_counter()], 0.0
+        async for delta in self._client.stream(prompt, max_tokens=output_len, ignore_eos=True, temperature=0.0):
+            times += [time.perf_counter()] * len(delta.token_ids)
+            prefill_s = delta.timings.prefill_ns / 1e9 if delta.timings is not None else prefill_s
+        return times, prefill_s
+
+
+def launch(model: str | None, max_model_len: int, num_blocks: int, *, dummy: bool) -> LLM:
+    """Starts a server on this machine, as `looseleaf serve` does."""
+    load_format = "dummy" if dummy else "auto"
+    return LLM(model, max_model_len=max_model_len, num_blocks=num_blocks, load_format=load_format)

@@ -1,0 +1,81 @@
+"""Summaries of simulated or measured outcomes, and the search for the fewest workers that meet an SLO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from looseleaf.simulation.costs import Costs
+from looseleaf.simulation.fleet import FleetOptions, Outcome, simulate
+from looseleaf.simulation.trace import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The limits that a request must meet, and the share of all requests that must meet them (DistServe's goodput)."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    """Limit on the mean time of a token after the first."""
+    share: float = 0.9
+
+    def attained(self, outcomes: Sequence[Outcome]) -> float:
+        """Returns the share of the requests that meet both limits. A refused request does not."""
+        met = [not o.refusal and o.ttft_s <= self.ttft_s and o.tpot_s <= self.tpot_s for o in outcomes]
+        return sum(met) / len(met)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one run. Times are in seconds, and NaN if no request has one."""
+
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    tokens_per_s: float
+    """Output tokens from the first arrival to the last token."""
+    num_refused: int
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Summary:
+        served = [outcome for outcome in outcomes if not outcome.refusal]
+        ttfts = [outcome.ttft_s for outcome in served]
+        gaps = [gap for outcome in served for gap in outcome.gaps_s]
+        begin = min(outcome.arrived_s for outcome in outcomes)
+        end = max((outcome.token_times[-1] for outcome in served), default=begin)
+        tokens = sum(len(outcome.token_times) for outcome in served)
+        rate = tokens / (end - begin) if end > begin else math.nan
+        first, between = [(quantile(values, 0.5), quantile(values, 0.99)) for values in (ttfts, gaps)]
+        return cls(*first, *between, rate, len(outcomes) - len(served))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Returns the value below which `share` of the values lie, or NaN without values."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A number of workers of each host, and what it achieves."""
+
+    prefill: int
+    decode: int
+    attained: float
+    summary: Summary
+
+
+def plan(requests: Sequence[TraceRequest], costs: Costs, options: FleetOptions, slo: Slo, most: int) -> Iterator[Trial]:
+    """Yields trials with 2, 3, ... workers per host, and ends after the number with which the SLO is met, or after
+    `most` workers.
+    """
+    for total in range(2, most + 1):
+        found = []
+        for prefill in range(1, total):
+            tried = replace(options, prefill=prefill, decode=total - prefill)
+            outcomes = simulate(requests, costs, tried)
+            found.append(Trial(prefill, total - prefill, slo.attained(outcomes), Summary.of(outcomes)))
+            yield found[-1]
+        if max(trial.attained for trial in found) >= slo.share:
+            return

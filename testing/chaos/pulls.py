@@ -1,0 +1,219 @@
+"""Scenarios in which a fault hits a pull: prefill on host A, decode on host B, and blocks that travel slowly.
+
+A trial sends a few requests, waits until blocks are under way to B (the puller holds blocks that have not been
+delivered), and then causes the fault. A hit is a trial in which blocks were under way at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from looseleaf import metrics_page
+from looseleaf.client import AsyncClient
+from testing.chaos.book import Case
+from testing.chaos.faulty_store import FLIP, PACE
+from testing.chaos.report import Report, percentile
+from testing.chaos.run import Run
+from testing.chaos.traffic import Answer, ask
+from testing.two_hosts import TwoHosts, namespaces_work
+
+PACKAGES = {"block_store": "testing.chaos.faulty_store"}
+WIDTH = 6
+"""Requests of a trial."""
+BYTES_PER_S = 24_000
+"""Pace of a byte channel: a prompt of 100 tokens takes one to two seconds."""
+DEADLINE_S = 10.0
+SLACK_S = 1.0
+IDLE_S = 16.0
+"""Two leases of a ticket."""
+RETRIED = "looseleaf_requests_retried_total"
+HIT_S = 20.0
+"""Longest wait for the first blocks under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The record of one fault and its effects."""
+
+    answers: Sequence[Answer]
+    num_under_way: int
+    """Number of blocks that were under way just before the fault. 0: the fault hit no pull."""
+    num_lost: int
+    """Number of attempts that were lost during the trial because a pull failed."""
+    idle_after_s: float
+    """Time after the last answer until nothing was held any more; infinite if that took more than IDLE_S per host."""
+
+
+class PulledHosts(TwoHosts):
+    """Two hosts whose block stores send slowly inside `with paced()`."""
+
+    rewriter: subprocess.Popen[str] | None = None
+
+    def under_way(self) -> int:
+        """Returns the number of blocks that pulls have allocated on B and not delivered yet."""
+        try:
+            holders = self.inspect(1).holders
+        except grpc.RpcError:
+            return 0
+        return sum(holder.num_references for holder in holders if holder.name.startswith("pull-"))
+
+    def num_lost(self) -> int:
+        """Returns the number of attempts that have been lost so far because a pull failed."""
+        samples = metrics_page.read(self.http)
+        lost = [s for s in samples if s.name == RETRIED and s.labels.get("reason", "").startswith("pull_")]
+        return round(sum(sample.value for sample in lost))
+
+    @contextmanager
+    def paced(self) -> Iterator[None]:
+        self._set_pace(BYTES_PER_S)
+        try:
+            yield
+        finally:
+            (self.notes / PACE).unlink()
+
+    def _set_pace(self, bytes_per_s: int) -> None:
+        note = self.notes / "next pace"
+        note.write_text(str(bytes_per_s))
+        note.replace(self.notes / PACE)
+
+    def restart(self, name: str) -> None:
+        """Kills a block store, and waits until its successor is ready."""
+        self.processes[name].send(signal.SIGKILL)
+        address = self.start(name).wait_ready()[0]
+        a, b = self.block_stores
+        self.block_stores = (address, b) if name == "store-a" else (a, address)
+
+    def freeze(self, seconds: float) -> None:
+        self.processes["store-a"].send(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.processes["store-a"].send(signal.SIGCONT)
+
+    def unplug(self) -> None:
+        self.cut()
+        time.sleep(3.0)
+        self.cut(is_up=True)
+
+    def flip(self) -> None:
+        """Changes a bit of a block on its way, and waits until the bit has been changed."""
+        note = self.notes / FLIP
+        note.touch()
+        deadline = time.monotonic() + HIT_S
+        while note.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def rewrite(self) -> None:
+        """Makes the leases of A's tickets lapse, and rewrites all blocks that become free. Pulls are slowed down during
+        this time.
+        """
+        self._set_pace(BYTES_PER_S // 20)
+        epochs = [str(holder.epoch) for holder in self.inspect(0).holders if holder.name == "ticket"]
+        assert self.rewriter is not None
+        assert self.rewriter.stdin is not None and self.rewriter.stdout is not None
+        print(*epochs, file=self.rewriter.stdin, flush=True)
+        self.rewriter.stdout.readline()
+        self._set_pace(BYTES_PER_S)
+
+    def start_rewriter(self) -> None:
+        """Starts `testing.chaos.rewriter` on host A, unless it is running."""
+        if self.rewriter is None:
+            command = self.on_host(0, "testing.chaos.rewriter", str(self.directory(0)), self.redis.url)
+            pipe = subprocess.PIPE
+            self.rewriter = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=self.environment)
+            assert self.rewriter.stdout is not None and self.rewriter.stdout.readline() == "ready\n"
+
+    def close(self) -> None:
+        if self.rewriter is not None:
+            self.rewriter.communicate(timeout=30)
+        super().close()
+
+
+FAULTS: dict[str, Callable[[PulledHosts], object]] = {
+    "source-kill": lambda hosts: hosts.restart("store-a"),
+    "freeze-3": lambda hosts: hosts.freeze(3.0),
+    "freeze-30": lambda hosts: hosts.freeze(30.0),
+    "link-cut": lambda hosts: hosts.unplug(),
+    "redis-flush": lambda hosts: hosts.redis.flush(),
+    "lapse": lambda hosts: hosts.rewrite(),
+    "flip": lambda hosts: hosts.flip(),
+    "destination-kill": lambda hosts: hosts.restart("store-b"),
+}
+
+
+async def trial(hosts: PulledHosts, cases: Sequence[Case], fault: str, deadline_s: float = DEADLINE_S) -> Trial:
+    """Sends the cases and causes the fault in the middle of a pull. Each case has a prefix that no other request
+    shares. Returns the record of the trial.
+    """
+    if fault == "lapse":
+        hosts.start_rewriter()
+    lost = hosts.num_lost()
+    with hosts.paced():
+        async with AsyncClient(hosts.grpc) as client:
+            salt = f"{fault}/{time.monotonic_ns()}"
+            asked = [ask(client, case, f"{salt}/{i}", timeout_s=deadline_s) for i, case in enumerate(cases)]
+            running = asyncio.gather(*asked)
+            num_under_way = await asyncio.to_thread(_wait_for_blocks, hosts)
+            await asyncio.to_thread(FAULTS[fault], hosts)
+            answers = await running
+    idle_after_s = await asyncio.to_thread(_idle_after_s, hosts)
+    return Trial(answers, num_under_way, hosts.num_lost() - lost, idle_after_s)
+
+
+def _wait_for_blocks(hosts: PulledHosts) -> int:
+    deadline = time.monotonic() + HIT_S
+    while not (found := hosts.under_way()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _idle_after_s(hosts: PulledHosts) -> float:
+    began = time.monotonic()
+    try:
+        hosts.assert_nothing_held(IDLE_S)
+    except AssertionError:
+        return float("inf")
+    return time.monotonic() - began
+
+
+def scenario(fault: str) -> Callable[[Run], Report]:
+    """Returns the scenario in which this fault hits pulls."""
+
+    def run_it(run: Run) -> Report:
+        report, rng, spaces = run.report(f"pull-{fault}"), run.rng, namespaces_work()
+        if fault == "link-cut" and not spaces:
+            report.told("skipped", "no network namespaces here")
+            return report
+        cases = [case for case in run.book if len(case.prompt_ids) >= 48]
+        with PulledHosts(run.model, namespaces=spaces, max_model_len=512, packages=PACKAGES) as hosts:
+            trials = [asyncio.run(trial(hosts, rng.sample(cases, WIDTH), fault)) for _ in range(run.trials)]
+        tell(report, trials)
+        return report
+
+    return run_it
+
+
+def tell(report: Report, trials: Sequence[Trial]) -> None:
+    """Reports the hits and judges the answers."""
+    answers = [answer for each in trials for answer in each.answers]
+    failed = [answer for answer in answers if answer.error is not None]
+    report.at_least("trials in which the fault hit a pull", sum(t.num_under_way > 0 for t in trials), len(trials))
+    report.told("blocks under way at the fault, p50", f"{percentile([t.num_under_way for t in trials], 0.5):.0f}")
+    report.told("pulls that ended with an error", f"{sum(t.num_lost for t in trials)}")
+    report.none("answers that differ from the oracle's", sum(not a.right for a in answers), len(answers), "requests")
+    report.told("requests that ended with a status", f"{len(failed)} of {len(answers)}")
+    for reason in sorted({str(answer.error) for answer in failed})[:5]:
+        report.told("  of these", f"{sum(a.error == reason for a in failed)} x {reason[:100]}")
+    longest = max(answer.ended - answer.began for answer in answers)
+    report.at_most("longest request", longest, DEADLINE_S + SLACK_S, "s")
+    report.none("trials after which blocks stayed held", sum(t.idle_after_s > IDLE_S for t in trials), len(trials), "")
+    report.told("nothing held after, most", f"{max(t.idle_after_s for t in trials):.1f} s")
+
+
+SCENARIOS = {f"pull-{fault}": scenario(fault) for fault in FAULTS}
