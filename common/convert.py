@@ -1,10 +1,13 @@
-"""Converts between protobuf messages and `common.types`. Validating values is the gateway's task."""
+"""Converts between protobuf messages and `common.types` (long: no other module converts them). Validating values is the
+gateway's task.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
+from common.errors import InvalidArgument
 from common.ticket import Ticket, TicketId
 from common.types import (
     BlockRef,
@@ -71,6 +74,9 @@ def table_to_pb(table: Iterable[BlockRef]) -> pb.BlockTable:
 
 
 def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
+    """Converts a block table. Raises InvalidArgument if a block has no generation, or a generation no block."""
+    if (num_blocks := len(message.blocks)) != (got := len(message.generations)):
+        raise InvalidArgument.of("generations", f"must have one entry for each of the {num_blocks} blocks, got {got}")
     return tuple(map(BlockRef, message.blocks, message.generations))
 
 
@@ -93,7 +99,9 @@ def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch does not fit the first branch, whose blocks it may share."""
+    """Converts a ticket. Raises ValueError if a branch does not fit the first branch, whose blocks it may share, and
+    InvalidArgument if one of its block tables is invalid.
+    """
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:
         own = [table_from_pb(group) for group in branch.groups]

@@ -130,8 +130,8 @@ class ByteServer:
     def _answer(self, connection: socket.socket, request: pb.ReadBlocksRequest) -> Mark | None:
         """Sends the frames of a request. Returns the refusal that ends the answer early, or None if it is complete."""
         ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
-        refs = convert.table_from_pb(request.table)
         try:
+            refs = convert.table_from_pb(request.table)
             source = self._source_of(request.arena_id)
             for first, part in source.parts(ticket, refs):
                 with source.reading(part) as reading:

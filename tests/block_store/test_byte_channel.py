@@ -21,11 +21,13 @@ from block_store.transfer.byte_server import ByteServer
 from block_store.transfer.byte_transport import ByteTransport, _Receiving
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy
+from common import convert
 from common.errors import Aborted, Unavailable
 from common.ticket import Ticket, TicketId
 from common.trust import NO_TRUST, Trust, TrustFiles
 from common.types import BlockRef
 from looseleaf.cli import main
+from protos.v1 import block_store_pb2 as pb
 from testing.ledger.relay import Relay
 from testing.ledger.store import LAYOUT, TestStore, chain
 
@@ -243,6 +245,20 @@ async def test_a_request_that_is_none_ends_its_connection_alone(ends: Any, junk:
             assert connection.recv(1) == b""
     await pair.transport.fetch(copy := pair.copy())
     pair.assert_copied(copy)
+
+
+async def test_a_table_with_a_block_without_a_generation_is_refused(ends: Any) -> None:
+    pair = ends()
+    table = convert.table_to_pb(pair.refs)
+    del table.generations[3:]
+    request = pb.ReadBlocksRequest(
+        arena_id=pair.store.arena.arena_id, table=table, ticket_epoch=pair.ticket.epoch,
+        ticket_secret=pair.ticket.secret,
+    ).SerializeToString()  # fmt: skip
+    with socket.create_connection(("127.0.0.1", pair.server.listen()), timeout=10) as connection:
+        nonce = byte_channel.receive(connection, byte_channel.NONCE_BYTES)
+        connection.sendall(byte_channel.proof(None, nonce) + byte_channel.SIZE.pack(len(request)) + request)
+        assert connection.recv(2) == bytes([byte_channel.Mark.NOT_HELD])
 
 
 Check = Callable[[Any], Coroutine[Any, Any, None]]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -31,6 +32,7 @@ from common.rpc import check_health
 from common.ticket import TicketId
 from common.types import BlockRef, KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
+from protos.v1 import types_pb2
 from testing.ledger.store import LAYOUT, StoreProcess, chain, wait_until
 
 OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "int8"),))
@@ -68,6 +70,19 @@ def held_by(reply: pb.AttachResponse, name: str) -> HeldBlocks:
     slot = arena.acquire_writer_slot()
     ledger = LedgerScripts.attach(open_client(reply.redis_url, arena.fixed.run_id), arena)
     return HeldBlocks(LedgerClient.register(ledger, name, writer_slot=slot.number), arena, slot)
+
+
+def assert_uneven_tables_are_refused(running: StoreProcess, arena_id: str, ticket: TicketId, ref: BlockRef) -> None:
+    table = types_pb2.BlockTable(blocks=[ref.block, ref.block], generations=[ref.generation])
+    asked: dict[str, Any] = {"table": table, "ticket_epoch": ticket.epoch, "ticket_secret": ticket.secret}
+    for call in (
+        lambda: list(running.stub.ReadBlocks(pb.ReadBlocksRequest(arena_id=arena_id, **asked), timeout=5)),
+        lambda: running.stub.KeepTicket(pb.KeepTicketRequest(arena_id=arena_id, **asked), timeout=5),
+    ):
+        with pytest.raises(grpc.RpcError) as refusal:
+            call()
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refusal.value.details() == "generations must have one entry for each of the 2 blocks, got 1"
 
 
 def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
@@ -118,6 +133,7 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
         with pytest.raises(grpc.RpcError) as refusal:
             running.read(arena_id, shown, refs_asked)
         assert refusal.value.code() is code
+    assert_uneven_tables_are_refused(running, reply.arena_id, ticket, refs[0])
     held.holder.claim(ticket, Attempt())
     with pytest.raises(grpc.RpcError) as refusal:
         running.read(reply.arena_id, ticket, refs[:1])
