@@ -74,7 +74,9 @@ class GroupRoom(NamedTuple):
 
     max_sequences: int
     max_blocks: int
-    """The worker's floor. 0 means that the floor is unknown and is assumed to suffice."""
+    """The worker's floor. 0 means that it is unknown, because the worker's record does not state it
+    (`WorkerRecord.max_group_blocks`). An unknown floor is assumed to suffice for any group.
+    """
     rules: KvRules
 
     @classmethod
@@ -96,11 +98,13 @@ class GroupRoom(NamedTuple):
         return need.width <= self.max_sequences and (not self.max_blocks or need.blocks(self.rules) <= self.max_blocks)
 
     def max_tokens(self, prompt_len: int, width: int, wanted: int) -> int:
-        """Returns how many tokens, up to `wanted`, each of `width` sequences may produce within `max_blocks`."""
+        """Returns how many tokens, up to `wanted`, each of `width` sequences may produce within `max_blocks`. Returns
+        `wanted` if the floor is unknown.
+        """
 
         def blocks(max_tokens: int) -> int:  # never falls as max_tokens grows
             return GroupNeed(prompt_len, max_tokens, width).blocks(self.rules)
 
-        if blocks(wanted) <= self.max_blocks:
+        if not self.max_blocks or blocks(wanted) <= self.max_blocks:
             return wanted
         return bisect_right(range(1, wanted), self.max_blocks, key=blocks)

@@ -110,8 +110,6 @@ def max_tokens_within(
     """
     name, width = width_of(wanted)
     takers = [limit for limit in limits if limit.max_sequences >= width]
-    if not all(limit.max_blocks for limit in takers):
-        return max_tokens
     rooms = {limit: limit.max_tokens(prompt_len, width, max_tokens) for limit in takers}
     limit = max(rooms, key=lambda limit: (rooms[limit], limit.max_blocks), default=None)
     if limit is None or max_tokens <= (room := rooms[limit]):

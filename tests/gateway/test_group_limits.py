@@ -172,6 +172,12 @@ def test_room_is_what_group_blocks_says(prompt_len: int, max_tokens: int, width:
     assert fits == (max_tokens <= GroupRoom(64, limit, KvRules(size)).max_tokens(prompt_len, width, 400))
 
 
+def test_an_unknown_floor_is_enough_for_every_group() -> None:
+    unknown, need = GroupRoom(4, 0, KvRules(16)), GroupNeed(prompt_len=10**6, max_tokens=10**6, width=4)
+    assert unknown.holds(need)
+    assert unknown.max_tokens(need.prompt_len, need.width, need.max_tokens) == need.max_tokens
+
+
 def test_limits_come_from_decode_workers_that_take_requests() -> None:
     decode = make_record("decode", "d0", max_num_seqs=4, max_group_blocks=30)
     records = [
