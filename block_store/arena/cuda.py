@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from block_store.errors import BlockStoreError
@@ -153,8 +153,13 @@ class CudaDevice:
         pointer = _POINTER()
         with self._current() as call:
             call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
-            call("cuMemsetD8_v2", pointer, 0, num_bytes)
-            call("cuCtxSynchronize")  # the memset is asynchronous, and another process may write next
+            try:
+                call("cuMemsetD8_v2", pointer, 0, num_bytes)
+                call("cuCtxSynchronize")  # the memset is asynchronous, and another process may write next
+            except CudaError:
+                with suppress(CudaError):  # the first error says why; after it, the context may be unusable
+                    call("cuMemFree_v2", pointer)
+                raise
         return pointer.value
 
     def free(self, pointer: int) -> None:

@@ -13,7 +13,7 @@
  *
  * Environment (default): STAND_IN_CUDA (prefix of names, required), STAND_IN_CUDA_DEVICES (1), STAND_IN_CUDA_BYTES per
  * device (64 MiB), STAND_IN_CUDA_NO_IPC (if set, export is not supported), STAND_IN_CUDA_FIRST (first visible device,
- * 0).
+ * 0), STAND_IN_CUDA_FAILS (name of a call that fails: cuMemsetD8_v2 or cuCtxSynchronize).
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -48,6 +48,7 @@ static long number(const char *name, long otherwise) { char *text = getenv(name)
 static const char *prefix(void) { char *text = getenv("STAND_IN_CUDA"); return text ? text : "stand-in-cuda"; }
 static int devices(void) { return (int)number("STAND_IN_CUDA_DEVICES", 1); }
 static int current(void) { return depth ? stack[depth - 1] - 1 : -1; }
+#define MAY_FAIL() do { char *name = getenv("STAND_IN_CUDA_FAILS"); if (name && !strcmp(name, __func__)) return INVALID_VALUE; } while (0)
 #define NEED_CONTEXT() do { if (!initialised) return NOT_INITIALIZED; if (current() < 0) return INVALID_CONTEXT; } while (0)
 
 static void finish_fill(void) {
@@ -223,6 +224,7 @@ int cuMemFree_v2(uint64_t pointer) {
 
 int cuMemsetD8_v2(uint64_t pointer, unsigned char value, size_t bytes) {
     NEED_CONTEXT();
+    MAY_FAIL();
     Piece *piece = piece_at(pointer);
     if (!piece || pointer + bytes > (uint64_t)piece->at + piece->bytes) return INVALID_VALUE;
     finish_fill();
@@ -232,6 +234,7 @@ int cuMemsetD8_v2(uint64_t pointer, unsigned char value, size_t bytes) {
 
 int cuCtxSynchronize(void) {
     NEED_CONTEXT();
+    MAY_FAIL();
     finish_fill();
     return OK;
 }

@@ -37,6 +37,15 @@ def test_errors_have_the_drivers_names(gpus: Cuda) -> None:
         gpus.call("cuInit", 3)
 
 
+@pytest.mark.parametrize("call", ["cuMemsetD8_v2", "cuCtxSynchronize"])
+def test_memory_that_cannot_be_zeroed_is_freed(gpus: Cuda, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    device = gpus.device(0)
+    monkeypatch.setenv("STAND_IN_CUDA_FAILS", call)
+    with pytest.raises(CudaError, match=f"^{call} failed: CUDA_ERROR_INVALID_VALUE$"):
+        device.alloc(4 * MIB)
+    assert device.memory_info().free == 64 * MIB
+
+
 def test_what_is_not_there_is_said_in_a_sentence(
     gpus: Cuda, cuda_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
