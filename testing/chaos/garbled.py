@@ -79,24 +79,31 @@ class Garbler:
         """The number of changed values, by the type of the key."""
 
     def burst(self, num_values: int) -> None:
-        """Changes the given number of values, in keys that exist at the beginning of the burst."""
+        """Changes the given number of values, in keys that exist at the beginning of the burst. If a chosen key has
+        vanished, lists the keys again.
+        """
         wanted, families = self.changed.total() + num_values, self._families()
         while self.changed.total() < wanted:
             key = self._rng.choice(families[self._rng.choice(sorted(families))])
             try:
-                self._change(key)
+                if not self._change(key):
+                    families = self._families()
             except Exception as error:  # this package may not import redis' error classes
                 # Services also change the key, so it may have a different type by now, or be shorter.
                 if not any(word in str(error) for word in ("WRONGTYPE", "no such key", "index out of range")):
                     raise
 
-    def _change(self, key: bytes) -> None:
+    def _change(self, key: bytes) -> bool:
+        """Changes the value of a key. Returns False if the key no longer exists."""
         kind = self._client.type(key).decode()
+        if kind == "none":
+            return False
         if self._rng.random() < 0.02:
             self._replace(key)
-        elif kind != "none":
+        else:
             getattr(self, f"_{kind}")(key)
         self.changed[kind] += 1
+        return True
 
     def _families(self) -> dict[bytes, list[bytes]]:
         """Returns the existing keys, grouped by their names without numbers, so that a group of one key can be chosen

@@ -4,6 +4,7 @@ changes thousands of values at random under load.
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from block_store.ledger.inspection import inspect
 from block_store.ledger.rebuild import rebuild
 from block_store.server.fsck import fsck
 from common.types import BlockRef, CacheQuota
+from testing.chaos.garbled import Garbler
 from testing.ledger.store import LAYOUT, Caller, StoreProcess, TestStore, chain, content, indexed
 
 HUGE = 1 << 40
@@ -239,3 +241,11 @@ def test_a_worker_comes_back_once_a_damaged_ledger_is_built_anew(shm: Path) -> N
     finally:
         log = process.stop()
     assert "will be rebuilt" in log
+
+
+def test_a_key_that_has_vanished_is_not_a_changed_value(store: TestStore) -> None:
+    garbler = Garbler(store.client, random.Random(5))
+    assert not garbler._change(b"vanished")
+    assert not garbler.changed and not store.client.exists("vanished")
+    garbler.burst(3)
+    assert garbler.changed.total() == 3 and "none" not in garbler.changed
