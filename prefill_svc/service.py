@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from common import convert
 from common.errors import LooseleafError, Unavailable
 from common.guard import Context
 from common.request_ids import take_request_id
 from common.tracing import NO_TRACER, Tracer
+from common.types import WorkerLoad
 from prefill_svc.disk_prefixes import DiskPrefixes
 from prefill_svc.events import ChunkDone, Done, Emit, Event, FirstToken
 from prefill_svc.job import Job
@@ -65,6 +67,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         await self._grammars.prepare(job.sequences)
         logger.debug("attempt %d: %d prompt tokens", request.attempt, len(request.prompt_token_ids))
         trace, events = JobTrace(self._tracer, job), Outgoing[Event]()
+        load = _load_with(job, self._worker.load)
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:  # called in the step thread
@@ -74,7 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         event: Event = ChunkDone(0)
         self.num_calls += 1
         try:
-            yield pb.PrefillResponse(queued=pb.PrefillQueued(load=convert.load_to_pb(self._worker.load)))
+            yield pb.PrefillResponse(queued=pb.PrefillQueued(load=convert.load_to_pb(load)))
             with events:
                 while isinstance(event, ChunkDone):
                     if not (news := await events.get()):
@@ -95,6 +98,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._worker.begin_chain(job, request.cache_salt, request.public_tokens)
             await self._disk.restore(job.trunk)
         self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit, request.public_tokens))
+
+
+def _load_with(job: Job, load: WorkerLoad) -> WorkerLoad:
+    """Returns a load to which a job in the queue is added. The step thread may take the job only after its current
+    step, and the gateway must know before that the request has been accepted.
+    """
+    num_waiting, waiting_tokens = load.num_waiting + job.width, load.waiting_tokens + job.num_uncomputed
+    return replace(load, num_waiting=num_waiting, waiting_tokens=waiting_tokens)
 
 
 def _response(event: Event) -> pb.PrefillResponse:

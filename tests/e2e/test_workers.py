@@ -20,14 +20,17 @@ PROMPT = list(range(20, 60))
 
 
 def prefill(llm: LLM, **changes: Any) -> prefill_pb2.PrefillDone:
+    return responses(llm, **changes)[-1].done
+
+
+def responses(llm: LLM, **changes: Any) -> list[prefill_pb2.PrefillResponse]:
     request = prefill_pb2.PrefillRequest(
         request_id="direct", prompt_token_ids=PROMPT, branches=[pb.Branch()], sampling=GREEDY, stopping=STOPPING
     )
     request.MergeFrom(prefill_pb2.PrefillRequest(**changes))
     with grpc.insecure_channel(llm.addresses.services["prefill"]) as channel:
         stub = cast(Any, prefill_pb2_grpc.PrefillServiceStub)(channel)
-        *_, last = stub.Prefill(request, timeout=20, metadata=trust_at(llm.addresses.block_store).metadata)
-    return cast(prefill_pb2.PrefillDone, last.done)
+        return list(stub.Prefill(request, timeout=20, metadata=trust_at(llm.addresses.block_store).metadata))
 
 
 def decode(llm: LLM, submit: decode_pb2.Submit) -> Iterator[decode_pb2.SequenceOutput]:
@@ -76,6 +79,13 @@ def test_prefill_refuses_ids_outside_the_vocabulary(llm: LLM, changes: dict[str,
     assert refusal.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
     assert prefill(llm).ticket.branches[0].num_tokens == len(PROMPT)
     assert llm.pids["prefill"] == pid
+
+
+def test_the_load_in_the_first_response_includes_the_request(llm: LLM) -> None:
+    assert_nothing_held(llm.addresses.block_store)
+    first, *_ = responses(llm, branches=[pb.Branch(sample_index=1)], sampling=pb.SamplingParams(num_sequences=2))
+    assert first.queued.load.num_waiting == 2, "samples"
+    assert len(PROMPT) <= first.queued.load.waiting_tokens <= 2 * len(PROMPT)
 
 
 def test_decode_rejects_a_ticket_that_does_not_fit_and_lets_its_blocks_go(llm: LLM) -> None:
