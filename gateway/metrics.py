@@ -91,7 +91,7 @@ class Metrics:
         self.model_name = model_name
         self._running = self._gauge("requests_running", "Requests that workers are processing")
         self._waiting = self._gauge("requests_waiting", "Requests that are waiting in the gateway")
-        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of blocks that are referenced, 0 to 1")
+        self._kv_usage = self._gauge("kv_cache_usage_ratio", "Share of blocks that are neither free nor cached, 0 to 1")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got an answer")
@@ -176,7 +176,7 @@ class Metrics:
         )
 
     def _begin_at_zero(self) -> None:
-        """Creates the series whose labels are known. Without an earlier 0, Prometheus would not see the first event."""
+        """Creates the series whose labels are known. Without an earlier 0, Prometheus would miss the first event."""
         for outcome in OUTCOMES:
             self._ended.labels(self.model_name, outcome)
         for code in BY_GRPC_CODE:

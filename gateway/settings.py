@@ -75,7 +75,7 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         3, ge=1, le=100, description="maximum number of times that a request is sent to workers if some are lost"
     )
     recover_s: float = Field(
-        30.0, ge=0, description="time that a request whose workers have been lost waits for others"
+        30.0, ge=0, description="time in seconds that a request whose workers have been lost waits for other workers"
     )
     restarts_file: Path | None = Field(
         None,
@@ -141,12 +141,14 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
     max_header_bytes: int = Field(
         65_536, ge=1024, le=1 << 20, description="maximum size in bytes of the request line and headers"
     )
-    header_timeout_s: float = Field(10.0, gt=0, description="time for a request's headers to arrive")
-    keep_alive_s: int = Field(75, ge=1, description="time for which a connection may be idle between requests")
+    header_timeout_s: float = Field(10.0, gt=0, description="time in seconds for a request's headers to arrive")
+    keep_alive_s: int = Field(
+        75, ge=1, description="time in seconds for which a connection may be idle between requests"
+    )
     body_budget_bytes: int = Field(
         32 << 20,
         ge=16 << 20,
-        description="maximum size in bytes of all HTTP bodies that have been received but not yet parsed",
+        description="maximum size in bytes of all HTTP bodies that are being received or parsed",
     )
     max_concurrent_rpcs: int = Field(
         4096, ge=1, description="maximum number of gRPC calls at once; further calls are refused"

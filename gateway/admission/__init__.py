@@ -1,1 +1,3 @@
-"""Decides whether a request is admitted, by the queue, predicted wait and tenant limits, and when it starts."""
+"""The policy that decides whether a request is admitted (queue, predicted wait, limits of tenants) and when it
+starts.
+"""

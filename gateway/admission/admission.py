@@ -1,9 +1,9 @@
 """The admission control, which admits a request or refuses it at once. This module does no I/O.
 
-There are two checks. When a request's headers have arrived, `Admission.enter` checks its tenant, the queue and the
-predicted wait. When its body has been read, `Entry.take` checks its samples, priority and tokens. The limit on the
-queue counts the sequences of all tenants. While the queue is full, a tenant within an even share of the queue is still
-admitted.
+There are two checks. When a request's headers have arrived, `Admission.enter` checks the queue, the predicted wait and
+the tenant's requests per minute. When its body has been read, `Entry.take` checks its priority, its number of sequences
+and the tenant's tokens per minute. The limit on the queue counts the sequences of all tenants. While the queue is full,
+a tenant within an even share of the queue is still admitted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from gateway.admission.tenants import Bucket, Tenants
 from gateway.intake.resolved_request import ResolvedRequest
 
 RETRY_AFTER_S = 1.0
-"""The retry time while no wait can be predicted."""
+"""The retry time while the gateway is draining or no wait can be predicted, and the shortest one when the queue is
+full.
+"""
 
 
 class Reason(StrEnum):
@@ -37,7 +39,9 @@ class Reason(StrEnum):
 
 
 class Admission:
-    """The admission control of one gateway. It counts the sequences of every request from its arrival to its end."""
+    """The admission control of one gateway. It counts the sequences of every admitted request until the request
+    ends.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class Admission:
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:
-        """Charges tokens to the tenant's budget, whether computed or cached. A negative number is credited."""
+        """Charges `num_tokens` tokens, computed or cached, to the tenant's budget. A negative number is credited."""
         self._take(self._tenants.tokens(tenant), num_tokens)
 
     # --- for entries
@@ -131,7 +135,7 @@ class Admission:
 
     def _check_room(self, tenant: str, count: int) -> None:
         """Raises ResourceExhausted if `count` more sequences would exceed both the limit and the tenant's share. The
-        limit is shared evenly among the tenants that have sequences.
+        limit is shared evenly among this tenant and the other tenants that have sequences.
         """
         present = len(self._sequences) + (tenant not in self._sequences)
         share = min(self._limit, max(1, self._limit // present))
@@ -149,7 +153,7 @@ class Admission:
         wait = self.wait_s(tenant, priority)
         if wait is None or wait <= self._max_wait_s:
             return
-        text = f"the wait would be {wait:.1f} s, the limit is {self._max_wait_s:g} s (max_queue_wait)"
+        text = f"the wait would be {wait:.1f} s; the limit is {self._max_wait_s:g} s (max_queue_wait)"
         raise self._refusal(Reason.QUEUE_WAIT, ResourceExhausted(text, retry_after_s=wait))
 
     def _check_bucket(self, bucket: Bucket | None, amount: int, reason: Reason) -> None:

@@ -2,9 +2,9 @@
 of their arrival.
 
 Tenants take turns. Each turn adds a quantum to a tenant's credit, and the tenant keeps unused credit while it has
-waiting items. While two tenants both wait, the numbers of tokens that they get therefore differ by at most a quantum
-and two requests, regardless of the size and number of their requests. This module does not depend on asyncio, places or
-priorities.
+waiting items. While two tenants both have waiting items, the total costs that leave the queue for each of them
+therefore differ by at most a quantum plus the costs of two items, regardless of the number and the costs of the waiting
+items. This module does not depend on asyncio, places or priorities.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FairQueue(Generic[T]):
         return item
 
     def discard(self, tenant: str, item: T) -> bool:
-        """Removes an item that is no longer waiting. Returns False if it has already been removed."""
+        """Removes an item that is no longer waiting. Returns False if the item is not in the queue."""
         line = self._lines.get(tenant)
         found = None if line is None else next((entry for entry in line.items if entry[1] is item), None)
         if line is None or found is None:

@@ -21,13 +21,15 @@ from gateway.admission.shares import Shares
 QUANTUM = 2048
 """Tokens that a tenant may spend per turn. Most requests cost less, so few turns are idle."""
 RETURN_POLL_S = 0.05
-"""Interval at which a group that was given back checks whether there is room for it, because no event reports that
-workers have room.
+"""Interval at which the gate checks whether the first group that was given back fits, because no event reports that
+workers have room. It is also the pause after one such group has been let through.
 """
 BUSY_SHARE = 0.7
 """The service counts as busy if at least this share of the places (`Workers.gate_capacity`) is taken."""
 RESERVED_RANK = -(1 << 32)
-"""A number added to the priority of a request with a reserved place, which thus precedes every request without one."""
+"""A number added to the priority of a request with a reserved place, so that the request precedes every request without
+one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,9 @@ class Gate:
             self._margin.learn(place.predicted_s, seconds)
 
     def _predict(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """Returns the predicted mean wait in seconds, or None until a rate has been measured. The wait is 0 if a place
-        is free. `wait_s` returns the likely maximum.
+        """Returns the predicted mean wait in seconds, or None until a rate has been measured. The prediction is 0 if
+        the request may use a reserved place, or if enough places are free for it and for the work ahead of it. `wait_s`
+        returns the likely maximum.
         """
         self._note_time()
         rate, capacity = self._rate.per_second, self._capacity()
@@ -215,7 +218,7 @@ class Gate:
             self._admit(waiter, reserved=False)
 
     def _with_reserve(self) -> Iterator[_Waiter]:
-        """Yields the waiters that may enter although all places are taken. Removes each of these waiters from its
+        """Yields the waiters that may enter even if all places are taken. Removes each of these waiters from its
         queue.
         """
         if self._shares.num_tenants < 2:

@@ -24,7 +24,7 @@ _MEAN_WEIGHT = 0.05
 _QUANTILE = 0.98
 """Share of the requests that should wait no longer than predicted."""
 _STEP = 0.1
-"""Step size of the margin: in seconds, and as a share of the margin itself."""
+"""Step size of the margin: this number of seconds, plus this share of the margin itself."""
 
 
 class Mark(NamedTuple):
@@ -50,7 +50,7 @@ class ServiceRate:
 
     @property
     def per_second(self) -> float | None:
-        """Returns the rate in tokens per busy second, or None until enough requests have ended."""
+        """Returns the rate in tokens per busy second, or None until `MIN_BUSY_S` and `MIN_DONE` are reached."""
         if self._busy_s < MIN_BUSY_S or self._num_done < MIN_DONE or not self._work:
             return None
         return self._work / self._busy_s

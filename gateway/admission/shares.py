@@ -1,4 +1,4 @@
-"""Counts the places of each tenant at the gate, and decides which tenants may start requests although all places are
+"""Counts the places of each tenant at the gate, and decides which tenants may start requests even if all places are
 taken.
 
 A tenant that has less than an even share of the places may start requests beyond the limit, with a reserved place.

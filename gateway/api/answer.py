@@ -1,4 +1,4 @@
-"""The interface of an answer to one HTTP request, common to all API formats."""
+"""The interfaces of the bodies and answers of HTTP requests, which all API formats implement."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a block: the block was opened, has more text, or is complete."""
+    """A change to a block: the block was opened, has more text, or is complete."""
 
     what: Literal["open", "grow", "close"]
     block: Block
@@ -65,7 +65,9 @@ class Blocks:
         return any(block.kind == "call" for block in self.all)
 
     def read(self, delta: Delta) -> list[Change]:
-        """Adds the sample's next delta and returns the changes. The last delta closes the last block."""
+        """Adds the sample's next delta and returns the changes. The last delta closes the last block, which is an empty
+        text if the sample has no output.
+        """
         changes: list[Change] = []
         for piece in self._pieces(delta):
             self._take(piece, changes)
@@ -112,7 +114,9 @@ class ToolBody(AskingBody, Protocol):
 
 
 class BlockAnswer:
-    """The base class for answers of the Responses and Messages APIs, which have one plan, request and sample."""
+    """The base class for answers of the Responses and Messages APIs. Each answer has one plan, one request and one
+    sample.
+    """
 
     ending = b""
     field_names: Mapping[str, str] = {}

@@ -1,4 +1,6 @@
-"""What all HTTP endpoints share: bounded bodies, disconnected clients, event streams, and errors as JSON."""
+"""Building blocks of the HTTP endpoints: bounded bodies, event streams, errors as JSON, and the detection of clients
+that disconnect.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +165,7 @@ class EventStream(Response):
         on_error: OnError,
         at_end: contextlib.ExitStack,
     ) -> None:
-        """`form` defines how the stream ends. `at_end` is closed when the response is complete."""
+        """`form` defines how the stream ends. `at_end` is closed when the response ends."""
         self._form = form
         self._work = work
         self._on_error = on_error
@@ -194,7 +196,7 @@ class EventStream(Response):
                     return
                 await send({"type": "http.response.body", "body": self._form.failure(error)})
         except TimeoutError:
-            logger.info("a client did not read its error: the connection is closed")
+            logger.info("a client did not read its error message; the connection is closed")
 
 
 _STREAM_START = {

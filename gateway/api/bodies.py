@@ -28,7 +28,7 @@ RETRY_AFTER_S = 1.0
 
 
 class BodyBudget:
-    """A budget in bytes for all request bodies, of all connections, that have been received but not yet parsed."""
+    """A budget in bytes for the request bodies, of all connections, that are being received or parsed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -45,7 +45,7 @@ class BodyBudget:
             nonlocal taken
             if self.in_flight + num_bytes > self._limit:
                 raise ResourceExhausted(
-                    f"the limit is {self._limit} bytes for all bodies that are being received (body_budget_bytes)",
+                    f"the limit is {self._limit} bytes for all bodies being received or parsed (body_budget_bytes)",
                     retry_after_s=RETRY_AFTER_S,
                 )
             self.in_flight += num_bytes

@@ -28,8 +28,8 @@ def fields_of(
 ) -> Mapping[str, msgspec.Raw]:
     """Returns the raw values of the fields that the body contains, excluding ignored fields.
 
-    Calls `on_unknown` with each unknown field's name. Raises InvalidArgument for invalid JSON, and for an unknown field
-    if `on_unknown` is None.
+    Calls `on_unknown` with each unknown field's name. Raises InvalidArgument if the body is not a JSON object, if it
+    has an unknown field and `on_unknown` is None, or if its unknown fields are too long.
     """
     try:
         try:
@@ -50,7 +50,7 @@ def fields_of(
 
 def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None]) -> Any:
     """Returns the raw fields of a body that has unknown fields, and reports the unknown names. Raises InvalidArgument
-    if the unknown fields exceed `MAX_FIELD_BYTES`, which also bounds the number of names.
+    if everything except the values of known fields exceeds `MAX_FIELD_BYTES`, which also bounds the number of names.
     """
     found = _outline(kind, strict=False).decode(raw)
     parts = [getattr(found, name) for name in found.__struct_fields__]

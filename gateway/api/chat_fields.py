@@ -25,7 +25,7 @@ CALL_NEEDS_TOOLS = call_needs_tools(
     lambda choice: choice == "required" or isinstance(choice, dict),
     {"anyOf": [{"const": "required"}, {"type": "object"}]},
 )
-"""The rule that a `tool_choice` which requires a call needs tools, in the form of OpenAI's API."""
+"""The rule that a `tool_choice` which requires a call needs tools, for OpenAI's form of the field."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 

@@ -28,7 +28,7 @@ class ContentPart(msgspec.Struct):
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] | None = None
-    """The arguments, as an object or, as in models' answers, as JSON text."""
+    """The arguments, as an object or, as in OpenAI's answers, as JSON text."""
 
 
 class ToolCall(msgspec.Struct):
@@ -99,15 +99,17 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def plain_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
-    """Returns messages for a chat template. Raises InvalidArgument for the first invalid message."""
+    """Returns messages for a chat template. Raises InvalidArgument for the first invalid message, or if the messages
+    together have too many parts of content.
+    """
     if sum(len(message.content) for message in messages if isinstance(message.content, list)) > MAX_CONTENT_PARTS:
         raise InvalidArgument.of("messages", f"must hold at most {MAX_CONTENT_PARTS} parts of content")
     return [message.plain(f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def call_arguments(name: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the arguments of a call as the object that chat templates expect. Raises InvalidArgument, in whose text
-    `name` identifies the arguments.
+    """Returns the arguments of a call as the object that chat templates expect; missing or blank arguments become an
+    empty object. Raises InvalidArgument, in whose text `name` identifies the arguments.
     """
     if isinstance(given, dict):
         return given

@@ -1,5 +1,6 @@
 """The plan of a chat: the tools that it offers or enforces, and whether reasoning is split off. Each body has one plan.
-The plan adds the options that workers need (a grammar, special tokens as text) and creates a reader for each sample.
+`ChatPlanner.plan` makes the plan, and adds to the request the options that workers need (a grammar, special tokens as
+text). The plan creates a reader for each sample.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class ChatPlan:
     planner: ChatPlanner
     tools: ToolChoice
     form: CallFormat | None
-    """The format in which the answer is read, or None if the text cannot contain calls."""
+    """The format in which the answer is read, or None if the answer is not searched for calls."""
     reasoning: ReasoningFormatName | None
     continued: str | None
     """The text of the message that the answer continues, or None."""
 
     @property
     def reads(self) -> bool:
-        """Whether the answer's text may contain reasoning or calls."""
+        """Whether the answer's text is searched for reasoning or calls."""
         return self.form is not None or self.reasoning is not None
 
     def reader(self, prompt: str) -> OutputReader:
@@ -127,7 +128,7 @@ class ChatPlanner:
     def _check_tools(self, wanted: Wanted, tools: ToolChoice) -> None:
         form = self.formats.calls
         if form is None:
-            what = "cannot be used: the form of this model's tool calls is not known; see --tool-call-parser"
+            what = "cannot be used: the format of this model's tool calls is not known; see --tool-call-parser"
             raise InvalidArgument.of("tools", what)
         if wanted.structured is not None:
             what = "cannot be combined with tools, unless tool_choice is none"

@@ -1,4 +1,6 @@
-"""Authenticates clients by bearer token, compared in constant time. The token determines the tenant."""
+"""Authenticates clients by their bearer tokens, which are compared in constant time. The token determines the
+tenant.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ class Authenticator:
     def tenant(self, authorization: str | None, address: str | None = None) -> str:
         """Returns the tenant of an Authorization header, or "" if no key is required.
 
-        Raises Unauthenticated for a wrong key, and ResourceExhausted if `address` has tried too many wrong keys. If
-        `address` is None, wrong keys are not counted.
+        Raises Unauthenticated for a missing or wrong key, and ResourceExhausted if `address` has tried too many wrong
+        keys. If `address` is None, wrong keys are not counted.
         """
         if not self._tenants:
             return ""

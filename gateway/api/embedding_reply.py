@@ -1,4 +1,4 @@
-"""Builds answers of POST /v1/embeddings and POST /score, which are not streamed. This module does no I/O."""
+"""Builds answers to POST /v1/embeddings and POST /score, which are not streamed. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from gateway.request.delta import Delta, Summary
 
 def shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
     """Returns the first `dimensions` values of a vector, scaled to length 1 again, as in OpenAI's API, or the vector
-    itself if `dimensions` is None. Raises InvalidArgument if the vector has fewer values.
+    itself if `dimensions` is None or the number of its values. Raises InvalidArgument if `dimensions` is less than 1 or
+    more than the number of values.
     """
     if dimensions is None or dimensions == len(vector):
         return vector

@@ -13,8 +13,8 @@ logger = logging.getLogger("gateway")
 
 
 def front_certificates(settings: GatewaySettings) -> CertificateFiles | None:
-    """Returns the certificate files for clients, or None if HTTP and gRPC are unencrypted. Raises StartupError if a
-    file is missing or cannot be used.
+    """Returns the certificate files for clients, or None if HTTP and gRPC are unencrypted. Raises StartupError if only
+    one of the two files is given, or if a file cannot be used.
     """
     if settings.ssl_certfile is None and settings.ssl_keyfile is None:
         return None
@@ -30,6 +30,6 @@ def warn_of_public_bind(settings: GatewaySettings, *, has_keys: bool) -> None:
     if is_loopback(settings.host):
         return
     if not has_keys:
-        logger.warning("--host %s without an API key: anyone who can reach it can use it", settings.host)
+        logger.warning("--host %s without an API key: anyone who can reach the gateway can use it", settings.host)
     if settings.ssl_certfile is None:
         logger.warning("--host %s without --ssl-certfile: keys and prompts are not encrypted", settings.host)

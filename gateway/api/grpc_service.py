@@ -1,4 +1,6 @@
-"""The gRPC InferenceService. It converts requests into `Wanted`, and deltas into responses. It decides no policy."""
+"""The gRPC InferenceService. It converts requests into `Wanted`, and deltas into responses. It makes no policy
+decisions.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +108,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 @contextmanager
 def admitted(front: Front, context: Context) -> Iterator[Entry]:
-    """A context manager that authenticates the caller and admits a request. It counts the errors of both steps and of
-    the `with` block, by status code.
+    """A context manager that authenticates the caller and admits a request. It counts every LooseleafError of both
+    steps and of the `with` block, by status code.
     """
     try:
         with front.admission.enter(front.authenticator.tenant(authorization(context))) as entry:
@@ -180,8 +182,8 @@ def _metadata(context: Context, name: str) -> str | None:
 
 
 def time_left(context: Context) -> float | None:
-    """Returns the seconds until the client's deadline, or None if there is no deadline. Without a deadline, grpc.aio
-    returns None or a very large time.
+    """Returns the seconds until the client's deadline, or None if there is no deadline or it is later than the longest
+    timeout allowed. Without a deadline, grpc.aio returns None or a very large time.
     """
     left = context.time_remaining()
     return None if left is None or left > RANGES["timeout"].high else left

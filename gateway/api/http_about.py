@@ -1,4 +1,4 @@
-"""HTTP endpoints about the gateway itself, which need no key: version, health, load, the API's description."""
+"""HTTP endpoints about the gateway itself, which need no key: version, health, load, and the description of the API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class About:
         return json_response({"status": "ready" if ready else "waiting for workers"}, 200 if ready else 503)
 
     async def ping(self, request: Request) -> Response:
-        """Answers health checks of SageMaker and others: an empty body with status 200 or 503."""
+        """Answers health checks, such as SageMaker's, with an empty body and status 200 or 503."""
         return Response(status_code=200 if self._ready() else 503)
 
     async def version(self, request: Request) -> Response:
@@ -58,7 +58,7 @@ class About:
 
 
 def served_by(front: Front) -> Served:
-    """Returns the current properties of the model and its workers, which /openapi.json describes."""
+    """Returns the current properties of the model and its workers on which the limits in /openapi.json depend."""
     validator, planner = front.validator, front.planner
     checker, most = validator.checker(), most_sequences(validator.group_rooms())
     return Served(

@@ -37,7 +37,7 @@ class AdapterChanges:
     """The HTTP endpoints that load and unload adapters while requests run."""
 
     def __init__(self, adapters: Adapters, bodies: BodyReader, is_operator: Callable[[Request], bool]) -> None:
-        """`is_operator` returns whether a request comes from the operator. It raises Unauthenticated for a
+        """`is_operator` returns whether a request comes from an operator. It raises Unauthenticated for a missing or
         wrong key.
         """
         self._adapters = adapters
@@ -62,7 +62,7 @@ class AdapterChanges:
 
     def _check(self, request: Request) -> None:
         if not self._is_operator(request):
-            raise PermissionDenied("only the operator may load and unload adapters (operator=1 in the key file)")
+            raise PermissionDenied("only an operator may load and unload adapters (operator=1 in the key file)")
 
     async def _to_the_end(self, change: Coroutine[Any, Any, None]) -> None:
         """Completes a change even if the client disconnects."""

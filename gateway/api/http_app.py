@@ -1,5 +1,5 @@
-"""The HTTP application: OpenAI's completions, chat, responses and embeddings, Anthropic's messages, vLLM's /score and
-/tokenize, metrics, and the endpoints about the gateway itself (`http_about`).
+"""The HTTP application: OpenAI's completions, chat, responses, embeddings and models, Anthropic's messages, vLLM's
+endpoints (/score, /tokenize, adapters), explanations, workers and blocks, metrics, the page, and `http_about`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class HttpApi:
         is_operator: Callable[[str], bool] | None = None,
     ) -> ASGIApp:
         """Builds the application. `ready` returns whether requests can be served. `body_budget_bytes` limits the total
-        size of all bodies that have been received but not yet parsed. `is_operator` returns whether a tenant may load
-        adapters; if it is None, no tenant may.
+        size of all bodies that are being received or parsed. `is_operator` returns whether a tenant may load adapters;
+        if it is None, no tenant may.
         """
         budget = BodyBudget(body_budget_bytes)
         self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)

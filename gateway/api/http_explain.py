@@ -25,7 +25,7 @@ class ExplainApi:
         self._tenant_of = tenant_of
 
     async def recent(self, request: Request) -> Response:
-        """Returns the explanations of the tenant's most recent requests, or of those with one id."""
+        """Returns the explanations of the tenant's most recent requests, or of the requests with the id in the path."""
         tenant, limit = self._tenant_of(request), request.query_params.get("limit", str(DEFAULT_LIMIT))
         if not limit.isascii() or not limit.isdigit() or len(limit) > 9:
             raise InvalidArgument.of("limit", f"must be an integer, got {limit[:20]!r}")
@@ -34,15 +34,17 @@ class ExplainApi:
 
 
 def explain(explanations: Explanations, tenant: str, request_id: str | None, limit: int) -> pb.ExplainResponse:
-    """Returns the explanations of a tenant's requests, newest first. Raises NotFound if there is none with the id, and
-    InvalidArgument for a limit of 0.
+    """Returns the explanations of a tenant's requests, newest first. Raises NotFound if no request has the id, and
+    InvalidArgument for a limit below 1.
     """
     if limit < 1:
         raise InvalidArgument.of("limit", "must be at least 1")
     found = explanations.find(tenant, request_id, limit)
     if request_id is not None and not found:
-        kept = f"the last {explanations.most} are kept (explain_requests)" if explanations.most else "none is kept"
-        raise NotFound(f"no request of yours has the id {request_id[:128]!r}; of all requests, {kept}")
+        raise NotFound(
+            f"no request of yours has the id {request_id[:128]!r}; "
+            f"the gateway keeps at most {explanations.most} explanations (explain_requests)"
+        )
     return pb.ExplainResponse(explanations=[one.snapshot() for one in found])
 
 

@@ -121,7 +121,9 @@ class _Form:
 
 
 def _change(before: bytes, states: bytes) -> dict[str, Any] | None:
-    """Returns all states as base64, with a byte per block, or the changed states, or None if nothing has changed."""
+    """Returns all states as base64, with one byte per block, if their number has changed. Otherwise, returns the
+    changed states, or None if no state has changed.
+    """
     if len(before) != len(states):
         return {"states": base64.b64encode(states).decode()}
     changed = list(_changed(before, states))

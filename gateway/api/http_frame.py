@@ -26,7 +26,7 @@ def warn(scope: Scope, text: str) -> None:
 
 def framed(app: ASGIApp, origins: Sequence[str] = ()) -> ASGIApp:
     """Wraps `app` so that it accepts request ids and trace contexts, and returns request ids and warnings. Web pages of
-    `origins` may read its answers.
+    `origins` may read the answers of `app`.
     """
     if origins:
         app = CORSMiddleware(

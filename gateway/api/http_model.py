@@ -1,4 +1,6 @@
-"""The HTTP endpoints about the model: its entry in /v1/models, and its tokenizer. They send nothing to the workers."""
+"""The HTTP endpoints about the model: the list of the model and its adapters, and the tokenizer. They send nothing to
+the workers.
+"""
 
 from __future__ import annotations
 

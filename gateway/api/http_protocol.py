@@ -1,8 +1,8 @@
 """The HTTP protocol of one connection, with limits that apply before the client is identified: the size of the request
 head, the time for it, and the number of connections.
 
-uvicorn does not limit these, and its parser collects headers of any length. Refusals have the format of OpenAI's
-errors.
+uvicorn limits neither a head's size nor its time, and it limits connections only after it has parsed a head. Refusals
+have the format of OpenAI's errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ once.
 """
 SURPLUS_S = 1.0
 MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
-"""Number of bytes of a body that are read after its request has been answered, before the connection is closed."""
+"""The number of bytes of a body that are read and discarded after its request has been answered. If there are more, the
+connection is closed.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Builds answers and errors of POST /v1/messages, complete or as Anthropic's events. This module does no I/O."""
+"""Builds answers to POST /v1/messages, complete or as events, and errors, all in Anthropic's format. This module does
+no I/O.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _DELTAS = {
     "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }  # fmt: skip
-"""The type of a block's deltas, and the key of the text in them."""
+"""For each kind of block, the type of its deltas and the key of their text."""
 
 
 def messages_error(error: LooseleafError) -> dict[str, Any]:

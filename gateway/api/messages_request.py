@@ -93,8 +93,8 @@ class CountTokensBody(Body, kw_only=True):
         )
 
     def structured(self) -> Found | None:
-        """Returns the grammar of the answer and the name of the field that requests it, or None if the body requests
-        none. Raises InvalidArgument if the field is invalid.
+        """Returns the name of the field that requests a grammar, and the grammar, or None if the body requests no
+        grammar. Raises InvalidArgument if the field is invalid.
         """
         form = None if self.output_config is None else self.output_config.format
         return None if form is None else structured_of_type(_FORMAT, form.type, "schema", form.schema)

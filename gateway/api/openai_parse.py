@@ -50,8 +50,8 @@ ID_BYTES = 8
 NOTHING_BYTES = 64
 """The maximum size in bytes of an unsupported field's neutral value, which is accepted."""
 MAX_QUOTES = 16 * (MAX_MESSAGES + MAX_CONTENT_PARTS)
-"""The largest number of quotation marks in a message that belong to JSON itself: a part has 8, and a message has about
-as many.
+"""The largest number of unescaped quotation marks in a list of messages. A part of content has 8, and a message has
+about as many; the limit allows twice as many.
 """
 _FIRST = re.compile(rb"\[\s*([^\s\]])")
 """Matches the first character of an array's first element."""
@@ -239,7 +239,9 @@ def _at_most_a_batch(name: str, prompts: list[str]) -> list[str]:
 
 
 def _num_quotes(raw: bytes) -> int:
-    """Returns the number of quotation marks, of which each string contributes one or two."""
+    """Returns the number of quotation marks that do not follow a backslash. A string contributes two of them, or one if
+    it ends in a backslash.
+    """
     return raw.count(b'"') - raw.count(b'\\"')
 
 

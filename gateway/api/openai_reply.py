@@ -2,8 +2,8 @@
 request.
 
 Chunks are ASCII, because readers that split lines at Unicode line breaks would break a chunk at U+2028. In addition to
-OpenAI's fields, a complete answer and the end of a stream carry a `looseleaf` object with the source of the prompt's KV
-and the timings.
+OpenAI's fields, a complete answer and the end of a stream contain a `looseleaf` object with the source of the prompt's
+KV and the timings.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class LogprobFormat:
         return answer
 
     def _top(self, item: pb.TokenLogprob) -> dict[str, float]:
-        """Returns the most likely tokens and the chosen token, as vLLM does."""
+        """Returns the log-probabilities of the most likely tokens and of the chosen token by their texts, as vLLM
+        does.
+        """
         pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
         top = {self._texts.get(token)[0]: _finite(value) for token, value in pairs}
         top.setdefault(self._texts.get(item.token_id)[0], _finite(item.logprob))
@@ -218,7 +220,7 @@ class ChunkWriter:
         self._head = envelope.chunk_head()
         self._usage = include_usage
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
-        """The bytes after the choices' closing bracket."""
+        """The text after the choices' closing bracket."""
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Sets the usage that the next chunks show (vLLM's continuous_usage_stats)."""
@@ -253,8 +255,8 @@ class ChunkWriter:
         return f'{self._head}{{"index":{index},{body}}}]{self._tail}'.encode()
 
     def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:
-        """Returns a choice's last chunk, with the finish reason of `ending`. `summaries` is None unless this is the
-        last chunk of the stream.
+        """Returns a choice's last chunk, with the fields of `ending`. `summaries` is None unless this is the last chunk
+        of the stream.
         """
         body = '"delta":{}' if self._chat else '"text":""'
         choice = f'{{"index":{index},{body},"logprobs":null,{json.dumps(ending)[1:]}]'

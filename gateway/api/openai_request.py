@@ -71,7 +71,7 @@ class SamplingBody(Body, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # vLLM's
+    # vLLM's fields
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

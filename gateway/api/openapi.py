@@ -1,4 +1,4 @@
-"""The OpenAPI description of the HTTP API, generated from the types that parse the bodies and the table of limits."""
+"""The OpenAPI description of the HTTP API, generated from the bodies' types and rules and from the table of limits."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ _OPERATIONS = (
     _Operation("/v1/models", "listModels", "Lists the model and the adapters that are served."),
     _Operation("/v1/models/{model}", "getModel", "Returns one model.", parameter="model"),
     _Operation("/v1/explain", "explainRequests", "Explains the caller's most recent requests."),
-    _Operation("/v1/explain/{request_id}", "explainRequest", "Explains the caller's requests with one id.",
+    _Operation("/v1/explain/{request_id}", "explainRequest", "Explains the caller's requests with the given id.",
                parameter="request_id"),
     _Operation("/tokenize", "tokenize", "Returns the token ids of a text or a conversation.", TokenizeBody,
                {"prompt": "Once upon a time"}),
     _Operation("/detokenize", "detokenize", "Returns the text of token ids.", DetokenizeBody, {"tokens": [11, 12]}),
-    _Operation("/health", "health", "Returns 200 if requests can be served, else 503.", with_key=False),
-    _Operation("/ping", "ping", "Returns the same status with an empty body.", with_key=False, media_type="",
+    _Operation("/health", "health", "Returns 200 if requests can be served, and 503 otherwise.", with_key=False),
+    _Operation("/ping", "ping", "Returns the status of /health with an empty body.", with_key=False, media_type="",
                methods=("get", "post")),
     _Operation("/load", "load", "Returns the number of requests that are running or waiting.", with_key=False),
     _Operation("/version", "version", "Returns the server's version.", with_key=False),

@@ -67,7 +67,7 @@ _THOUGHTS = {"anyOf": [{"type": "null"}, _STRING, _parts(responses_input.REASONI
 
 def _shape(kind: str | None, optional: Mapping[str, Any] | None = None, **needs: Any) -> Schema:
     """Returns the schema of an object of this `type` that has all fields of `needs` and may have those of `optional`.
-    If `kind` is None, the object may have any type.
+    If `kind` is None, the object may have any `type`.
     """
     typed = {} if kind is None else {"type": {"const": kind}}
     return {"type": "object", "properties": {**typed, **needs, **(optional or {})}, "required": [*typed, *needs]}
@@ -144,7 +144,7 @@ _GRAMMARS = [
 ]  # fmt: skip
 """The schemas of the completions and chats that request a grammar, one for each field that can request it."""
 _ITEM = {"not": has("type", {"const": "reasoning"})}
-"""The schema of an item of /v1/responses that is a message or a part of one."""
+"""The schema of an item of /v1/responses other than reasoning. The input must contain at least one."""
 _CALLS: Mapping[str, Schema] = {
     "MessageBody": has("tool_calls", _FILLED),
     "InputItem": has("type", {"const": "function_call"}),

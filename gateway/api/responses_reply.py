@@ -1,4 +1,4 @@
-"""Builds answers of POST /v1/responses: items of text, reasoning and calls, complete or as events. This module does no
+"""Builds answers to POST /v1/responses: items of text, reasoning and calls, complete or as events. This module does no
 I/O.
 """
 

@@ -79,7 +79,7 @@ class ResponsesBody(Body, kw_only=True):
     parallel_tool_calls: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    # vLLM's
+    # vLLM's fields
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None

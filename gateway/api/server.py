@@ -119,7 +119,7 @@ async def drain(answers: OpenAnswers, servers: Sequence[RpcServer | HttpServer],
 def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Returns a bound socket. With `reuse_port`, other sockets that also set it may share the port.
 
-    Raises StartupError if the port is occupied or the address does not belong to this machine.
+    Raises StartupError if the socket cannot be bound, for example because the port is occupied.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given; without it, each keep-alive answer waits 40 ms

@@ -1,6 +1,6 @@
-"""vLLM's request fields that this server knows but does not support, each with its neutral value. A field in this table
-is refused unless it has its neutral value, which has no effect. The field is not ignored like an unknown field, because
-it would change the answer. If a body supports a field, this table does not apply to the field.
+"""vLLM's request fields that this server recognizes but does not support, each with its neutral value. A field in this
+table is refused unless it has its neutral value, which has no effect. The field is not ignored like an unknown field,
+because it would change the answer. If a body supports a field, this table does not apply to the field.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 UNSUPPORTED: Mapping[str, Any] = {
-    # which tokens may be drawn
-    "allowed_token_ids": None,  # for responses
+    # which tokens may be drawn; completions and chats support the first two
+    "allowed_token_ids": None,
     "bad_words": [],
     "logits_processors": [],
     "repetition_detection": None,

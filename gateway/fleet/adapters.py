@@ -1,9 +1,9 @@
 """The LoRA adapters that clients can choose by name: loading and unloading them, and the requests that use them.
 
 The list of wanted adapters is in Redis (`AdapterRegistry`). Workers load the adapters on this list and report them in
-their registry entries. Once a pair of workers has loaded an adapter, it is served until it is unloaded: while a worker
-restarts, requests for the adapter wait. All calls to Redis run in threads, one at a time, so that no answer is older
-than what this gateway has written.
+their registry entries. Once a pair of workers has loaded an adapter, the adapter is served until it is unloaded. While
+a worker restarts, requests for the adapter wait. All calls to Redis run in threads, one at a time, so that no answer is
+older than what this gateway has written.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Adapters:
                 raise StartupError(f"--lora-modules {text}: {error}") from None
 
     async def load(self, name: str, path: str) -> None:
-        """Makes every worker load the adapter in the directory `path`, and serves it as `name`. If a worker does not
-        load the adapter within `LOAD_TIMEOUT_S`, all workers unload it again.
+        """Makes every worker load the adapter in the directory `path`, and serves it as `name`. If a worker fails to
+        load the adapter, or does not load it within `LOAD_TIMEOUT_S`, all workers unload it again.
 
         Raises InvalidArgument, which names the field and the problem, or Unavailable.
         """
@@ -199,8 +199,8 @@ class Adapters:
 
 
 def _repair(known: AdapterList, found: AdapterList | None, registry: AdapterRegistry) -> AdapterList | None:
-    """Publishes again the adapters that this gateway knows and whose entries Redis has lost or damaged. Removes the
-    damaged entries of other adapters. Returns the new list.
+    """Publishes again the adapters of the list `known` whose entries have been lost or are damaged in Redis. Removes
+    the damaged entries of other adapters. Returns the new list.
     """
     is_lost = found is None or found.life != known.life
     there = set() if found is None else {ref.name for ref in found.refs}

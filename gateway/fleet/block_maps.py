@@ -26,7 +26,9 @@ TIMEOUT_S = 5.0
 
 
 class _Store:
-    """The last answer of one store, and the request that is on its way to the store."""
+    """The last answer of one store, with the time from which the store may be asked again and a lock that admits one
+    request at a time.
+    """
 
     def __init__(self) -> None:
         self.last = pb.InspectResponse()

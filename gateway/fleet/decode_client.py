@@ -1,4 +1,4 @@
-"""Sessions with decode workers. One bidirectional stream per worker carries all of the worker's sequences.
+"""Sessions with decode workers. One bidirectional stream per worker carries all sequences that this gateway has there.
 
 A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which passes each group's outputs
 to the group's receiver. If a session is lost, its groups fail, and may be prefilled again. This module does not
@@ -43,7 +43,7 @@ class Receiver(Protocol):
         """Takes an output for which `take_token` does not suffice."""
 
     def flush(self) -> None:
-        """Called after one or more outputs of a message have been taken."""
+        """Is called after one or more outputs of a message have been taken."""
 
 
 class SubmittedGroup:
@@ -154,8 +154,10 @@ class DecodeSession:
         group.running.discard(sample)
 
     def _give_up(self, seconds: float, why: str) -> None:
-        """Ends the session with a worker that is frozen. Its connection stays open, so no error ends the session."""
-        logger.warning("decode worker %s %s for %.1f s: given up", self.record.worker_id, why, seconds)
+        """Ends the session with a worker that sends nothing or makes no steps. The worker's connection may stay open,
+        so no error would end the session.
+        """
+        logger.warning("decode worker %s %s for %.1f s; ending its session", self.record.worker_id, why, seconds)
         self._reason = "session_silent"
         self.close()
 
@@ -246,7 +248,7 @@ class DecodeSession:
 
 
 class SessionPool:
-    """A pool of sessions, one for each decode worker in the registry or draining."""
+    """A pool of sessions, one for each decode worker that is in the registry or draining."""
 
     def __init__(self, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load

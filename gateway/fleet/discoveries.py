@@ -70,7 +70,7 @@ class Discoveries:
         return {arena_id: num_tokens for part in found for arena_id, num_tokens in part.items()}
 
     async def end_ticket(self, ticket: Ticket) -> None:
-        """Ends a ticket that no worker will claim, if a server knows its arena."""
+        """Ends a ticket that no worker will claim, if a server lists a worker of the ticket's arena."""
         if (number := self._server_of(ticket.arena_id)) is not None:
             await self._parts[number].end_ticket(ticket)
 

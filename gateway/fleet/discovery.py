@@ -1,5 +1,5 @@
 """Discovery: polls the registry in Redis, informs the router and the sessions, and looks up cached prefixes for
-routing. All Redis calls run in threads, within a time budget.
+routing. All Redis calls run in threads, and lookups have a time budget.
 
 Without Redis, the gateway routes by load alone, to the known workers. After a few unanswered lookups, requests skip the
 lookup until a poll is answered within a lookup's time budget. When Redis comes back, its list of workers may be lost or
@@ -48,7 +48,9 @@ second.
 
 
 class Discovery:
-    """A client of one Redis server. It polls the registry and reads the ledgers of the registry's arenas."""
+    """A client of one Redis server. It polls the registry, looks up prefixes in the ledgers of the registry's arenas,
+    and ends tickets.
+    """
 
     def __init__(
         self,
@@ -131,7 +133,9 @@ class Discovery:
         return found
 
     async def end_ticket(self, ticket: Ticket) -> None:
-        """Ends a ticket that no worker will claim. If its ledger does not answer, the ticket ends with its lease."""
+        """Ends a ticket that no worker will claim. If its ledger is not known or does not answer, the ticket ends with
+        its lease.
+        """
         if (ledger := self._ledgers.get(ticket.arena_id)) is None or self.breaker.is_open:
             return
         try:
@@ -161,8 +165,8 @@ class Discovery:
         return found
 
     def _open_ledgers(self) -> tuple[dict[str, LedgerScripts], dict[str, StoreAddress]]:
-        """Returns a read-only view of the ledger and the address of the block store, for every arena that workers name.
-        A view is kept as long as its dataset generation does not change.
+        """Returns a client of the ledger and the address of the block store, for every arena that workers name. A
+        client is kept as long as the ledger's dataset generation does not change.
         """
         ledgers: dict[str, LedgerScripts] = {}
         stores: dict[str, StoreAddress] = {}
@@ -223,9 +227,10 @@ def cached_blocks(
 
 
 def _usable(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules, *, has_full: bool) -> int:
-    """Returns the number of these blocks from which the groups with windows and states can continue. If the model also
-    has full attention (`has_full`), only the end of the prefix is checked: the blocks that the groups need at the end,
-    but at least as many as one call can check. Earlier blocks of windows and states are evicted before later blocks.
+    """Returns the length, in blocks, of the longest prefix of these blocks from which the groups with windows and
+    states can continue. If the model also has full attention (`has_full`), only the end of the prefix is checked: the
+    blocks that the groups need at the end, but at least as many as one call can check. Earlier blocks of windows and
+    states are evicted before later blocks.
     """
     reach = len(hashes)
     if not reach:

@@ -1,4 +1,5 @@
-"""Decides from the messages on one stream whether a worker is alive (`worker.heartbeat` sends them).
+"""Decides from the messages and heartbeats on one stream whether a worker is alive (`worker.heartbeat` sends the
+heartbeats).
 
 Time during which this process was stopped, or its loop was busy, does not count against the worker.
 """
@@ -61,7 +62,7 @@ class Liveness:
         self._heard_at = time.monotonic()
 
     def stepped(self) -> None:
-        """Notes that the worker has completed a step, or has received its first work from this gateway."""
+        """Notes that the worker has completed a step, or has received work from this gateway after it had none."""
         self._stepped_at = time.monotonic()
 
     def _tick(self) -> None:

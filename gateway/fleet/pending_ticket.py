@@ -50,6 +50,6 @@ def tokens_of(ticket: types_pb.Ticket, block_size: int) -> int:
         own = max(0, branch.num_tokens - branch.shared_blocks * block_size)
         table = max(branch.groups, key=lambda table: len(table.blocks), default=types_pb.BlockTable())
         refs = set(zip(table.blocks, table.generations, strict=True))
-        total += max(0, own - len(refs & seen) * block_size)  # also branches other than the first can have equal blocks
+        total += max(0, own - len(refs & seen) * block_size)  # branches other than the first can also share blocks
         seen |= refs
     return total

@@ -4,8 +4,8 @@ A request takes the route on which decode is predicted to begin first. The predi
 the queue and prefill at a prefill worker, for a copy if the decode worker uses another arena, and for a place in that
 worker's batch (`gateway.fleet.costs`). A prefix that is cached in another arena is therefore copied or computed again,
 whichever takes less time. The decode worker is chosen after prefill, by the loads at that time. Load is counted at
-dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are equal,
-the one that was picked longest ago is chosen, so that the load is spread.
+dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are
+equally good, the one that was picked longest ago is chosen, so that the load is spread.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from gateway.fleet.costs import RouteCosts
 SUSPECT_S = 2.0
 """Time for which a worker that has failed a request is avoided while there is a choice."""
 UNREACHABLE_S = 4.0
-"""Time for which a prefill worker that could not be reached gets no requests. This is longer than the time for which
-the registry still lists a dead worker. The worker's successor has a different address and is used at once.
+"""Time for which a prefill worker that could not be reached gets no requests, and for which no blocks are copied
+between two arenas after a block store did not answer. It is longer than the time for which the registry still lists a
+dead worker. The worker's successor has a different address and is used at once.
 """
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
@@ -169,8 +170,8 @@ class Router:
         return any(any(self._partners(prefill, usable, adapter)) for prefill in prefills)
 
     def pick_prefill(self, asked: Asked, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
-        """Picks the prefill worker with which decode is predicted to begin first, or None if no worker has a partner.
-        `usable` returns whether a decode worker can take the request.
+        """Picks the prefill worker with which decode is predicted to begin first, or returns None if no reachable
+        worker has a partner. `usable` returns whether a decode worker can take the request.
         """
         shares = self._shares(usable, asked.adapter, now)
         prefills = [
@@ -190,7 +191,8 @@ class Router:
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
         """Picks the decode worker that is predicted to begin first after the route's prefill, among those that accept
-        its tickets, are `usable` for the group and have loaded the adapter. Returns None if there is no such worker.
+        the prefill worker's tickets, are `usable` for the group and have loaded the adapter. Returns None if there is
+        no such worker.
         """
         prefill, asked = route.prefill, route.asked
 
@@ -202,7 +204,7 @@ class Router:
         return self._pick(list(self._partners(prefill, usable, asked.adapter)), cost, asked, now)
 
     def capacity(self) -> int:
-        """Returns the total batch capacity of all decode workers, in sequences."""
+        """Returns the number of sequences that all decode workers together can batch, without draining workers."""
         return sum(d.record.max_num_seqs for d in self._of_role("decode"))
 
     def max_model_len(self) -> int | None:

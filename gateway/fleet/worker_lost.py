@@ -27,8 +27,8 @@ class WorkerLost(Exception):
     The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
     each attempt of this kind has produced at least one token (a beam search returns only when it can reach its end).
     `final` is the client's error if no attempt is left. `unreachable` means that no process accepted the request. In
-    this case, the attempt is not counted, and the worker gets no other request until the registry has had time to
-    remove it.
+    this case, the attempt is not counted, and the worker, or the pair of block stores, is avoided until the registry
+    has had time to remove it.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Combines all workers in one object, which picks workers for requests and keeps the connections to them.
 
-It joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted here, at dispatch.
+It joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted at dispatch: that
+of prefill here, and that of decode in `DecodePlace`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ Lookup = Callable[[Sequence[WorkerRecord], ResolvedRequest], Awaitable[dict[str,
 EndTicket = Callable[[Ticket], Coroutine[Any, Any, None]]
 GATE_FACTOR = 1.25
 GATE_EXTRA = 8
-"""Number of sequences that may be at the workers beyond those that decode can batch, because some are in prefill."""
+"""The gate lets in `GATE_FACTOR` times as many sequences as decode can batch, plus `GATE_EXTRA`, because some of them
+are in prefill.
+"""
 ROOM_PER_SEQUENCE = 2
 """Free blocks required per KV group and sequence of a returning group, in addition to the blocks that the group had.
 With fewer blocks, it would soon be given back again.
@@ -111,8 +114,8 @@ class Workers:
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
     def objection(self, need: GroupNeed, adapter: str) -> str | None:
-        """Returns the reason why no ready pair of workers can accept a group, or None if a pair can accept it or if no
-        pair is ready.
+        """Returns why no ready pair of workers can accept a group: its size or its adapter. Returns None if neither is
+        an obstacle, or if no pair is ready.
         """
         if not self.ready:
             return None
@@ -132,8 +135,9 @@ class Workers:
         return [record.adapters.get(digest) for record in records]
 
     async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> Route | None:
-        """Picks a prefill worker and returns the route, or None if no ready pair has a decode worker with room for a
-        group of this size. The prefix index is consulted only if there are several arenas.
+        """Picks a prefill worker and returns the route, or None if no ready pair has loaded the request's adapter and
+        has a decode worker with room for a group of this size. The prefix index is consulted only if there are several
+        arenas.
         """
         records = [s.record for s in self._router.workers.values()]
         cached: dict[str, int] = {}
@@ -193,7 +197,7 @@ class Workers:
 
         The group may be prefilled if a decode worker reports enough free blocks or has not reported its number of
         blocks, or if no other sequence of this gateway is at the workers. `num_blocks` returns the number of blocks
-        that the group needs under a worker's rules. Without a decode worker, returns True and promises nothing.
+        that the group needs under a worker's rules. Without a usable decode worker, returns True and promises nothing.
         """
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:

@@ -55,7 +55,7 @@ class ModelAssets:
     tool_template: str | None = None
     """A separate template for requests with tools, if the model has one."""
     longest_token: int = 64
-    """Size of the longest token in bytes. A text longer than max_model_len times this number cannot fit."""
+    """An upper bound on the size of a token in bytes. A text longer than max_model_len times this number cannot fit."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """The texts of the special tokens by name (bos_token, eos_token, ...), for the chat template."""
 

@@ -62,7 +62,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise StartupError(f"the model's chat template is not valid Jinja: {str(error)[:200]}") from None
         self.takes_calls = "tool_calls" in source
-        """Whether the template writes the tool calls of earlier answers."""
+        """Whether the template writes the tool calls of earlier answers, as assumed if its source contains their
+        name.
+        """
         self.own_names = frozenset((*environment.globals, *special_tokens, *_OWN_NAMES))
         """The names of variables that clients cannot set."""
 
@@ -150,7 +152,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument.of("messages", "must be valid Unicode; the prompt holds a lone surrogate") from None
+        raise InvalidArgument.of("messages", "must be valid Unicode; the prompt contains a lone surrogate") from None
 
 
 def _raise_exception(message: str) -> None:

@@ -2,7 +2,7 @@
 
 Only compiling shows whether a grammar is valid, and a hostile grammar can crash the compiler (a Lark grammar with a
 chain of 4,000 rules) or keep it busy (a `multipleOf` of a large number: 5 s). In a trial, a hostile grammar costs only
-a child of `gateway.intake.grammar_process`, and the client receives status 400. Workers see only grammars that have
+a child of `gateway.intake.grammar_process`, and the client receives status 400. Workers receive only grammars that have
 passed.
 """
 
@@ -107,7 +107,7 @@ class GrammarTrials:
 
 
 class _TrialProcess:
-    """A client of one trial process, with the trials that it has not answered."""
+    """A client of one trial process, with the trials that the process has not answered."""
 
     def __init__(self, child: Process) -> None:
         self._child = child

@@ -1,4 +1,5 @@
-"""Determines from n, best_of and beam fields how many sequences a request runs, and whether workers accept that many.
+"""Determines from n, best_of and the fields for beams how many sequences a request runs, and whether workers accept
+that many.
 
 The two protocols express a beam search in different ways. gRPC uses `beam_width`: n of these beams are returned, or all
 of them if n is absent. HTTP uses `use_beam_search` with `best_of` beams (default: n) and returns n of them (default:
@@ -57,7 +58,7 @@ def num_sequences(wanted: Wanted) -> int:
 
 def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupRoom]) -> None:
     """Adds violations of the fields for samples and beams to `checker`, except those that depend on the prompt's
-    length. If `limits` is empty, because there are no workers, any width is accepted.
+    length. If `limits` is empty, because there are no workers, only `RANGES` limits the width.
     """
     checker.number("n", wanted.n)
     checker.number("length_penalty", wanted.length_penalty)
@@ -103,8 +104,9 @@ def _check_beams(checker: Checker, wanted: Wanted) -> None:
 def max_tokens_within(
     wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
-    """Returns `max_tokens` if a decode worker has enough blocks for the group with that many tokens, or if the blocks
-    are not known. Otherwise, if `clip` is set, returns the largest number of tokens for which one has enough.
+    """Returns `max_tokens` if a decode worker has enough blocks for the group with that many tokens, if the blocks of a
+    worker are not known, or if no worker runs that many sequences. Otherwise, if `clip` is set, returns the largest
+    number of tokens for which a worker has enough blocks.
 
     Raises InvalidArgument if no decode worker has enough blocks: for `max_tokens`, or, if `clip` is set, for one token.
     """
@@ -120,6 +122,6 @@ def max_tokens_within(
     which, first = ("max_tokens", "of") if name == "n" and width == 1 else (name, f"of {width}, max_tokens")
     raise InvalidArgument.of(
         which,
-        f"{first} {max_tokens} and a prompt of {prompt_len} tokens need {blocks} blocks of KV, "
+        f"{first} {max_tokens} and a prompt of {prompt_len} tokens need {blocks} blocks of KV; "
         f"the limit of a decode worker is {limit.max_blocks}",
     )

@@ -184,7 +184,7 @@ class Checker:
             self.refuse(name, "must hold at least one token")
         elif num_tokens >= self.max_model_len:
             limit = self.max_model_len - 1
-            what = f"is {num_tokens} tokens long, the limit is {limit} (max_model_len {self.max_model_len} less one)"
+            what = f"is {num_tokens} tokens long; the limit is {limit} (max_model_len {self.max_model_len} less one)"
             self.refuse(name, what, TOO_LONG)
 
     def encodable(self, name: str, text: str) -> bool:
@@ -196,7 +196,7 @@ class Checker:
         try:
             text.encode()
         except UnicodeEncodeError:
-            self.refuse(name, "must be valid Unicode, it holds a lone surrogate")
+            self.refuse(name, "must be valid Unicode; it contains a lone surrogate")
             return False
         return True
 

@@ -30,9 +30,9 @@ class ResolvedRequest:
     prompt_text: str | None = None
     """The prompt's text, or None if the client sent token ids or the prompt was truncated."""
     shown_special: Mapping[int, str] = field(default_factory=dict)
-    """The texts, by token id, of the special tokens that are part of the output's text in any case."""
+    """The texts, by token id, of the special tokens that the output's text always includes."""
     skip_special_tokens: bool = True
-    """Whether the other special tokens are left out of the output's text."""
+    """Whether special tokens are left out of the output's text, except those in `shown_special`."""
     tenant: str = ""
     public_tokens: int = 0
     """Number of leading prompt tokens whose full blocks all tenants share."""

@@ -1,6 +1,6 @@
-"""Converts text to token ids and back, in a thread if the input is long. `tokenizers` releases the interpreter lock
-while it works, so a thread is enough. Short texts are converted in the event loop, because a hand-over to a thread
-would cost more than the work (about 0.3 ms per 1,000 characters).
+"""Converts text to token ids and back, in a thread if the input is a chat or long. `tokenizers` releases the
+interpreter lock while it works, so a thread is enough. Short texts are converted in the event loop, because a hand-over
+to a thread would cost more than the work (about 0.3 ms per 1,000 characters).
 """
 
 from __future__ import annotations

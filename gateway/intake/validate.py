@@ -1,4 +1,4 @@
-"""Turns a client's request into a request for workers: checks every limit and fills in every default.
+"""Turns a client's request into a request for workers: checks the limits and fills in the defaults.
 
 Both protocols fill in a `Wanted`, so this module uses no protobuf or JSON. Sampling defaults come from the model.
 """
@@ -88,7 +88,9 @@ class Validator:
         self._cache_percent = cache_percent
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
-        """Checks a request and fills in its defaults. Raises ModelNotFound, InvalidArgument or a grammar error."""
+        """Checks a request and fills in its defaults. Raises ModelNotFound, InvalidArgument, or the errors of the
+        function that `use_grammars` has set.
+        """
         adapter = self.check_model(wanted.model)
         checker = self.checker()
         _check_numbers(checker, wanted)
@@ -138,7 +140,7 @@ class Validator:
         return Checker(self._assets.vocab_size, self._max_model_len())
 
     async def tokenize(self, prompt: Prompt | None, prompt_field: str, *, add_special_tokens: bool | None) -> list[int]:
-        """Returns a prompt's token ids. A text may exceed max_model_len. Raises InvalidArgument for an invalid one."""
+        """Returns a prompt's token ids. A text may exceed max_model_len. Raises InvalidArgument if it is invalid."""
         wanted = Wanted(prompt=prompt, prompt_field=prompt_field, add_special_tokens=add_special_tokens)
         checker = self.checker()
         self._check_prompt(checker, wanted)
@@ -176,8 +178,8 @@ class Validator:
                     checker.refuse(f"{name}[{index}].role", "must not be empty")
 
     def _max_text_bytes(self) -> int:
-        """Returns the size in bytes of the longest text that is tokenized. Longer texts cannot fit into the context.
-        The size is at least `MIN_PROMPT_BYTES`, because normalizing may shorten a text.
+        """Returns the size limit in bytes of a text: the size of the longest text that could fit into the context, but
+        at least `MIN_PROMPT_BYTES`, because normalizing may shorten a text, and at most `MAX_PROMPT_BYTES`.
         """
         return min(MAX_PROMPT_BYTES, max(MIN_PROMPT_BYTES, self._max_model_len() * self._assets.longest_token))
 
@@ -216,9 +218,7 @@ class Validator:
         )
 
     def _sampling(self, wanted: Wanted) -> SamplingParams:
-        """Returns the sampling parameters. A beam search does not draw tokens, so the model's defaults for drawing do
-        not apply.
-        """
+        """Returns the sampling parameters. The model's defaults for drawing tokens do not apply to a beam search."""
         defaults, beams = self._assets.defaults, is_beam_search(wanted)
         shape = GenerationDefaults() if beams else defaults
         top_k = _or(wanted.top_k, shape.top_k)
@@ -245,7 +245,7 @@ class Validator:
 
     def _stopping(self, wanted: Wanted, prompt_len: int) -> StoppingParams:
         """Returns the stopping parameters. A default max_tokens is clipped to the context and to the blocks of a decode
-        worker. Raises InvalidArgument for a requested max_tokens that does not fit.
+        worker. Raises InvalidArgument if max_tokens does not fit or is below min_tokens.
         """
         room = self._max_model_len() - prompt_len
         if wanted.max_tokens is None:

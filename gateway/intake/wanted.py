@@ -73,9 +73,11 @@ class Wanted:
     structured_field: str = "structured_output"
     """The name of the client's field that requests `structured`, for errors."""
     structured_after: Callable[[str], StructuredOutput] | None = None
-    """A function that returns `structured` for the prompt's text, or None if `structured` does not depend on it."""
+    """A function that returns `structured` for the prompt's text, or None if `structured` does not depend on the
+    prompt.
+    """
     shown_special: Mapping[int, str] = field(default_factory=dict)
-    """The texts, by token id, of the special tokens that are part of the output's text in any case."""
+    """The texts, by token id, of the special tokens that the output's text always includes."""
     max_tokens: int | None = None
     fills_context: bool = False
     """Whether the default of `max_tokens` is the rest of the context, as it is for a chat."""
@@ -86,7 +88,7 @@ class Wanted:
     include_stop_str_in_output: bool = False
     add_special_tokens: bool | None = None
     skip_special_tokens: bool = True
-    """Whether the other special tokens are left out of the output's text."""
+    """Whether special tokens are left out of the output's text, except those in `shown_special`."""
     truncate_prompt_tokens: int | None = None
     """The number of tokens to keep at the end of the prompt. -1 keeps as many as leave room for the output."""
     embeds: bool = False

@@ -117,7 +117,9 @@ class Attempts:
         return _Prefilled(route, done, isolation)
 
     async def _enter_prefill(self, state: RequestState) -> tuple[Route, IsolationTicket]:
-        """Waits until the request may be sent to a prefill worker. Returns its route and the permission to use it."""
+        """Waits until the request may be sent to a prefill worker. Returns the route and the permission to use its
+        worker.
+        """
         state.explanation.enter(inference_pb2.PHASE_KIND_WORKER)
         route = await self._pick_prefill(state)
         isolation = await self._isolation.enter(state.digest, incarnation(route.prefill))

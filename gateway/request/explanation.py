@@ -72,7 +72,7 @@ class Explanation:
 
     @property
     def began_ns(self) -> int:
-        """When the request had been read, in nanoseconds of `time.monotonic_ns`, as are the other times."""
+        """When the request had been read. This and the other times are in nanoseconds of `time.monotonic_ns`."""
         return self._began_ns
 
     @property
@@ -82,7 +82,7 @@ class Explanation:
 
     @property
     def wrote_first_ns(self) -> int | None:
-        """When the first message was written to the client, or None if none was."""
+        """When the first message was written to the client, or None if no message has been written."""
         first_ns = self._message.first_token_ns
         return self._began_ns + first_ns if self._message.HasField("first_token_ns") else None
 
@@ -137,7 +137,7 @@ class Explanation:
     # --- attempts
 
     def begin_attempt(self, worker_id: str, considered: Iterable[Considered], output_len: int) -> None:
-        """Notes that the request is sent to a prefill worker. `output_len` is the number of its tokens so far."""
+        """Notes that the request is sent to a prefill worker. `output_len` is the request's number of tokens so far."""
         self._number += 1
         self._output_from = output_len
         attempts = self._message.attempts

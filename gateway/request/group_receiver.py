@@ -22,7 +22,7 @@ class GroupReceiver:
         self._some_ended = False
         """Whether a sample has ended since the last flush."""
         self._is_accounted = False
-        """Whether the time of a group that the worker has rejected was added."""
+        """Whether the time of a group that the worker has rejected has been added."""
         self._last: decode_pb2.SequenceOutput | None = None
         """The last output with which the worker ended a sample. It has the worker's times."""
 
@@ -64,7 +64,7 @@ class GroupReceiver:
         state.outlet.flush(at_once=True)
 
     def _stopped(self, sample: int) -> None:
-        """Tells the worker that a stop string ended a sample. The worker does not know stop strings."""
+        """Tells the worker that a stop string ended a sample. Workers do not look for stop strings."""
         self._some_ended = True
         self._session.cancel_sample(self._group, sample)
 

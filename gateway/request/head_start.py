@@ -1,6 +1,6 @@
 """Keeps prefills until a second call continues them, because some routers request prefill and decode separately.
 
-The router carries only a random name from one call to the other. The ticket, its secret, the first tokens and the seed
+The router passes only a random name from one call to the other. The ticket, its secret, the first tokens and the seed
 stay in the gateway, so a caller cannot choose the first tokens. A prefill that no call continues in time is dropped,
 and its blocks are released.
 """
@@ -23,8 +23,8 @@ from protos.v1 import prefill_pb2
 
 logger = logging.getLogger("requests")
 KEEP_S = 6.0
-"""Time for which a prefill waits. Its ticket ends after 8 s (`block_store.ledger.client`), and decode needs some of the
-difference to claim it.
+"""Time for which a prefill waits. Its ticket ends after 8 s (`TICKET_LEASE_S` in `block_store.ledger.scripts`), and
+decode needs some of the difference to claim it.
 """
 _NAME_BYTES = 16
 

@@ -41,7 +41,7 @@ class _Neighbours:
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """A lock that is granted in order of arrival. A suspect holds it while it is alone."""
+        """A lock that is granted in order of arrival. A suspect holds the lock while it is alone."""
         self.empty = asyncio.Event()
         self.empty.set()
         self._inside = 0
@@ -107,7 +107,9 @@ class Isolation:
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
             del self._deaths[digest]
         elif deaths is not None and len(deaths.incarnations) >= MOST_DEATHS:
-            raise Internal("the workers of this request died more than once; it is not tried again for a while")
+            raise Internal(
+                "the workers of this request died more than once; the request is not tried again for a while"
+            )
 
     async def enter(self, digest: bytes, incarnation: str) -> IsolationTicket:
         """Waits until a request may be sent to this incarnation of a worker, and returns the permission. A suspect is

@@ -1,8 +1,9 @@
 """Sends a request's tokens to the client: `RequestState` adds deltas to an outlet, and the outlet writes them.
 
 At most one write is in progress. Deltas that arrive during a write are merged, so a slow client costs one delta per
-sample, and no task waits for the client. With many streams, there is an interval between messages to a client, and all
-deltas within an interval are sent as one message. This module does not depend on tokenizers, gRPC or HTTP.
+sample, and nothing waits for the client before the request has ended. With many streams, there is an interval between
+messages to a client, and all deltas within an interval are sent as one message. This module does not depend on
+tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import types_pb2 as types_pb
 
 MARGIN_S = 0.02
-"""The part of the remaining time that each hop reserves for its own answer."""
+"""The part of the remaining time, in seconds, that the gateway reserves for its own answer."""
 
 
 @dataclass(slots=True)
@@ -134,8 +134,8 @@ class RequestState:
         return most_held(rules, need.prompt_len, lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """Counts the tokens of a delta that is being sent and measures its latency. The request's first delta carries
-        the prompt's log-probabilities.
+        """Counts the tokens of a delta that is being sent and measures its latency. The request's first delta gets the
+        prompt's log-probabilities.
         """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
         sample.delta = None
@@ -184,8 +184,8 @@ class RequestState:
         return sample.finish_reason is not None and self._note_end(sample)
 
     def accept(self, output: decode_pb2.SequenceOutput) -> bool:
-        """Accepts decode's output for one sample. Returns True if a stop string has ended the sample, of which the
-        worker does not know.
+        """Accepts decode's output for one sample. Returns True if a stop string has ended the sample and the worker has
+        not.
 
         Raises WorkerLost for impossible tokens.
         """

@@ -46,8 +46,8 @@ class StopMatcher:
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int]:
-        """Returns the begin and the end of the stop string that is complete first within the new text, and sets
-        `matched` to the stop string. Returns (0, 0) if no stop string is complete.
+        """Returns the positions of the beginning and the end of the stop string that is complete first within the new
+        text, and sets `matched` to the stop string. Returns (0, 0) if no stop string is complete.
         """
         new_from = len(self._held)
         best = (0, 0)
@@ -60,7 +60,9 @@ class StopMatcher:
         return best
 
     def _may_begin_at(self, buffer: str) -> int:
-        """Returns the first position from which the rest of the buffer is the beginning of a stop string."""
+        """Returns the first position from which the rest of the buffer is the beginning of a stop string, or the
+        buffer's length if there is none.
+        """
         for start in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
             if buffer[start] in self._first_chars:
                 rest = buffer[start:]

@@ -23,7 +23,7 @@ _OF_ATTEMPT = {pb.PHASE_KIND_WORKER: "wait_for_worker"}
 
 class RequestTrace:
     """The part of a request's trace that the gateway records. Until `end`, the calls that the current task makes to
-    other services carry the context of the request's span or of the newest attempt's.
+    other services carry the context of the request's span or of the newest attempt's span.
     """
 
     def __init__(self, tracer: Tracer, request: ResolvedRequest, model: str, explanation: Explanation) -> None:

@@ -1,7 +1,7 @@
 """Grammar rules for arguments that are not written as one JSON object: text between tags, and keyword arguments.
 
-Required arguments come first, in the schema's order. Only properties that the schema names are allowed. If the schema
-names no properties, any properties are allowed, unless it forbids additional properties.
+Required arguments come first, in the order of the schema's `required` list. Only properties that the schema names are
+allowed. If the schema names no properties, any properties are allowed, unless it forbids additional properties.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def is_open(parameters: Mapping[str, Any]) -> bool:
 
 
 class PythonicRules:
-    """The grammar rules for `name(key=value, ...)`. Values are JSON, but a boolean argument is written as in Python."""
+    """The grammar rules for `name(key=value, ...)`. Values are JSON, but a boolean argument whose schema has neither
+    `enum` nor `const` is written as in Python.
+    """
 
     shared: Sequence[str] = (_NAME, 'any_argument: ARGUMENT_NAME "=" any_value', "any_value: %json {}")
 

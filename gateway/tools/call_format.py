@@ -45,7 +45,7 @@ class CallFormat:
     parser: Callable[[Tools, int | None], CallParser]
     """A function that returns a parser for the tools and the maximum number of calls (None: no limit)."""
     marks: Sequence[str] = ()
-    """Parts of the output that may be special tokens. The parser needs to see them."""
+    """Parts of the output that may be special tokens. The parser needs their text."""
     new_id: Callable[[], str] = _long_id
     marker: str = ""
     """The text that precedes every call, or every list of calls; empty if a call may be plain JSON or a plain list."""

@@ -1,4 +1,5 @@
-"""Finds tool calls in a model's output as it arrives, for each family of formats.
+"""Finds tool calls in a model's output as it arrives: the base class of all parsers, and the parsers for the formats of
+Hermes, Llama 3 and 4, and Mistral, and for JSON without a marker.
 
 A call is announced once its name is known and its arguments begin. Text that begins like a call but is not one becomes
 content. Only white space around calls is lost. Text that was held back is not searched again, so the cost is linear in
@@ -117,7 +118,7 @@ class CallParser(ABC):
 
     @abstractmethod
     def _marked(self, ch: str) -> Scan:
-        """Reads the text from a trigger on."""
+        """Reads the text that begins with a trigger."""
 
     def _after(self, ch: str, marker: str, read: Callable[[str], Scan]) -> Scan:
         """Reads a marker, and uses `read` to read the text after it."""

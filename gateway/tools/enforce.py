@@ -50,8 +50,9 @@ def calls_grammar(
     thinking: str = "",
     free: bool = False,
 ) -> StructuredOutput:
-    """Returns a grammar for calls of `functions`: one call, or at least one if `many` is set. If `free` is set, the
-    grammar allows text with or without calls, and only the arguments of strict functions must match their schema.
+    """Returns a grammar for calls of `functions`: one call, or at least one if `many` is set and the format allows
+    several. If `free` is set, the grammar allows text with or without calls, and only the arguments of strict functions
+    must match their schema.
 
     `special` contains the ids of markers that are special tokens; `thinking` is the result of `thinking_before`. Raises
     ValueError for free text if calls in this format cannot be distinguished from it, and for a schema that cannot be

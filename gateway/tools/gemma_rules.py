@@ -1,6 +1,6 @@
 """Grammar rules for arguments in the notation of Gemma: keys without quotation marks, and texts between two marks.
 
-As in `argument_rules`, required arguments come first, in the schema's order.
+As in `argument_rules`, required arguments come first, in the order of the schema's `required` list.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ from gateway.tools.section_parsers import (
 from gateway.tools.tag_parsers import DSML_TAGS, GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, SEED_TAGS, TagParser, Tags
 
 _FOREIGN = re.compile(r"<function|<parameter|<\|tool_call|<tool_call\|>|<\|channel\|>|<\uff5ctool|<\uff5cDSML")
-"""Markers of formats for which there is no parser."""
+"""Markers of call formats. A template that contains one, but was not recognized by the markers of a known format, has
+an unknown format.
+"""
 _KEYS = re.compile(r"""["']?(?:parameters|arguments)["']?\s*:""")
 
 HERMES = CallFormat("hermes", HermesParser, (HermesParser.OPEN, HermesParser.CLOSE), marker=HermesParser.OPEN)

@@ -1,4 +1,4 @@
-"""Reads literals of Python, or in the notations of Gemma, one character at a time and passes them on as JSON."""
+"""Reads literals in the notation of Python or of Gemma, one character at a time, and passes them on as JSON."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def _string(quote: str, take: Take) -> Scan:
 
 
 def _escape(ch: str, take: Take) -> Scan:
-    """Reads an escape after its backslash. An escape that Python does not know keeps its backslash."""
+    """Reads an escape after its backslash. An escape that is not in `_ESCAPES` and has no hexadecimal digits keeps its
+    backslash.
+    """
     size = {"x": 2, "u": 4, "U": 8}.get(ch)
     if ch == END:
         raise NotACall

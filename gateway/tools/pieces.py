@@ -23,12 +23,14 @@ class CallBegin:
     """The call's number within the answer, from 0."""
     name: str
     call_id: str | None = None
-    """The id that the model itself wrote, or None if the format has no ids."""
+    """The id that the model itself wrote, or None if the parser passes on no ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A part of the arguments of a call, as the model wrote them: usually a part of a JSON object."""
+    """A part of the arguments of a call, usually of a JSON object. Arguments that the model wrote in another notation
+    have been converted to JSON.
+    """
 
     index: int
     text: str

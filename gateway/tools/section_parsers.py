@@ -1,5 +1,5 @@
 """Finds tool calls in the formats of DeepSeek V3, Kimi K2, Granite 3, Phi-4-mini, Hunyuan, Jamba, Command A and
-InternLM 2 and 3, which write JSON arguments between markers.
+InternLM 2 and 3, which write JSON after a marker or between markers.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class VllmPorts:
 
 
 def _except_health(check: Check) -> Check:
-    """Returns a check that needs no key for the health check."""
+    """Returns `check` with one exception: the health check needs no key."""
 
     def wrapped(method: str, context: Context) -> None:
         if method != f"/{SERVICE}/HealthCheck":

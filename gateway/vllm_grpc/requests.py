@@ -72,9 +72,9 @@ def embed_wanted_of(request: pb.EmbedRequest) -> Wanted:
 def first_token_only(wanted: Wanted) -> None:
     """Changes a router's prefill request so that decode can continue from its first tokens.
 
-    The router has replaced `max_tokens` and `ignore_eos` with its own values, so prefill must end no sample. Decode
-    gets the client's values and applies them to the first tokens. Only `min_tokens` affects which tokens are drawn,
-    because it masks stop tokens. A grammar itself determines where the output ends.
+    The router has replaced `max_tokens` and `ignore_eos` with its own values, so prefill must not end any sample.
+    Decode gets the client's values and applies them to the first tokens. Only `min_tokens` affects which tokens are
+    drawn, because it masks stop tokens. A grammar itself determines where the output ends.
     """
     wanted.max_tokens, wanted.fills_context, wanted.stop = None, False, ()
     wanted.min_tokens = min(1, wanted.min_tokens or 0)
@@ -85,7 +85,7 @@ def first_token_only(wanted: Wanted) -> None:
 
 def head_start_of(request: pb.GenerateRequest) -> str | None:
     """Returns the name of the prefill in a request, or None if the request names none. Raises InvalidArgument if
-    `kv_transfer_params_json` contains anything else.
+    `kv_transfer_params_json` is not empty and names no prefill.
     """
     text = request.kv_transfer_params_json
     if not text:

@@ -1,7 +1,7 @@
 """The gRPC service VllmEngine for one role: `regular` serves whole requests, `prefill` and `decode` each serve one half
 of a request.
 
-Every role uses the same limits, admission and recovery as the gateway's other APIs. A router carries only a name from
+Every role uses the same limits, admission and recovery as the gateway's other APIs. A router passes only a name from
 prefill to decode (`gateway.request.head_start`). Without a usable name, decode prefills the request itself.
 """
 

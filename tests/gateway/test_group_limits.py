@@ -143,7 +143,7 @@ async def test_no_group_needs_more_blocks_than_some_decode_worker_grants(validat
     await resolve(validator, n=4, max_tokens=56)
     told = await refusal(validator, n=4, max_tokens=57)
     assert told == (
-        "n of 4, max_tokens 57 and a prompt of 40 tokens need 26 blocks of KV, the limit of a decode worker is 24"
+        "n of 4, max_tokens 57 and a prompt of 40 tokens need 26 blocks of KV; the limit of a decode worker is 24"
     )
     assert (await refusal(validator, beam_width=4, max_tokens=57)).startswith("beam_width of 4, max_tokens 57")
     LIMITS[:] = [small, room(2, 100)]  # the worker with enough blocks does not run so many sequences

@@ -74,7 +74,7 @@ def ends_without_content(body: dict[str, Any]) -> bool:
 RULES = (
     Rule(
         "context", "a prompt and its output together must fit into the context: a sum of lengths in tokens",
-        r"max_tokens of \d+ and a prompt of \d+ tokens exceed|is \d+ tokens long, the limit is",
+        r"max_tokens of \d+ and a prompt of \d+ tokens exceed|is \d+ tokens long; the limit is",
         lambda body: True,
     ),
     Rule(
