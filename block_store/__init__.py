@@ -1,3 +1,3 @@
-"""Storage of KV blocks: an arena in shared or device memory, a ledger of references in Redis, and the service that owns
-both.
+"""This package stores KV blocks. It contains the arena in shared or device memory, the ledger of references in Redis,
+the worker's side, and the service that owns the arena.
 """

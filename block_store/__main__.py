@@ -1,4 +1,4 @@
-"""Starts the block store: `python -m block_store --directory DIR`. Builds every object that it needs."""
+"""Starts the block store (`python -m block_store --directory DIR`) and builds all objects of the service."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def serve(settings: BlockStoreSettings, redis: RedisHandle) -> None:
         pulls = Pulls(owner, trust) if settings.pull_blocks else None
         channels = ByteServer(settings.host, settings.byte_port, trust, partial(source_of, owner))
         if settings.byte_port:
-            channels.listen()  # so that an occupied port is an error of the start
+            channels.listen()  # so that the store does not start if the port is occupied
         servicer = BlockStoreServicer(
             owner, settings.expect_workers, settings.attach_timeout_s, pulls, channels.listen, tracer
         )

@@ -6,27 +6,33 @@ from common.types import BlockRef
 
 
 class BlockStoreError(Exception):
-    """Base class of all errors that this package raises on purpose."""
+    """Base class of the package's errors about arenas, the ledger, Redis, CUDA and the disk tier. The package also
+    raises errors that are not of this class, such as `common.errors.StartupError` and `sizing.CannotSize`.
+    """
 
 
 class LedgerError(BlockStoreError):
-    """Base class of the errors of a ledger operation. A refused operation has changed nothing. After LedgerUnavailable
+    """Base class of the errors of a ledger operation. A refused operation has not taken effect. After LedgerUnavailable
     or LedgerDamaged, the operation may have taken effect.
     """
 
 
 class Fenced(LedgerError):
-    """Raised if the holder's lease has ended and the holder has been reaped. Stop, free the writer slot, and register
-    again.
+    """Raised if the holder has been reaped after the end of its lease, if it has been closed, or if the arena is lost.
+    The process must stop writing, close its writer slot, and register again.
     """
 
 
 class Stale(LedgerError):
-    """Raised if a block is not in the state or generation that the caller expects."""
+    """Raised if a block is not in the state or generation that the caller expects, or if a ticket names blocks that it
+    does not hold.
+    """
 
 
 class NotHolder(LedgerError):
-    """Raised if the caller does not hold one of the blocks."""
+    """Raised if the caller, or the ticket that it names, does not hold one of the blocks, or if more of the caller's
+    sequences give up a block than hold it.
+    """
 
 
 class Gone(LedgerError):
@@ -40,7 +46,9 @@ class StaleDataset(LedgerError):
 
 
 class LedgerDamaged(LedgerError):
-    """Raised if a script failed on the data in Redis, or if its reply is unreadable. The ledger must be rebuilt."""
+    """Raised if a script fails on the data in Redis, or if a reply or other data read from Redis is unreadable. The
+    ledger must be rebuilt.
+    """
 
 
 class OutOfOrder(LedgerError):
@@ -53,7 +61,7 @@ class Exhausted(LedgerError):
     """Raised if fewer blocks are available than requested."""
 
     def __init__(self, wanted: int, available: int) -> None:
-        super().__init__(f"{wanted} blocks wanted, {available} are available (others' unused floors are kept free)")
+        super().__init__(f"{wanted} blocks wanted, but {available} are available (others' unused floors are kept free)")
         self.wanted = wanted
         self.available = available
 
@@ -62,17 +70,22 @@ class FloorsExceedArena(LedgerError):
     """Raised if the floors of all live holders would not fit into the arena."""
 
     def __init__(self, floors: int, num_blocks: int) -> None:
-        super().__init__(f"the workers' floors need {floors} blocks, the arena has {num_blocks}")
+        super().__init__(f"the workers' floors need {floors} blocks, but the arena has {num_blocks}")
         self.floors = floors
         self.num_blocks = num_blocks
 
 
 class LedgerUnavailable(LedgerError):
-    """Raised if Redis did not answer. The operation may or may not have taken effect; repeat the call to find out."""
+    """Raised if the ledger or Redis cannot be used at the moment: Redis does not answer in time or reports an error,
+    the breaker is open, or the ledger is being rebuilt. If the call was sent, the operation may have taken effect;
+    repeat the call to find out.
+    """
 
 
 class RedisUnusable(BlockStoreError):
-    """Raised if Redis cannot be reached or started, or if its configuration would lose references."""
+    """Raised if Redis cannot be reached or started, if its version is too old, or if its configuration would lose
+    references.
+    """
 
 
 class DiskTierError(BlockStoreError):
@@ -106,7 +119,7 @@ class NotEnoughSharedMemory(ArenaError):
 
     def __init__(self, directory: str, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(
-            f"shared memory at {directory}: the arena needs {needed_bytes} bytes, {available_bytes} are available; "
+            f"shared memory at {directory}: the arena needs {needed_bytes} bytes, but {available_bytes} are available; "
             "lower the memory budget or enlarge the filesystem (docker: --shm-size)"
         )
         self.needed_bytes = needed_bytes
@@ -115,7 +128,7 @@ class NotEnoughSharedMemory(ArenaError):
 
 class HeaderAheadError(ArenaError):
     """Raised if a block's header generation is not below the new generation, which means that the ledger is older than
-    the arena. Do not write into the block.
+    the arena or that the arena is lost. Do not write into the block.
     """
 
     def __init__(self, ref: BlockRef, found: int) -> None:
@@ -126,5 +139,5 @@ class HeaderAheadError(ArenaError):
 
 class HeaderMismatch(ArenaError):
     """Raised if a block's header does not name the generation in the block table, because the block has been
-    reallocated.
+    reallocated or the arena is lost.
     """

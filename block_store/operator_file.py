@@ -1,7 +1,7 @@
 """The operator file: a running block store's address, Redis URL and trust files.
 
 The file is in the store's directory and readable only by the store's user. `looseleaf blocks` and `looseleaf fsck` read
-it. It contains the Redis password, if there is one.
+it. The Redis URL in the file contains the password, if there is one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def read(directory: Path) -> OperatorFile | None:
 
 
 def find(address: str, root: Path = SHARED_MEMORY) -> OperatorFile | None:
-    """Returns the operator file of this user's store that listens at `address` on this machine, or None if there is no
-    such store.
+    """Returns the operator file of the store whose address is `address`, or None if there is none. Searches only the
+    directories of this user in `root` whose names start with `looseleaf-`.
     """
     found = (read(directory) for directory in root.glob("looseleaf-*") if _is_ours(directory))
     return next((content for content in found if content is not None and content.address == address), None)

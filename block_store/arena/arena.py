@@ -113,7 +113,8 @@ class Arena:
     def open(cls, directory: str | os.PathLike[str], layout_fingerprint: bytes | None = None) -> Arena:
         """Maps the arena in the directory; `placement.open_blocks` opens blocks in device memory.
 
-        Raises ArenaError if there is no arena or it is damaged, and LayoutMismatch if its layout differs.
+        Raises ArenaError if there is no arena, or if it is damaged or has a different version, and LayoutMismatch if
+        its layout differs.
         """
         path = Path(directory) / FILE_NAME
         try:
@@ -124,7 +125,7 @@ class Arena:
             header = FixedHeader.decode(os.pread(fd, FIXED_BYTES, 0), str(path))
             size, found = header.file_bytes, os.fstat(fd).st_size
             if found < size:
-                raise ArenaError(f"{path} has {found} bytes, its header needs {size}")
+                raise ArenaError(f"{path} has {found} bytes, but its header requires {size}")
             if layout_fingerprint is not None and layout_fingerprint != header.layout_fingerprint:
                 raise LayoutMismatch(f"{path} was created for a different KV layout: {header.layout}")
             return cls(path.parent, header, mmap.mmap(fd, size))
@@ -141,7 +142,7 @@ class Arena:
 
     @property
     def data_offset(self) -> int:
-        """The position of the blocks in the file, if they are in host memory."""
+        """The byte offset of the blocks in the file, if they are in host memory."""
         return ArenaOffsets.of(self._header.num_blocks).data
 
     @property
@@ -202,7 +203,8 @@ class Arena:
 
     def declare_lost(self) -> None:
         """Marks the arena as lost in the header. Only the store calls this method. After that, no block table matches
-        (reader rule), no generation can be raised (writer rule), and workers exit.
+        (reader rule), no generation can be raised (writer rule), and workers exit. Raises ArenaLost if the arena's file
+        has been removed.
         """
         with self.exclusively():
             self._rewrite(is_lost=True)
@@ -224,8 +226,8 @@ class Arena:
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Locks the fixed page for a change that another process might also make. Raises ArenaLost if the arena's file
-        has been removed.
+        """Returns a context that locks the fixed page for a change that another process might also make. Raises
+        ArenaLost if the arena's file has been removed.
         """
         try:
             fd = os.open(self.directory / FILE_NAME, os.O_RDWR | os.O_CLOEXEC)
@@ -306,25 +308,25 @@ class Arena:
         return self.hashes[ids].tobytes() == b"".join(hashes[: len(refs)])
 
     def read(self, block: int) -> bytes:
-        """Returns a copy of the block's current bytes, which are in host or device memory."""
+        """Returns a copy of the block's current bytes, whether they are in host or device memory."""
         blocks = self._blocks
         return blocks[block].tobytes() if isinstance(blocks, np.ndarray) else blocks.read(block)
 
     def view(self, block: int) -> bytes | memoryview:
-        """Returns the block's current bytes: a view of them on the host, a copy from a device."""
+        """Returns the block's current bytes: a view if they are in host memory, a copy if they are in device memory."""
         blocks = self._blocks
         return blocks[block].data if isinstance(blocks, np.ndarray) else blocks.read(block)
 
     def views(self, blocks: npt.NDArray[np.int64]) -> Sequence[bytes | memoryview]:
-        """Returns the current bytes of several blocks, in order: on the host the views of `places`, from a device one
-        copy for each block.
+        """Returns the current bytes of several blocks, in order. If they are in host memory, the result contains the
+        views that `places` returns; if they are in device memory, it contains a copy of each block.
         """
         data = self._blocks
         return self.places(blocks) if isinstance(data, np.ndarray) else [data.read(int(block)) for block in blocks]
 
     def places(self, blocks: npt.NDArray[np.int64]) -> list[memoryview]:
-        """Returns the memory of several blocks on the host, in order: one view for each run of consecutive block
-        numbers.
+        """Returns the host memory of several blocks, in order: one view for each run of consecutive block numbers. The
+        blocks must be in host memory.
         """
         data = self._blocks
         assert isinstance(data, np.ndarray)
@@ -338,8 +340,8 @@ class Arena:
 
     def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
         """Returns the digests that `mark_sealed` writes. The digest of a block on a device is 0 (none), because
-        computing it would copy the block to the host in the step thread. It is computed when the block is sent to
-        another host (`transfer.block_source`).
+        computing it would copy the block to the host in the step thread. The digest is computed when the block is sent
+        to another host (`transfer.block_source`).
         """
         return [self.digest(ref.block) if isinstance(self._blocks, np.ndarray) else 0 for ref in refs]
 
@@ -353,7 +355,7 @@ class Arena:
 
 def _write_file(where: Path, head: bytes, size: int) -> None:
     """Creates the file under a temporary name and links it into place once it is complete. Unlike a rename, a link does
-    not replace an existing file.
+    not replace an existing file. Raises NotEnoughSharedMemory or ArenaExists.
     """
     scratch = where / f".{FILE_NAME}.{os.getpid()}"
     fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o660)
@@ -374,7 +376,7 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
 
 
 def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
-    """Creates the arena file from the memory of `ahead`."""
+    """Creates the arena file from the memory of `ahead`. Raises NotEnoughSharedMemory or ArenaExists."""
     ahead.stop()
     available = _free_bytes(where) + ahead.num_bytes
     if available < size:

@@ -15,7 +15,9 @@ I64Array = npt.NDArray[np.int64]
 
 
 def library_path() -> Path:
-    """Returns the path of the built C library. Raises FileNotFoundError, whose message gives the build command."""
+    """Returns the path of the C library. Raises FileNotFoundError, whose message gives the build command, if the
+    library has not been built.
+    """
     here = Path(__file__).parent
     for suffix in (*EXTENSION_SUFFIXES, ".so"):
         if (path := here / f"_atomics{suffix}").exists():
@@ -50,18 +52,19 @@ def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDAr
 
 def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
     """Raises `base[ids[i]]` to `gens[i]`, for each i in order, by compare-and-swap from a lower value. Stops at the
-    first generation that was not lower and returns its index, or returns None if all generations were raised.
+    first generation that was not lower and returns its index, or returns None if all generations were raised. Ids
+    outside `base` count as not lower.
     """
     return _run("looseleaf_raise_generations", base, ids, gens)
 
 
 def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None:
-    """Sets `base[ids] = state`. Other threads see the new state only after all earlier stores. Raises IndexError for
-    ids outside `base`.
+    """Sets `base[ids] = state`. Other threads see the new state only after all earlier stores of this thread. Raises
+    IndexError for ids outside `base`.
     """
     blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64)
     if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < base.size:
-        raise IndexError(f"blocks {blocks.min()} to {blocks.max()}, there are {base.size}")
+        raise IndexError(f"blocks {blocks.min()} to {blocks.max()} are not all below {base.size}")
     _library().looseleaf_enter_states(base.ctypes.data, blocks.ctypes.data, state, blocks.size)
 
 

@@ -12,8 +12,8 @@ from block_store.arena.cuda import CudaDevice
 from block_store.arena.header import round_up
 
 GRANULE_BYTES = 2 << 20
-"""Allocations are rounded up to a multiple of this size. A smaller allocation could share a driver allocation with
-other memory, which its IPC handle would then expose.
+"""Allocations are rounded up to a multiple of this size. Otherwise, the driver could place an allocation together with
+other memory, and the IPC handle would expose both.
 """
 
 
@@ -49,8 +49,8 @@ class DeviceBlocks:
         """Version 3 of the CUDA array interface, through which `torch.as_tensor(blocks, device="cuda")` uses this
         memory without a copy.
 
-        The interface names no stream, so callers must order their own work. The tensor keeps this object alive, but not
-        the mapping.
+        The interface names no stream, so callers must order their own work. The tensor keeps this object alive, but
+        `close` frees or unmaps the memory even while the tensor exists.
         """
         return {"shape": self.shape, "typestr": "|u1", "data": (self.pointer, False), "version": 3, "strides": None}
 

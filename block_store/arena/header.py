@@ -44,7 +44,9 @@ class Memory(IntEnum):
     STORE_DEVICE = 2
     """Device memory of the block store: the blocks outlive workers (docs/design.md, promise 4) but not the store."""
     WORKER_DEVICE = 3
-    """Device memory of the only compute process, without CUDA IPC: the blocks end with it. Promise 4 does not hold."""
+    """Device memory of the only compute process, without CUDA IPC: the blocks are lost when that process ends. Promise
+    4 does not hold.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class FixedHeader:
             raise ArenaError(f"{path} is not an arena")
         _, version, text_len, blocks, size, offset, arena, layout, rebuilds, *rest = FIXED.unpack_from(page)
         if version != VERSION:
-            raise ArenaError(f"{path} has arena version {version}, this program reads {VERSION}")
+            raise ArenaError(f"{path} has arena version {version}, but this program reads version {VERSION}")
         run_id, dataset, is_lost, memory, owner_slot, uuid, handle, largest_floor = rest
         on_device = memory != Memory.HOST
         placement = Placement(Memory(memory), uuid if on_device else b"", owner_slot, handle if on_device else b"")

@@ -87,7 +87,7 @@ def has_no_owner_yet(placement: Placement) -> bool:
 
 
 def place_name(device_uuid: bytes) -> str:
-    """Returns a readable name of a device."""
+    """Returns a readable name of a device. An empty UUID means the CPU."""
     return f"GPU {device_uuid.hex()}" if device_uuid else "the CPU"
 
 

@@ -20,8 +20,8 @@ _COUNTER = "next"
 
 @dataclass(slots=True)
 class WriterSlot:
-    """A writer slot that this process holds. When the slot is closed or the process ends, the process's writes to the
-    arena are complete.
+    """A writer slot that this process holds. Once the slot is free, other processes assume that this process no longer
+    writes to the arena, so close the slot only after the last write.
     """
 
     number: int

@@ -1,8 +1,8 @@
 """A store of KV blocks in two files on disk, which survive a restart of the block store.
 
 `blocks` contains the bytes of the blocks in slots of equal size. `index` contains one record for each slot: the prefix
-hash of its block, the digest of its bytes, and a number that grows with each store. The prefix hash alone identifies a
-block, because it depends on the model, the numerics and the tenant (`prefix_hash.hash_domain`).
+hash of its block, the digest of its bytes, and a number that grows with each stored block. The prefix hash alone
+identifies a block, because it depends on the model, the numerics, the KV group and the tenant (`ledger.prefix_hash`).
 
     index   | hash, digest, 7 | hash, digest, 8 | empty | ...
     blocks  | bytes           | bytes           |       | ...
@@ -54,7 +54,8 @@ class BlockFile:
     def __init__(self, directory: Path, block_bytes: int, max_bytes: int) -> None:
         """Opens or creates the files in `directory`, which must not be used for blocks of any other layout.
 
-        Raises DiskTierError if the directory cannot be written or is in use, or if `max_bytes` is less than one block.
+        Raises DiskTierError if the directory cannot be written or is in use, or if `max_bytes` is too small for one
+        block.
         """
         self.block_bytes = block_bytes
         self.num_slots = max_bytes // (block_bytes + _RECORD.size)
@@ -103,9 +104,9 @@ class BlockFile:
         return True
 
     def read_into(self, prefix_hash: bytes, row: U8) -> bool:
-        """Copies a block into `row`, uint8 [block_bytes], and returns True. Returns False if there is no such block, or
-        if it cannot be read or its digest does not match. In the latter case the block is removed, and the content of
-        `row` is undefined.
+        """Copies a block into `row`, uint8 [block_bytes], and returns True. Returns False if there is no such block, if
+        it cannot be read, or if its digest does not match. In the last two cases, the block is removed, and the content
+        of `row` is undefined.
         """
         with self._lock:
             if (found := self._slots.get(prefix_hash)) is None:
@@ -144,7 +145,7 @@ class BlockFile:
         return slot
 
     def _read_index(self) -> tuple[list[int], int]:
-        """Reads all records. Returns the free slots, and the largest count."""
+        """Fills `_slots` from the records in the index. Returns the free slots, and the largest count."""
         packed = os.pread(self._index, self.num_slots * _RECORD.size, 0)
         found: dict[bytes, tuple[int, int, int]] = {}
         for slot in range(len(packed) // _RECORD.size):

@@ -50,7 +50,8 @@ def is_on_disk(file: BlockFile, prefix: Prefix) -> bool:
 def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
     """Restores the missing blocks of the longest prefix that is usable with the blocks in the arena and on disk. Stops
     at the first block that cannot be read from disk. Returns the number of blocks that came from disk, which is 0 if
-    there is no room for all of them, or if the blocks on disk make the prefix no longer.
+    there is no room for all of them, or if the blocks on disk do not make the prefix longer. Raises LedgerError or
+    HeaderMismatch.
     """
     wanted = _wanted(held, file, prefix)
     if not wanted or (taken := take(held, {one: one for one in wanted})) is None:

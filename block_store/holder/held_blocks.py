@@ -1,9 +1,10 @@
 """The blocks that a worker holds, with a count of the sequences that share each block (long: steps change blocks only
 through this class).
 
-The ledger records a reference (holder, block, generation) once, and this class counts the sequences. The ledger is
-called only when the first sequence takes a block and when the last sequence releases it. With a reserve of RESERVED
-blocks, a decode step rarely needs a call. Used by one thread at a time, while the holder's beat thread calls `rejoin`.
+The ledger records a reference (holder, block, generation) once, and this class counts the sequences. No call is needed
+when a sequence is forked, or when one of several sequences releases a shared block. With a reserve of RESERVED blocks,
+a decode step rarely needs a call. One thread at a time may use this class, in addition to the holder's beat thread,
+which fills the reserve and runs `Rejoining`.
 
 Once the holder is fenced, methods that change or look up blocks raise Fenced: abort the sequences, close the writer
 slot, and register again. While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the
@@ -39,7 +40,7 @@ Tables = Sequence[Sequence[Sequence[BlockRef]]]
 class HeldBlocks:
     """A worker's record of the blocks that it holds in one arena.
 
-    A step accesses blocks only through this class, so that the counts are correct.
+    Steps take, share and release blocks only through this class, so that the counts are correct.
     """
 
     def __init__(self, holder: LedgerClient, arena: Arena, writer_slot: WriterSlot, reserve: int = 0) -> None:
@@ -60,7 +61,7 @@ class HeldBlocks:
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]
-        """The lock that is held while a method runs; the beat thread also takes it."""
+        """The lock that most methods hold while they run. The beat thread also takes it."""
         return self._calls.lock
 
     @property
@@ -79,8 +80,8 @@ class HeldBlocks:
 
     @property
     def num_free_hint(self) -> int:
-        """The number of blocks that `alloc` can probably return: the reserve, plus the ledger's available blocks as of
-        the last beat, adjusted for the blocks that this worker has taken and released since then.
+        """The number of blocks that `alloc` can probably return: the reserve plus, unless the breaker is open, the
+        ledger's available blocks as of the last beat, adjusted for this worker's later allocations and releases.
         """
         available = 0 if self.holder.breaker.is_open else max(0, self.holder.lease.num_available)
         return min(len(self._reserve) + available, self.arena.num_blocks)
@@ -93,20 +94,23 @@ class HeldBlocks:
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """Returns blocks to write into, with raised header generations (writer rule).
 
-        Takes no blocks if it raises Exhausted or LedgerUnavailable.
+        Takes no blocks from the reserve if it raises Exhausted, LedgerUnavailable or ArenaLost.
         """
         refs = self._reserve.take(num_blocks)
         self._counts.update(refs)
         return refs
 
     def top_up(self) -> None:
-        """Fills the reserve with available blocks. The beat thread also does this after every answered beat."""
+        """Brings the reserve to its target size, as far as blocks are available. The beat thread also does this after
+        every answered beat.
+        """
         self._calls.check_fence()
         self._reserve.level()
 
     def expect(self, num_blocks: int) -> None:
-        """Sets the target size of the reserve, limited to an eighth of the arena. The next beat fills the reserve, and
-        evicts cached blocks if necessary.
+        """Sets the target size of the reserve to `num_blocks`, but to at most an eighth of the arena and at least the
+        minimum that was given to the constructor. The next beat fills the reserve, for which the ledger evicts cached
+        blocks if necessary.
         """
         self._reserve.expect(num_blocks)
 
@@ -116,9 +120,9 @@ class HeldBlocks:
 
     @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Returns the blocks of the longest indexed prefix, per group, and counts one more sequence for each block. If
-        the ledger stops answering, returns the blocks found so far. If a block has been reallocated, returns no blocks
-        and requests a rebuild.
+        """Returns, for each group, the blocks of the longest prefix that is indexed for every group, and counts one
+        more sequence for each block. If the ledger stops answering, returns the blocks found so far. If the header does
+        not have the generation and hash of one of the blocks, returns no blocks and requests a rebuild.
         """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
@@ -151,12 +155,13 @@ class HeldBlocks:
     @locked
     def seal(self, items: Sequence[SealItem], digests: Sequence[int] | None = None) -> list[BlockRef]:
         """Publishes blocks whose content is final. Returns, for each item, the reference to put into the block table.
-        `digests` contains the XXH3 digest of each block; None computes them.
+        `digests` contains the XXH3 digest of each block; if it is None, the digests are computed
+        (`Arena.seal_digests`).
 
         If a different block already has the hash, the returned reference names that block: the worker's own block is
-        released, and its count moves to the other block. If the ledger does not answer, the block is sealed in the
-        header now and in the ledger later. Raises Stale or HeaderMismatch (discard the written data, prefill again), or
-        NotHolder.
+        released, and its count moves to the other block. If the header contradicts such a block, the worker keeps its
+        own block, and a rebuild is requested. If the ledger does not answer, the block is sealed in the header now and
+        in the ledger later. Raises Stale or HeaderMismatch (discard the written data, prefill again), or NotHolder.
         """
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
@@ -193,7 +198,7 @@ class HeldBlocks:
 
     @locked
     def release_many(self, tables: Iterable[Sequence[BlockRef]]) -> None:
-        """Releases the block tables of several sequences in one call."""
+        """Releases several sequences' block tables. Blocks that other sequences of this worker use remain held."""
         self._calls.check_fence()
         self._calls.release(self._uncount(tables)[0])
 
@@ -201,7 +206,8 @@ class HeldBlocks:
     def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
         """Gives up these block tables, whose blocks must all be sealed, and returns a ticket for them. This worker
         still holds the blocks that its other sequences use. After Stale, NotHolder or LedgerUnavailable, this worker
-        still holds all blocks. Try again with the same tables and the same `attempt`, or call `forget`.
+        still holds all blocks. Try again with the same tables and the same `attempt`, or call `forget`. If `attempt` is
+        None, a hand-over that fails is forgotten at once.
         """
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
@@ -214,7 +220,8 @@ class HeldBlocks:
     def deliver(self, items: Sequence[SealItem], digests: Sequence[int], attempt: Attempt) -> list[BlockRef]:
         """Seals blocks that one sequence uses, and moves them to the ticket of `attempt`. Accepts at most CHUNK items.
         Returns, for each item, the reference that the ticket holds. After an error, call `forget` and release the
-        blocks.
+        blocks. If the header contradicts one of the returned references, requests a rebuild and raises Stale; the
+        blocks are then no longer counted.
         """
         refs = [item.ref for item in items]
         self._expect(refs)
@@ -231,14 +238,14 @@ class HeldBlocks:
 
     @locked
     def claim(self, ticket: Ticket, attempt: Attempt | None = None) -> Tables:
-        """Takes over the ticket's block tables.
+        """Takes over the ticket's block tables, and returns them.
 
         Raises Gone if the ticket has been claimed or has ended, Stale if it names blocks that it does not hold, and
         ValueError if it is for another arena. After LedgerUnavailable, claim the ticket again with the same `attempt`,
-        or call `decline`.
+        or call `decline`. If `attempt` is None, a claim that fails is forgotten at once.
         """
         if ticket.arena_id != self.arena.arena_id:
-            raise ValueError(f"the ticket is for arena {ticket.arena_id}, this one is {self.arena.arena_id}")
+            raise ValueError(f"the ticket is for arena {ticket.arena_id}, but this arena is {self.arena.arena_id}")
         with self._once(attempt) as attempt:
             claimed = self._claim(ticket.id, attempt)
         named = [ref for branch in ticket.tables for table in branch for ref in table]
@@ -262,8 +269,8 @@ class HeldBlocks:
 
     @locked
     def forget(self, attempt: Attempt) -> None:
-        """Drops an unfinished hand-over or claim that will not be repeated, and releases the blocks that it has
-        obtained.
+        """Drops an unfinished hand-over, delivery or claim that will not be repeated. Ends the ticket of a hand-over or
+        delivery, and releases the blocks that a claim has obtained.
         """
         if attempt in self._wanted:
             self._wanted.discard(attempt)
@@ -304,7 +311,7 @@ class HeldBlocks:
         assert ledger_side == set(self._reserve), f"the ledger also has {ledger_side - set(self._reserve)}"
 
     def close(self) -> None:
-        """Gives up all blocks and ends the holder and the writer slot. Call it only when no step is running."""
+        """Gives up all blocks, ends the holder, and closes the writer slot. Call it only when no step is running."""
         self.holder.close()  # joins the beat thread, which may be waiting for the lock
         self._counts.clear()
         self._reserve.clear()

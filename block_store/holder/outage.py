@@ -35,7 +35,7 @@ L = TypeVar("L", bound=Locked)
 
 
 def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Decorates a method so that it runs with the lock held, and therefore not while the holder rejoins."""
+    """Decorates a method to run with the lock held, and therefore not during the locked parts of `Rejoining`."""
 
     @wraps(method)
     def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -59,14 +59,14 @@ class OutageCalls:
         self.rebuild_count = arena.rebuild_count
         """Rebuild count of the ledger in which the holder is registered."""
         self.is_unsure = False
-        """Whether the ledger may record references that this worker does not know about."""
+        """Whether the ledger may have references that are missing from this worker's record."""
         self.late_seals: list[list[SealItem]] = []
         """Items sealed in the header but not yet in the ledger."""
 
     def call(self, operation: Callable[[], T]) -> T:
         """Returns the answer to one operation of the ledger. Repeats unanswered seals first. If the ledger does not
         answer or is being rebuilt, sets `is_unsure`, because the worker's record and the ledger may then differ, and
-        raises LedgerUnavailable.
+        raises LedgerUnavailable. Raises Fenced if the holder is fenced.
         """
         self.check_fence()
         try:
@@ -103,8 +103,8 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """Asks for a rebuild, because the header shows that the ledger is older than the arena. The caller must not
-        write to the blocks in question. Raises Fenced if the lease has ended.
+        """Requests a rebuild, because the ledger contradicts the arena's header. The caller must not write to the
+        blocks in question. Raises Fenced if the lease has ended.
         """
         self.is_unsure = True
         self.holder.contradict(reason)

@@ -63,8 +63,8 @@ class Rejoining:
         return True
 
     def settle_up(self) -> None:
-        """Repeats unanswered calls, fills or empties the reserve to its target, and reports to `fsck` if `fsck` has
-        asked for a report. Does nothing if the holder is fenced.
+        """Repeats unanswered calls, brings the reserve to its target, and reports to `fsck` if `fsck` has asked for a
+        report. Does nothing if the holder is fenced.
         """
         holder = self._calls.holder
         if holder.fenced.is_set():
@@ -76,7 +76,7 @@ class Rejoining:
 
     def reconcile(self) -> None:
         """Repeats the late seals, and releases the blocks that the ledger records for this worker but that the worker
-        does not know about. Does nothing if all calls have been answered.
+        does not know about. Does nothing if there are no late seals and `is_unsure` is False.
         """
         calls = self._calls
         if not (calls.is_unsure or calls.late_seals):
@@ -119,7 +119,8 @@ class Rejoining:
 
     def _ledger_side(self) -> Iterable[list[BlockRef]]:
         """Yields the references that the ledger records for this worker, in parts. A caller must take the lock before
-        it compares a part with its own record, because the lock is held while a call's answer is not recorded yet.
+        it compares a part with the worker's record, because another thread holds the lock until it has recorded the
+        answer to its call.
         """
         holder = self._calls.holder
         part, place = holder.holdings_after(0)

@@ -41,8 +41,8 @@ class Reserve:
         return ref in self._refs
 
     def take(self, num_blocks: int) -> list[BlockRef]:
-        """Returns blocks from the reserve, which it refills first if there are too few. Takes no blocks if it raises
-        Exhausted or LedgerUnavailable.
+        """Returns blocks from the reserve, after refilling it if there are too few. Takes no blocks from the reserve if
+        it raises Exhausted, LedgerUnavailable or ArenaLost.
         """
         if num_blocks > len(self._refs):
             self._refill(num_blocks)
@@ -77,8 +77,8 @@ class Reserve:
         self._calls.release(refs)
 
     def keep_only(self, is_kept: Callable[[BlockRef], bool]) -> None:
-        """Removes the blocks for which `is_kept` returns False, without releasing them, because the ledger does not
-        record them.
+        """Removes the blocks for which `is_kept` returns False, without releasing them. `Rejoining.reconcile` releases
+        those that the ledger records.
         """
         self._refs = {ref: None for ref in self._refs if is_kept(ref)}
 

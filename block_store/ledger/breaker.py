@@ -1,7 +1,7 @@
 """A circuit breaker for Redis, and the time budget of a worker's ledger call (docs/design.md, Ledger: without Redis).
 
-A call that is not answered within its budget opens the breaker. After that, calls fail at once, so that no step waits,
-until a beat is answered again (the thread of `lease.Lease` probes).
+A call that is not answered within its budget opens the breaker. After that, calls fail at once, so that no step waits.
+The breaker closes when a beat is answered again, or when the holder has joined a rebuilt ledger (`lease.Lease`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from common.telemetry import LOG_EVERY_S
 
 _LOG = logging.getLogger(__name__)
 BUDGET_S = 0.25
-"""Longest time that a step waits for Redis, after which the breaker opens. A call takes about a millisecond, but on a
-busy machine Redis may have to wait for a core: on two cores with 32 users, a budget of 50 ms opened the breaker six
-times in a minute.
+"""Time in seconds after which an unanswered call is not repeated, and the breaker opens. A call takes about a
+millisecond, but on a busy machine Redis may have to wait for a core: on two cores with 32 users, a budget of 50 ms
+opened the breaker six times in a minute.
 """
 PROBE_S = 0.1
 """Seconds between probes while the breaker is open."""

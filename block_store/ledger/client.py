@@ -1,6 +1,7 @@
 """A holder's client of the ledger: an epoch, a lease (`lease`), and calls that each take effect once (`lane`).
 
-An operation on more blocks than one call accepts is made in several calls. `HeldBlocks` counts the sequences that use
+`alloc`, `hand_over`, `claim`, `release`, `present`, `holdings` and `assert_held` make several calls if there are more
+blocks than one call accepts; the other methods accept at most CHUNK blocks. `HeldBlocks` counts the sequences that use
 the blocks.
 """
 
@@ -34,7 +35,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class LedgerClient:
-    """A client of the ledger for one incarnation of a worker, with one method for every operation. Thread-safe.
+    """A client of the ledger for one incarnation of a worker, with one method for each operation of a holder.
+    Thread-safe, except `assert_held` and `join`.
 
     Once the holder is fenced, calls to the ledger raise Fenced, except `release`, `give_up`, `forget` and `close`;
     register a new incarnation with a new writer slot. Calls can also raise LedgerUnavailable (there is no answer in
@@ -57,7 +59,7 @@ class LedgerClient:
     ) -> LedgerClient:  # fmt: skip
         """Registers a new holder and starts its beat thread, unless `beat_s` is None.
 
-        `on_fenced` runs once, in the thread that learns of the fence. Raises FloorsExceedArena, StaleDataset,
+        `on_fenced` runs once, in the thread that learns of the fence. Raises FloorsExceedArena, Fenced, StaleDataset,
         LedgerDamaged or LedgerUnavailable.
         """
         epoch = ledger.register(name, writer_slot=writer_slot, floor=floor, lease_s=lease_s)
@@ -91,7 +93,7 @@ class LedgerClient:
 
     @property
     def breaker(self) -> Breaker:
-        """The breaker. While it is open, the ledger is not called."""
+        """The breaker. While it is open, calls in the lane fail at once."""
         return self.lane.breaker
 
     def alloc(self, num_blocks: int) -> list[BlockRef]:
@@ -179,8 +181,8 @@ class LedgerClient:
         return cast(tuple[list[BlockRef], bool], settled)[0] if settled else []
 
     def forget(self, attempt: Attempt) -> None:
-        """Declares that this hand-over or claim will not be repeated. Ends the ticket of a hand-over, even if an answer
-        names the ticket only later. The caller must release the references of a claim.
+        """Declares that this hand-over, delivery or claim will not be repeated. Ends the ticket of a hand-over or
+        delivery, even if an answer names the ticket only later. The caller must release the references of a claim.
         """
         attempt.is_over = True
         late = self.lane.forget((attempt, attempt.num_answered))
@@ -196,7 +198,7 @@ class LedgerClient:
         """Gives up `refs`, whose writes must be complete. `refs` lists the head of a chain first; the tail is released
         first.
 
-        The ledger never refuses a release, and a fenced holder gets no error.
+        References that the holder does not have are ignored, and a fenced holder gets no error.
         """
         try:
             for part in reversed(list(chunks(refs, RELEASE_CHUNK))):
@@ -221,8 +223,8 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.holds(call.epoch, refs), changes=False)
 
     def contradict(self, reason: str) -> None:
-        """Requests a rebuild, because the header contradicts the ledger: blocks that the ledger gave to this holder
-        have been reallocated.
+        """Requests a rebuild, because the header contradicts the ledger about blocks that the ledger gave to this
+        holder. Opens the breaker until the holder has joined the new ledger.
 
         Raises Fenced if the lease has ended, because the blocks may then have been given to others.
         """

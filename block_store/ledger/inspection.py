@@ -54,8 +54,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
-    """A record of a live holder. `own` maps each reference of the holder to the reference's position among the holder's
-    references. It is empty if the map of blocks was not read.
+    """A record of a live holder. `own` maps each of the holder's references to a number that grows in the order in
+    which the holder obtained the references. It is empty if the map of blocks was not read.
     """
 
     epoch: Epoch
@@ -137,8 +137,8 @@ def _with_blocks(ledger: LedgerScripts, blocks: BlockMap) -> Inspection:
 
 @contextmanager
 def _available() -> Iterator[None]:
-    """Returns a context for reads from Redis. Its body raises LedgerUnavailable if Redis does not answer, and
-    LedgerDamaged if the data cannot be read.
+    """Returns a context for reads from Redis, in which a missing answer becomes LedgerUnavailable and unreadable data
+    become LedgerDamaged.
     """
     try:
         with reading("inspect"):

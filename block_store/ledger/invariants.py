@@ -1,8 +1,8 @@
 """Checks of the ledger's invariants (docs/design.md, Invariants), at one moment or between two moments.
 
 Tests call `check` after every step; `check_running` is for a running store. Each finding begins with the invariant's
-name. I7, I8 and I10 concern operations and bytes, not a single moment; the tests check them. I2 needs no check: a
-block's generation is stored only once, and I3 says when it may change.
+name. I7 to I10 concern bytes, operations or a period of time, not a single moment; the tests check them. I2 needs no
+check: a block's generation is stored only once, and I3 says when it may change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_running(ledger: LedgerScripts) -> list[str]:
 
 def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
     """Calls `look` up to LOOKS times, and returns the differences that were found every time. Stops when no differences
-    remain. A ledger that changes while it is read in parts shows differences that do not exist.
+    remain. A ledger that changes while it is read in parts can show differences that do not exist.
     """
     found = list(dict.fromkeys(look()))
     for _ in range(LOOKS - 1):

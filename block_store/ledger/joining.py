@@ -17,7 +17,7 @@ from common.types import BlockRef, Epoch
 @dataclass(slots=True)
 class Joining:
     """The progress of a holder that joins a rebuilt ledger. All methods can raise LedgerUnavailable (call again),
-    StaleDataset and Fenced.
+    StaleDataset, LedgerDamaged and Fenced.
     """
 
     ledger: LedgerScripts

@@ -2,7 +2,8 @@
 
 Mutating calls are numbered consecutively and made one at a time. An unanswered call is repeated with the same number
 before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget. When the
-budget is used up, the breaker opens, and calls fail at once until a beat is answered (`lease`).
+budget is used up, the breaker opens, and calls fail at once until a beat is answered or the holder has joined a rebuilt
+ledger (`lease`).
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ class OrderedLane:
         self.name = name
         self.epoch = epoch
         self.budget_s = budget_s
-        """Maximum number of seconds that a call may take, including repetitions."""
+        """Time in seconds after which an unanswered call is not repeated any more."""
         self.breaker = Breaker(name)
         self.fenced = threading.Event()
         self.on_fenced: Callable[[], None] = lambda: None
         """Callback that runs once, in the thread that learns of the fence."""
         self.number = 0
-        """Number of the last call made."""
+        """Number of the last mutating call that was made."""
         self.answered = 0
-        """Number of the last call answered."""
+        """Number of the last mutating call that was answered."""
         self._lock = threading.Lock()
         self._pending: tuple[Key | None, Callable[[CallId], object]] | None = None
         self._settled: dict[Key, object] = {}
@@ -92,7 +93,7 @@ class OrderedLane:
         return self._settled.get(key)
 
     def forget(self, key: Key) -> object:
-        """Discards an attempt's answer, and returns what `settled` would have returned."""
+        """Discards the late answer to a call, and returns what `settled` would have returned."""
         with self._lock:
             return self._settled.pop(key, None)
 

@@ -1,5 +1,6 @@
-"""A holder's lease in the ledger, which a separate thread, the beat thread, extends with beats (heartbeats). The beat
-thread also notices when the ledger answers again or has been rebuilt, and then repeats unanswered calls.
+"""A holder's lease in the ledger. A separate thread, the beat thread, extends the lease with beats (heartbeats). When
+the ledger answers again after an outage, the beat thread repeats unanswered calls. When the ledger has been rebuilt,
+the beat thread joins the new ledger.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self, beat_s: float) -> None:
-        """Starts the beat thread, which sends a beat every `beat_s` seconds until `end`."""
+        """Starts the beat thread, which sends a beat every `beat_s` seconds, and more often while the breaker is open,
+        until `end` is called or the holder is fenced.
+        """
         name = f"beat-{self._lane.name}"
         self._thread = threading.Thread(target=self._beat_on, args=(beat_s,), name=name, daemon=True)
         self._thread.start()
@@ -98,7 +101,7 @@ class Lease:
     def _rejoin(self) -> None:
         try:
             if self.on_stale():
-                _LOG.warning("holder %s is in the new ledger, as epoch %d", self._lane.name, self._lane.epoch)
+                _LOG.warning("holder %s has joined the new ledger as epoch %d", self._lane.name, self._lane.epoch)
                 self._probe_pause_s = PROBE_S
                 self._lane.breaker.close()
         except LedgerError as error:

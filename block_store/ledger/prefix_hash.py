@@ -28,7 +28,7 @@ def _digest(kind: bytes, fields: Sequence[bytes]) -> bytes:
 
 def hash_domain(model_fingerprint: bytes, group: int, layout_fingerprint: bytes, numerics: str) -> bytes:
     """Returns the hash domain of one KV group (docs/design.md, Blocks and the arena: hash domain). Blocks of a
-    different model, layout or numerics have different bits.
+    different model, layout or numerics can have different bits.
     """
     return _digest(b"domain", (model_fingerprint, group.to_bytes(4, "little"), layout_fingerprint, numerics.encode()))
 
@@ -86,7 +86,8 @@ def hash_blocks(
 ) -> list[PrefixHash]:
     """Returns the hashes of the full blocks of `token_ids`, in order; a partial last block has no hash.
 
-    `parent` is `chain_start(...)` or the hash of the block before `token_ids[0]`.
+    `parent` is `chain_start(...)` or the hash of the block before `token_ids[0]`. `rekey` replaces the parent hash of
+    one block.
     """
     hashes: list[PrefixHash] = []
     for end in range(block_size, len(token_ids) + 1, block_size):

@@ -1,5 +1,5 @@
 """The sweep: every half second it ends silent holders and frees quarantined blocks whose writers are dead. It rebuilds
-the ledger if Redis has lost it or a different Redis answers.
+the ledger if the ledger is missing, outdated or damaged, or if a different Redis answers.
 
 It runs in a thread of the store, which is the only caller of `reap` and, once the store is running, of `rebuild`.
 """

@@ -1,9 +1,10 @@
 """Builds the ledger of an arena in Redis from the arena's header: the first ledger, and a new ledger after each loss or
 damage (docs/design.md, Ledger: rebuild).
 
-Sealed full blocks are indexed again, blocks that a living process may be writing wait for its writer slot, and all
-other blocks are free. Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests
-continue.
+Sealed full blocks are indexed again. Blocks that a living process may be writing wait for its writer slot. While any
+writer is alive, sealed blocks that the index does not name (partial blocks and duplicates) wait until their holder
+asserts them or the grace period ends. All other blocks are free. Workers then register again and assert their blocks
+(`Rejoining.rejoin`), so that their requests continue.
 
 The order of steps ensures that no block is allocated twice and that no worker writes into another worker's block. A
 writer first records its generation, slot and state in the header and then reads the rebuild count. It writes into the

@@ -1,7 +1,7 @@
-"""The ledger's operations, each one call of a Lua script on up to CHUNK blocks (long: a method for each script).
+"""The ledger's operations, most of which are one call of a Lua script (long: a method for each script).
 
-docs/design.md, Ledger, describes the operations. This module keeps no state of a holder: mutating calls carry the
-holder's epoch and the call's number (`CallId`), which `lane.OrderedLane` keeps.
+docs/design.md, Ledger, describes the operations. A script handles at most CHUNK blocks. This module keeps no state of a
+holder: mutating calls carry the holder's epoch and the call's number (`CallId`), which `lane.OrderedLane` keeps.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class LedgerScripts:
 
     def seal(self, call: CallId, items: Sequence[SealItem]) -> list[BlockRef]:
         """Seals all items or none. Returns, for each item, the reference to use: the given reference, or a reference to
-        a block that already has the hash. In the second case, the caller holds both blocks. When a tenant's CACHED
-        blocks exceed its quota, its coldest blocks are evicted at once. Raises Fenced or Stale.
+        a block that already has the hash. In the second case, the caller holds both blocks. The quotas apply once
+        blocks are CACHED: if a release makes a tenant exceed its quota, the tenant's coldest blocks are evicted at
+        once. Raises Fenced or Stale.
         """
         unpack = partial(codec.unpack_refs, num_refs=_bounded(len(items)))
         return self._ask(unpack, "seal", *call, *codec.pack_items(items))
@@ -158,8 +159,8 @@ class LedgerScripts:
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket that no worker will claim, or the unclaimed part of a ticket. The ledger does not refuse this
-        call.
+        """Ends a ticket that no worker will claim, or the unclaimed part of a ticket. Does nothing if the ticket has
+        already ended or the secret is wrong.
         """
         self._call("give_up", ticket.epoch, ticket.secret)
 
@@ -171,8 +172,8 @@ class LedgerScripts:
         self._call("keep", ticket.epoch, ticket.secret, _ms(lease_s), codec.pack_refs(refs))
 
     def release(self, call: CallId, refs: Sequence[BlockRef]) -> int:
-        """Releases `refs` (a chain, head first). Returns how many of these references existed. The ledger does not
-        refuse this call.
+        """Releases `refs` (a chain, head first). Ignores references that the holder does not have. Returns how many
+        references were released, which is 0 if the holder is fenced.
         """
         _bounded(len(refs), RELEASE_CHUNK)
         return self._ask(int, "release", *call, codec.pack_refs(refs))
@@ -202,8 +203,8 @@ class LedgerScripts:
             raise errors.LedgerUnavailable(f"census: {error}") from error
 
     def report(self, epoch: Epoch, census: str, missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> None:
-        """Stores the differences: references that the ledger lacks, and references unknown to the holder. Raises
-        Fenced.
+        """Stores the differences: at most CHUNK references that the ledger lacks, and at most CHUNK that are unknown to
+        the holder. Raises Fenced.
         """
         self._call("report", epoch, census, codec.pack_report(missing[:CHUNK], surplus[:CHUNK]))
 
@@ -229,7 +230,7 @@ class LedgerScripts:
         self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
-        """Releases all references and ends the holder. The ledger does not refuse this call."""
+        """Releases all references and ends the holder. Does nothing if the holder has already ended."""
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:
@@ -352,7 +353,7 @@ def _ms(seconds: float) -> int:
 
 def _bounded(num_blocks: int, most: int = CHUNK) -> int:
     if not 0 <= num_blocks <= most:
-        raise ValueError(f"{num_blocks} blocks in one call, the limit is {most}")
+        raise ValueError(f"{num_blocks} blocks in one call exceed the limit of {most}")
     return num_blocks
 
 

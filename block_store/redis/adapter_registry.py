@@ -1,8 +1,7 @@
 """The list of LoRA adapters to serve, in Redis. Gateways write the list; workers load the adapters on it.
 
-The first writer stores a random id, the *life*, with the list. If the id is missing, the list is not empty but lost by
-Redis: workers keep the adapters that they have loaded, and a gateway writes its adapters again. Calls block; make them
-in a thread.
+The first writer stores a random id, the *life*, with the list. If the id is missing, Redis has lost the list: workers
+keep the adapters that they have loaded, and a gateway writes its adapters again. Calls block; make them in a thread.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class AdapterList:
     life: str
     refs: tuple[AdapterRef, ...]
     damaged: tuple[str, ...] = ()
-    """Names whose entries cannot be read."""
+    """Names whose entries cannot be read, or contain an adapter with a different name."""
 
 
 class AdapterRegistry:

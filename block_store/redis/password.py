@@ -1,5 +1,5 @@
-"""Reads a Redis password from a file. Every user of the machine can read flags, so a password should not be in a URL
-there.
+"""Reads a Redis password from a file. Every user of the machine can read a process's flags, so a URL in a flag should
+not contain a password.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from common.secret_files import read_secret
 
 
 def with_password(url: str, file: Path | None) -> str:
-    """Returns `url` with the password in `file`, if one is given. Raises StartupError if the file cannot be used."""
+    """Returns `url` with the password in `file`, or `url` itself if `file` is None. Raises StartupError if the file
+    cannot be used, or if `url` already contains a password.
+    """
     if file is None:
         return url
     parts = urlsplit(url)

@@ -86,7 +86,8 @@ def open_client(
     """Returns a thread-safe client (a pool). With `run_id`, a connection is used only if the server has that run ID; if
     `run_id` is a function, it is called for each new connection.
 
-    The first call opens a connection. It raises redis.ConnectionError if that fails or reaches a different server.
+    Opens no connection yet. A call that opens one raises redis.ConnectionError if this fails or reaches a different
+    server.
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
     # The retries of redis-py are off: a repeated call must carry the same number, which LedgerClient ensures.

@@ -39,7 +39,7 @@ class ArenaOwner:
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
         """Loads the CUDA driver if the setting `device` is "cuda", and raises CudaUnavailable if the driver cannot be
-        used or finds no GPU.
+        used or finds no GPU. Raises CannotSize if the size of the memory cannot be determined.
         """
         self._settings = settings
         self._redis = redis
@@ -67,7 +67,8 @@ class ArenaOwner:
 
     def find(self) -> None:
         """Maps the arena that an earlier store left behind. If its blocks were in device memory whose owner has ended,
-        removes the arena instead. Raises ArenaError, LedgerError or DiskTierError.
+        removes the arena instead. If there is no arena, may begin to allocate memory for one. Raises ArenaError,
+        LedgerError or DiskTierError.
         """
         if not (self._directory / FILE_NAME).exists():
             self._take_ahead()

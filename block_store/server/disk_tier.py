@@ -85,9 +85,9 @@ class DiskTier:
             self._file.close()
 
     async def restore(self, prefix: Prefix) -> int:
-        """Restores as many of the prefix's blocks as possible, and returns the number of blocks that came from disk.
-        The number is 0 if the ledger refuses or does not answer, or while the holder of restored blocks is not
-        registered.
+        """Restores the missing blocks of the prefix (`disk.restore.restore`), and returns the number of blocks that
+        came from disk. The number is 0 if the ledger refuses or does not answer, or while the holder of restored blocks
+        is not registered.
         """
         if self._file is None or not is_on_disk(self._file, prefix):
             return 0

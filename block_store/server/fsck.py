@@ -72,11 +72,11 @@ def _look(arena: Arena, ledger: LedgerScripts) -> list[str]:
 
 def _pages(arena: Arena, ledger: LedgerScripts, moment: Inspection) -> list[str]:
     fixed = arena.fixed
-    found = [f"the header names dataset {fixed.dataset}, fsck was run on {ledger.dataset}"] * (
+    found = [f"the header names dataset {fixed.dataset}, but fsck was run on {ledger.dataset}"] * (
         fixed.dataset != ledger.dataset
     )
     if moment.counts.total != arena.num_blocks:
-        found.append(f"the ledger has {moment.counts.total} blocks, the arena {arena.num_blocks}")
+        found.append(f"the ledger has {moment.counts.total} blocks, but the arena has {arena.num_blocks}")
     return found
 
 

@@ -32,7 +32,7 @@ def check_named(blocks: Sequence[int], num_blocks: int) -> None:
 
 
 def is_long(request: pb.InspectRequest) -> bool:
-    """Returns whether the response takes a time that grows with the arena."""
+    """Returns whether the time to build the response grows with the arena."""
     return request.include_blocks or request.include_states
 
 

@@ -42,8 +42,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class BlockStoreServicer:
-    """The gRPC service of one arena. The first `expect_workers` attachments decide the arena's size; later workers join
-    it.
+    """The gRPC service of one arena. If there is no arena yet, the first `expect_workers` attachments determine its
+    size; later workers use the same arena.
     """
 
     def __init__(
@@ -70,8 +70,9 @@ class BlockStoreServicer:
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         """Attaches a worker: waits until the arena exists, and returns its location and the worker's floor.
 
-        Fails with FAILED_PRECONDITION if the layout or the device differs or if there is no room, and with UNAVAILABLE
-        if too few workers attach in time or if the ledger does not answer.
+        Fails with INVALID_ARGUMENT if the worker id is empty or the layout is invalid, FAILED_PRECONDITION if the
+        layout or the device differs or if there is no room, and UNAVAILABLE if too few workers attach in time or if the
+        ledger does not answer.
         """
         layout = _layout_of(request)
         await asyncio.to_thread(self._owner.drop_dead)
@@ -109,7 +110,8 @@ class BlockStoreServicer:
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectResponse:
         """Returns the arena's block counts and holders, and the blocks or states that the request asks for. Returns an
-        empty response if there is no arena. Fails with UNAVAILABLE if the ledger does not answer.
+        empty response if there is no arena. Fails with INVALID_ARGUMENT for wrong block numbers, and UNAVAILABLE if the
+        ledger cannot be read.
         """
         arena, ledger = self._owner.arena, self._owner.ledger
         if arena is None or ledger is None:
@@ -125,8 +127,8 @@ class BlockStoreServicer:
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[bytes]:
         """Streams the requested blocks of a ticket as serialized messages (`frames.add_to_server`).
 
-        Fails with ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
-        does not hold a block.
+        Fails with ABORTED if a block has been reallocated or the ticket has ended, PERMISSION_DENIED if the ticket does
+        not hold a block, UNAVAILABLE if the ledger does not answer, and with the errors of `source_of`.
         """
         source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
@@ -139,8 +141,8 @@ class BlockStoreServicer:
     async def KeepTicket(self, request: pb.KeepTicketRequest, context: Any) -> pb.KeepTicketResponse:
         """Extends the lease of a ticket, and returns the prefix hashes of its blocks that the request names.
 
-        Fails with ABORTED if a block has been reallocated or the ticket has ended, and PERMISSION_DENIED if the ticket
-        does not hold a block.
+        Fails with ABORTED if a block has been reallocated or the ticket has ended, PERMISSION_DENIED if the ticket does
+        not hold a block, UNAVAILABLE if the ledger does not answer, and with the errors of `source_of`.
         """
         source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
@@ -152,8 +154,8 @@ class BlockStoreServicer:
     async def Pull(self, request: pb.PullRequest, context: Any) -> pb.PullResponse:
         """Copies the blocks of another host's ticket into this arena, and returns a ticket for the copies.
 
-        Fails with FAILED_PRECONDITION if this store cannot pull, ABORTED if the source no longer has the blocks, and
-        UNAVAILABLE if the source or the ledger does not answer.
+        Fails with INVALID_ARGUMENT if the request is invalid, FAILED_PRECONDITION if this store cannot pull, ABORTED if
+        the source no longer has the blocks, and UNAVAILABLE if the source or the ledger does not answer.
         """
         if self._pulls is None:
             raise FailedPrecondition("this block store does not pull blocks; start it with --pull-blocks")
@@ -174,7 +176,8 @@ class BlockStoreServicer:
     async def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.RestoreResponse:
         """Copies blocks of a prompt's prefix from disk into the arena.
 
-        Fails with FAILED_PRECONDITION if this store keeps no blocks on disk.
+        Fails with INVALID_ARGUMENT if the request is invalid, and FAILED_PRECONDITION if this store keeps no blocks on
+        disk.
         """
         if (disk := self._owner.disk) is None:
             raise FailedPrecondition("this block store keeps no blocks on disk; start it with --kv-disk")

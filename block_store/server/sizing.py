@@ -17,8 +17,8 @@ from common.types import KvLayout
 
 DEFAULT_MEMORY_SHARE = 0.5
 DEFAULT_ARENA_BYTES = 4 << 30
-"""Maximum size of an arena if no budget is given. It is limited because all of an arena's memory is allocated at
-startup, and the machine may have other uses.
+"""Maximum size of the blocks in host memory if no budget is given. It is limited because all of an arena's memory is
+allocated at startup, and the machine may have other uses.
 """
 SHARED_MEMORY_SHARE = 0.9
 HEADER_BYTES_PER_BLOCK = 53

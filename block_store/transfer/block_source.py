@@ -62,7 +62,9 @@ class BlockSource:
         return [b"" if one == _NO_HASH else one for one in hashes]
 
     def frames(self, ticket: TicketId, refs: Sequence[BlockRef]) -> Iterator[bytes]:
-        """Checks the ticket, and then yields the blocks in serialized frames. Raises Gone, NotHolder or Stale."""
+        """Yields the blocks in serialized frames. Checks the ticket before the first frame, and again after every CHUNK
+        blocks. Raises Gone, NotHolder or Stale.
+        """
         for first, part in self.parts(ticket, refs, MESSAGE_BYTES):
             yield self.read(first, part)
 

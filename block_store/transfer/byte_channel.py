@@ -33,7 +33,7 @@ Buffer = bytes | memoryview
 
 
 class Mark(IntEnum):
-    """A byte that the server sends before or after a frame."""
+    """A byte that the server sends before, after or instead of a frame."""
 
     FRAME = 1
     OK = 2
@@ -41,18 +41,18 @@ class Mark(IntEnum):
     STALE = 4
     """A block was reallocated, or the ticket has ended."""
     NOT_HELD = 5
-    """The ticket does not hold a block, or there is no such arena."""
+    """The ticket does not hold a block, or the server cannot send blocks of that arena."""
     UNAVAILABLE = 6
     """The server's ledger does not answer."""
 
 
 def proof(secret: str | None, nonce: bytes) -> bytes:
-    """Returns a client's answer to a nonce."""
+    """Returns a client's answer to a nonce, 32 bytes."""
     return hmac.digest((secret or "").encode(), nonce, "sha256")
 
 
 def prepare(connection: socket.socket) -> None:
-    """Sets the options of a connection."""
+    """Sets the timeout and the TCP options of a connection."""
     connection.settimeout(STALL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -43,7 +43,9 @@ IDLE_S = 60.0
 
 
 class ByteServer:
-    """The byte channels of one store. `source_of` returns the blocks of an arena, or raises a LooseleafError."""
+    """The server of one store's byte channels. `source_of` returns a reader of the blocks of an arena, or raises a
+    LooseleafError.
+    """
 
     def __init__(self, host: str, port: int, trust: Trust, source_of: Callable[[str], BlockSource]) -> None:
         """Creates a server that does not listen yet. Port 0 means any free port."""
@@ -56,8 +58,9 @@ class ByteServer:
         self._listener: socket.socket | None = None
 
     def listen(self) -> int:
-        """Returns the port. Listens from the first call on, so that a store that no other host reads has no open
-        port. Only one thread may call this method. Raises StartupError if the port is occupied.
+        """Returns the port. The first call begins to listen, so that a store that no other host reads has no open port.
+        Only one thread may call this method. Raises StartupError if it cannot listen on the port, for example because
+        the port is occupied.
         """
         if self._listener is None:
             host, family = self._host.strip("[]"), socket.AF_INET6 if ":" in self._host else socket.AF_INET

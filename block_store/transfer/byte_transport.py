@@ -62,8 +62,8 @@ class Channels:
         self._idle.setdefault(address, []).append((self._trust.stamp, connection))
 
     def connect(self, address: Address) -> socket.socket:
-        """Returns a new channel. Raises _CannotConnect, or TimeoutError if the other end accepts the connection and
-        sends nothing.
+        """Returns a new channel. Raises _CannotConnect, or TimeoutError if the other end accepts the connection but
+        does not answer.
         """
         try:
             connection = socket.create_connection(address, CONNECT_S)
@@ -82,7 +82,9 @@ class Channels:
         return connection
 
     def drop(self, address: Address) -> None:
-        """Closes the idle channels to an address, whose server has gone."""
+        """Closes the idle channels to an address. Called when the server has closed one of them, because it has then
+        probably closed the others as well.
+        """
         for _, connection in self._idle.pop(address, []):
             connection.close()
 
@@ -92,8 +94,8 @@ class Channels:
 
 
 class ByteTransport:
-    """A transport over byte channels. If a source has no byte channel, it copies with `otherwise`. Only threads of this
-    process store bytes, so nothing is stored after the thread of a copy has ended.
+    """A transport over byte channels. If no byte channel to a source can be used, `otherwise` copies the blocks. Only
+    threads of this process store bytes, so nothing is stored after the thread of a copy has ended.
     """
 
     def __init__(self, sources: SourceClient, otherwise: Transport, max_copies: int, trust: Trust = NO_TRUST) -> None:

@@ -1,6 +1,7 @@
 """The ledger operations of one pull: find or allocate its blocks, seal them, hand them over, and release them.
 
-Every function that calls the ledger runs in the puller's one thread.
+In a pull, every function that calls the ledger runs in the puller's one thread. `disk.restore` uses some of the
+functions as well.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class Taken(Generic[Name]):
     """The record of the local blocks for a source's blocks. `HeldBlocks` counts each of them once."""
 
     found: dict[Name, BlockRef]
-    """For each of the source's blocks that is cached here, the local block."""
+    """For each of the source's blocks that this arena already contained, the local block."""
     fresh: dict[Name, BlockRef]
     """For each other block of the source, the local block that receives its bytes."""
 
 
 def take(held: HeldBlocks, hashes: dict[Name, bytes]) -> Taken[Name] | None:
-    """Takes references to the blocks that are cached in this arena, and allocates the others. Returns None, and takes
-    nothing, if there is no room. `hashes` maps the name of each block at the source to its prefix hash, which is empty
-    for a partial block.
+    """Takes references to the blocks that are already in this arena's prefix index, and allocates the others. Returns
+    None, and takes nothing, if there is no room. `hashes` maps the name of each block at the source to its prefix hash,
+    which is empty for a partial block.
     """
     full = [name for name, one in hashes.items() if one]
     present = held.present([hashes[name] for name in full])
@@ -94,7 +95,7 @@ class Delivery:
         self._taken = taken
         self._items = items
         self._local = dict(taken.found)
-        """For each of the source's blocks that is in the local ticket or cached here, the local block."""
+        """For each of the source's blocks that has been delivered or was found here, the local block."""
         self._digests: list[int] = []
         self._num_delivered = 0
         self._delivered_at = time.monotonic()
@@ -118,7 +119,7 @@ class Delivery:
                 self._failure = error
 
     def finish(self) -> Pulled:
-        """Delivers the remaining blocks, and returns the local ticket. If that fails, releases all blocks."""
+        """Delivers the remaining blocks, and returns the result of the pull. If that fails, releases all blocks."""
         try:
             if self._failure is not None:
                 raise self._failure

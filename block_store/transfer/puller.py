@@ -1,15 +1,15 @@
 """The receiving side of a transfer: copies the blocks of another host's ticket into this arena.
 
 The puller is a holder with a lease and a writer slot, like a prefill worker. A pull looks up which of the ticket's
-blocks are already cached here, allocates blocks for the others, copies them, seals them under the same prefix hashes,
-and delivers everything to a local ticket, which a decode worker claims. Until the source's ticket has been read, its
-lease is extended.
+blocks this arena already contains, allocates blocks for the others, copies them, seals them under the same prefix
+hashes, and delivers everything to a local ticket, which a decode worker claims. Until the source's ticket has been
+read, its lease is extended.
 
     ask for hashes -> take (found + allocated, all or none) -> copy, and deliver what has arrived to a local ticket
                                                                (keep the source's ticket)
 
-If anything fails, the blocks are released, but only once the transport is quiescent (`transport`); until then they stay
-allocated to the puller, so that no other holder gets them.
+If anything fails, all blocks are released. Blocks into which the transport may still write stay allocated to the puller
+until the transport is quiescent (`transport`), so that no other holder gets them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_UNANSWERED = 2
 """Number of consecutive unanswered extensions after which the source counts as lost."""
 UPKEEP_S = 0.25
 CLOSE_S = 3.0
-"""Maximum number of seconds to wait at the end for stores into blocks."""
+"""Maximum number of seconds to wait at the end for running pulls and for stores into blocks."""
 MAX_PULLS = 16
 """Maximum number of pulls that copy at the same time, which bounds the memory of received frames."""
 
@@ -84,8 +84,9 @@ class Puller:
         """Returns a local ticket for copies of a ticket's blocks. Cancelling the call ends the pull. `quota` is the
         tenant's quota; the blocks of the first `public_tokens` tokens do not count against it.
 
-        Waits for room without a time limit. Raises Aborted if the source no longer has the blocks or the bytes are
-        wrong, and Unavailable if the source or the ledger does not answer.
+        Waits for room without a time limit. Raises Aborted if the source no longer has the blocks, if the bytes are
+        wrong, or if a local block was reallocated. Raises Unavailable if the source or the ledger does not answer, or
+        if the holder of pulled blocks is fenced.
         """
         if self._attached.is_fenced:
             raise Unavailable("the holder of pulled blocks is registering again", retry_after_s=1.0)
@@ -152,8 +153,8 @@ class Puller:
         return await self._whole(delivery.finish, lambda pulled: held.decline(pulled.ticket))
 
     async def _copy(self, source: str, ticket: Ticket, taken: Taken[BlockRef], delivery: Delivery) -> None:
-        """Copies the blocks. The ledger's thread delivers the blocks that have arrived. If the copy fails, releases all
-        blocks.
+        """Copies the blocks. The ledger's thread delivers the blocks that have arrived. If the copy fails, its blocks
+        are released (`_undo`).
         """
         copy = Copy(
             source, ticket, list(taken.fresh), list(taken.fresh.values()), self._attached.arena,

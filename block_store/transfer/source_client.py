@@ -36,7 +36,7 @@ _LOST = {
 
 class SourceClient:
     """A client of the block stores of other hosts, by address. Every call to a store can raise Aborted (the ticket or a
-    block is gone) and Unavailable (no answer).
+    block is gone), Unavailable (no answer) and other LooseleafErrors.
     """
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:

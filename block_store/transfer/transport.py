@@ -37,7 +37,7 @@ class Copy:
     on_stored: Callable[[Sequence[int]], object] = field(default=lambda digests: None, repr=False)
     """Called in the storing thread with the digests of the next stored blocks, after they have been compared."""
     writing: asyncio.Future[None] | None = field(default=None, repr=False)
-    """The store into the arena that is in progress or has ended."""
+    """The current or last write into the arena; None if nothing has been written yet."""
     num_stored: int = 0
     """Number of blocks that have been stored, in the order of `into`."""
 
@@ -59,7 +59,9 @@ class Copy:
         self.on_stored(digests)
 
     def write(self, frame: Frame) -> None:
-        """Stores the bytes of the next blocks and compares their digests. Raises Aborted."""
+        """Stores the bytes of the next blocks and compares their digests. Raises Aborted if the source sent other
+        blocks or wrong bytes.
+        """
         places = self.places(frame.index, len(frame.digests))
         if len(frame.data) != sum(map(len, places)):
             raise Aborted(f"the source sent {len(frame.data)} bytes in {len(frame.digests)} blocks at {frame.index}")

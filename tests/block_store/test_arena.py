@@ -59,7 +59,7 @@ def test_what_is_no_arena_is_refused(shm: Path) -> None:
 
 
 def test_too_large_an_arena_says_what_is_missing(shm: Path) -> None:
-    with pytest.raises(NotEnoughSharedMemory, match=rf"shared memory at {shm}: the arena needs \d+ bytes, \d+ are"):
+    with pytest.raises(NotEnoughSharedMemory, match=rf"shared memory at {shm}: the arena needs \d+ bytes, but \d+ are"):
         Arena.create(shm, LAYOUT, 10**10)
     assert os.listdir(shm) == []
 

@@ -10,7 +10,8 @@ local records, sides, letters = read_all(blocks), hmget(REFS, blocks), { '+' }
 local sealed, sealed_records, taken, taken_records, new_sides = {}, {}, {}, {}, {}
 local num_reserved, num_sealed, seen = 0, 0, {}
 
--- The holder that asserts a quarantined block becomes its writer; no other holder can assert the block.
+-- The holder that asserts a quarantined block becomes its writer. No other holder can assert the block while it is
+-- unsealed.
 local function take(i, state)
   taken[#taken + 1] = blocks[i]
   taken_records[#taken] = string.sub(in_state(records[i], state, 0), 1, 16) .. epoch8 .. string.sub(records[i], 25)

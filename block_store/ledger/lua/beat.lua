@@ -3,7 +3,7 @@
 local epoch = ARGV[2]
 local deadline = live(epoch)
 if not deadline then return '-FENCED' end
--- The holder got an answer to a call that this ledger does not know, so an older snapshot has been restored.
+-- The holder got an answer to a call of which this ledger has no record, so an older snapshot has been restored.
 if tonumber(call('HGET', holder_key(epoch), 'number')) < tonumber(ARGV[4]) then
   call('HSET', META, 'dataset', '')
   return '-STALE_DATASET'

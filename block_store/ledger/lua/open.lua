@@ -1,5 +1,5 @@
--- open(dataset, run_id, num_blocks, rebuild count, grace ms): makes a ledger usable whose blocks `rebuild` has written.
--- It runs without the library, since there is no dataset to compare yet.
+-- open(dataset, run_id, num_blocks, rebuild count, grace ms): opens a ledger whose blocks `rebuild` has written.
+-- This script runs without the library, since there is no dataset to compare yet.
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
 local function count(command, name) return redis.call(command, TAG .. name) end

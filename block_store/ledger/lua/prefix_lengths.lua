@@ -1,6 +1,6 @@
 -- prefix_lengths(hashes, dataset of each arena): answers, for the arena of each key, with the number of leading hashes
--- that its index has, or -1 if its ledger is not that dataset. The library does not precede this script, because it
--- reads several ledgers. Reads only, takes no references.
+-- that its index has, or -1 if its ledger has a different dataset or cannot be read. The library does not precede this
+-- script, because it reads several ledgers. Reads only, takes no references.
 -- KEYS[i] is an arena's '{looseleaf:<arena>}:meta'; ARGV[1] has the hashes of 32 bytes, ARGV[1 + i] a dataset.
 local num_hashes, lengths = #ARGV[1] / 32, {}
 

@@ -6,7 +6,7 @@
 local MOST_LEASE_MS = 3600000
 
 -- Checks that every block is in one list or counted once, that the floors fit, and that every lease ends. A ledger that
--- fails these checks was changed by a different program, which would otherwise go unnoticed until someone runs `fsck`.
+-- fails these checks was changed by a different program. Without the checks, nobody would notice until `fsck` is run.
 local function check_sums()
   local meta = call('HMGET', META, 'num_blocks', 'reserved', 'sealed')
   local listed = call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) + call('ZCARD', QUARANTINE_SET)

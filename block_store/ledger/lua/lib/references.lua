@@ -1,5 +1,5 @@
--- References, which are recorded twice: the block side lists the holders of a block, the holder side the blocks of a
--- holder.
+-- References, which are recorded twice: the block side lists the holders of a block, and the holder side lists the
+-- blocks of a holder.
 
 -- Adds `blocks` to the holder side of `epoch`, in this order, with the ticks after `order`.
 local function add_own(epoch, blocks, order)

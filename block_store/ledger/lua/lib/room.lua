@@ -1,4 +1,5 @@
--- Computes how many blocks a holder may take, given the floors and the blocks that wait for a holder or a writer.
+-- Room for allocations: how many blocks a holder may take, whether blocks wait for holders after a rebuild, and the end
+-- of a quarantine.
 
 -- Returns how many blocks the unused floors of other holders reserve (docs/design.md, Ledger: floors).
 local function floors_of_others(epoch)

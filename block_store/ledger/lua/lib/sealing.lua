@@ -1,4 +1,4 @@
--- Seals, and tickets that receive blocks.
+-- Functions that seal blocks, and that create tickets.
 
 -- Seals all items or none. Takes no references to other blocks that already have an item's hash. An item is block u32,
 -- generation u64, full u8, hash[32], quota u16 (position of the owner's quota in `quotas`; 0: none). A quota is the
@@ -65,8 +65,7 @@ local function seal_items(epoch, packed, quotas)
   return nil, blocks, refs, known, known_records
 end
 
--- Returns the ticket, or a new one for '0', with a lease that ends in `lease_ms`. The caller has
--- checked the secret.
+-- Returns the ticket, or a new one for '0', with a lease that ends in `lease_ms`. The caller has checked the secret.
 local function open_ticket(ticket, secret, lease_ms)
   if ticket == '0' then
     ticket = new_epoch()
