@@ -8,8 +8,8 @@ stop tokens, one step is:
                                -> the pairs among the first w that end a beam: candidates for the w best ended beams
                                -> the first w pairs that do not end a beam: the new running beams
 
-Sums and scores are fp32. Of two equal sums, that of the lower beam comes first, then that of the lower token id. Of two
-ended beams with equal scores, the older one comes first.
+Sums and scores are fp32. Pairs with equal sums are ordered by the beam's index, and then by the token id. Of two ended
+beams with equal scores, the older one comes first.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class BeamSearch:
         early_stopping, length_penalty = self._sampling.early_stopping, self._sampling.length_penalty
         if early_stopping is True:
             return False
-        # A positive penalty favours long beams. In the best case, this beam ends at the limit with its current sum.
+        # A positive penalty favors long beams. In the best case, this beam ends at the limit with its current sum.
         furthest = early_stopping == "never" and length_penalty > 0.0
         length = self._max_tokens if furthest else self._num_tokens
         return self._score(going[0].cumulative_logprob, length) > self._ended[-1].score

@@ -1,4 +1,4 @@
-"""A model's view of an arena: its memory as a tensor, and a strided view for every layer."""
+"""A model's view of an arena: the arena's memory as a tensor, and a strided view for every layer."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Binding:
 
 
 def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
-    """Returns the arena's memory as a tensor, without a copy. Raises ValueError if it is a GPU array of another
-    library than torch and `device` is a CPU.
+    """Returns the arena's memory as a tensor, without a copy. Raises ValueError if the arena is a GPU array of a
+    library other than torch and `device` is a CPU.
     """
     if isinstance(arena, torch.Tensor):
         return arena

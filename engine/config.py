@@ -1,6 +1,6 @@
 """The configuration of a model, read from the `config.json` of a Hugging Face directory: sizes, positions, norms.
 
-A setting that would change the numbers is either supported or raises `UnsupportedModel`, which names the setting.
+If a setting would change the numbers and is not supported, reading raises `UnsupportedModel`, which names the setting.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
-        """Reads `config.json` (and end-of-sequence ids from `generation_config.json`).
+        """Reads `config.json` (and end-of-sequence ids from `generation_config.json`). `impl` chooses the model
+        definition; see `ModelImpl`.
 
         Raises ModelError for a missing directory or file, invalid JSON or an invalid field. Raises UnsupportedModel,
         which names the unsupported feature.

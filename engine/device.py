@@ -166,9 +166,7 @@ class CudaDevice:
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Runs `work`. Returns the growth in bytes of the device memory that torch's allocator has reserved, at its
-        peak.
-        """
+        """Runs `work`. Returns the largest growth, in bytes, of the device memory reserved by torch's allocator."""
         self.release()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_reserved(self.torch_device)
@@ -208,9 +206,9 @@ def _status_bytes(field: str) -> int:
 
 
 def _reset_peak_resident() -> int:
-    """Resets VmHWM to the current resident memory. Returns the resident memory in bytes."""
+    """Resets VmHWM to the current resident memory, if the kernel allows it. Returns the resident memory in bytes."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
-        logger.warning("the peak of resident memory cannot be reset (%s): estimates are too high", error.strerror)
+        logger.warning("the peak of resident memory cannot be reset (%s): estimates may be too high", error.strerror)
     return _status_bytes("VmRSS")

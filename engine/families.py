@@ -1,7 +1,7 @@
 """Readers of `config.json`, one for each native family or group of similar families. Absent keys have the defaults of
 transformers.
 
-A setting that would change the numbers is either read or raises `UnsupportedModel`, which names the setting.
+If a setting would change the numbers and is not supported, reading raises `UnsupportedModel`, which names the setting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GGUF files: makes a model directory from a file, and reads the file's tensors under their Hugging Face names.
+"""Makes a model directory from a GGUF file, and reads the file's tensors under their Hugging Face names.
 
-`python -m engine.gguf_file FILE DIRECTORY` writes config.json, the tokenizer and a link to the file. It does not copy
-the weights. It needs the packages gguf and transformers; reading tensors needs only gguf.
+`python -m engine.gguf_file FILE DIRECTORY` writes config.json, the tokenizer and a link to the file. The command does
+not copy the weights. It needs the packages gguf and transformers; reading tensors needs only gguf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ INSTALL = "pip install 'looseleaf[gguf]'"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """The families whose tensors are read from GGUF files."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""Name of the tensor with RoPE scaling factors, for which Llama 3.1 and later have `rope_scaling` in config.json."""
+"""Name of the tensor that contains RoPE scaling factors. In config.json, Llama 3.1 and later describe these factors
+with `rope_scaling`.
+"""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -167,7 +169,7 @@ class GgufSource:
         tensor = self._tensors[name]
         if _shape(tensor) != shape:
             found = list(_shape(tensor))
-            raise ModelError(f"tensor {name} of the GGUF file has shape {found}, the config requires {list(shape)}")
+            raise ModelError(f"tensor {name} of the GGUF file has shape {found}, but the config requires {list(shape)}")
         floats = gguf.dequantize(tensor.data, tensor.tensor_type)
         self._unused.discard(name)
         rows = torch.from_numpy(np.array(floats, dtype=np.float32)).view(shape)

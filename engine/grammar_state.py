@@ -1,4 +1,4 @@
-"""A sample's state in its grammar, which depends only on the grammar and the sample's tokens.
+"""The state of a sample in its grammar. The state depends only on the grammar and the sample's tokens.
 
 The state is not sent to other workers. A sequence that is prefilled again gets a new state, which first follows the
 tokens that the sequence already has.
@@ -72,7 +72,8 @@ class GrammarState:
         until the next call.
 
         Before `min_tokens`, stop tokens may follow only if no other token can. Raises GrammarError if the tokens do not
-        match the grammar, or the grammar is too complex.
+        match the grammar, if the grammar is too complex or the mask takes more than MAX_MASK_CPU_S, or if no token of
+        the model may follow.
         """
         if self._mask_at == len(output_ids) == self._followed:
             return self._mask

@@ -50,7 +50,7 @@ class Target:
     """Data type of the computation."""
     device: torch.device
     deterministic: bool
-    """Whether a row of a linear layer must not depend on its batch. On a CPU, it never does."""
+    """Whether a row of a linear layer must not depend on its batch. On a CPU, rows never depend on their batches."""
     bits: Bits | None = None
     """Number of bits to which matrices of floats are rounded; None if they are not rounded."""
     shard: Shard = WHOLE
@@ -99,7 +99,9 @@ class SafetensorsSource:
         file = self._place[name]
         found = file.tensors[name][1]
         if found != shape:
-            raise ModelError(f"tensor {name} in {file.path} has shape {list(found)}, the config requires {list(shape)}")
+            raise ModelError(
+                f"tensor {name} in {file.path} has shape {list(found)}, but the config requires {list(shape)}"
+            )
         return self.raw(name).to(dtype)
 
     def raw(self, name: str) -> torch.Tensor:
@@ -220,7 +222,7 @@ class Weights:
 
     def _weight(self, parts: Sequence[Matrix], *, rounded: bool) -> torch.Tensor | list[QuantizedWeight]:
         """Returns copies of the matrices of one layer: a list if all are quantized, otherwise one matrix with all
-        outputs.
+        outputs, in a list if it is rounded.
         """
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]

@@ -1,6 +1,6 @@
 """LoRA adapters of a loaded model. Tensors in PEFT's format are arranged for the packed linear layers that they
 correct. An adapter is bound to one model. The packed linear layers inside a model's layers, except routers and experts,
-are its *sites*, numbered in the order of loading.
+are the model's *sites*, numbered in the order of loading.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LoraStep:
     __slots__ = ("of_rows", "of_tokens")
 
     def __init__(self, batch: StepInput) -> None:
-        """Prepares the adapters of a step. At least one of its sequences must have an adapter."""
+        """Prepares the adapters of a step. At least one of the step's sequences must have an adapter."""
         used = list(dict.fromkeys(adapter for adapter in batch.adapters if adapter is not None))
         index = {adapter: number for number, adapter in enumerate(used)}
         of_sequence = np.array([-1 if a is None else index[a] for a in batch.adapters], np.int32)
@@ -188,4 +188,4 @@ def _check_shapes(
     for letter, tensor, shape in zip("AB", found, ((rank, matrix.n_in), (matrix.n_out, rank)), strict=True):
         if tensor.shape != shape:
             got = list(tensor.shape)
-            raise AdapterError(f"{path}: lora_{letter} of {module} has shape {got}, and must have {list(shape)}")
+            raise AdapterError(f"{path}: lora_{letter} of {module} has shape {got}, but must have {list(shape)}")

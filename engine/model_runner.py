@@ -270,8 +270,8 @@ class ModelRunner:
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:
-        """Returns a decoder that runs a pass over these caches in one C call, or None if a part of the pass is not one
-        of our CPU kernels.
+        """Returns a decoder that runs a pass over these caches in one C call. Returns None if `enforce_eager` is set,
+        or if a part of the model has no implementation in that call.
         """
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:

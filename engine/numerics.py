@@ -18,7 +18,7 @@ from kernels.row_parallel import our_provider
 
 
 class Asked(Protocol):
-    """The settings that directly affect bits."""
+    """The interface of the settings that affect bits directly."""
 
     @property
     def deterministic(self) -> bool: ...

@@ -34,7 +34,7 @@ class RawTensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The name and size of a matrix that a layer expects. The name is the prefix of its tensors' names."""
+    """The name and size of a matrix that a layer expects. The names of its tensors begin with `name`."""
 
     name: str
     n_out: int
@@ -51,7 +51,7 @@ class WeightFormat(Protocol):
 
 
 def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
-    """Returns the format in config.json; None if weights are not quantized. Raises UnsupportedModel for other ones."""
+    """Returns the quantization format in config.json, if any. Raises UnsupportedModel if it is not supported."""
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
@@ -75,7 +75,7 @@ def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -
         if (found := config.get(field, values[0])) not in values:
             supported = ", ".join(map(str, values))
             raise UnsupportedModel(
-                f"quantization_config ({method}): {field}={found} is not supported, only {supported}"
+                f"quantization_config ({method}): {field}={found} is not supported; supported: {supported}"
             )
 
 
@@ -96,7 +96,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 def _expect(matrix: Matrix, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ModelError(
-            f"tensor {matrix.name}.{what} has shape {list(tensor.shape)}, the config requires {list(shape)}"
+            f"tensor {matrix.name}.{what} has shape {list(tensor.shape)}, but the config requires {list(shape)}"
         )
 
 
@@ -296,5 +296,5 @@ class Gguf:
         found = decode(tensors.raw(f"{name}.blocks"))
         if found.shape != (matrix.n_out, matrix.n_in):
             want = [matrix.n_out, matrix.n_in]
-            raise ModelError(f"tensor {name} has shape {list(found.shape)}, the config requires {want}")
+            raise ModelError(f"tensor {name} has shape {list(found.shape)}, but the config requires {want}")
         return found

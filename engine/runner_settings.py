@@ -32,17 +32,19 @@ class RunnerSettings:
     max_model_len: int | None = None
     """Maximum sequence length in tokens; None means the model's own limit."""
     num_threads: int = 0
-    """Number of compute threads; 0 means one per core."""
+    """Number of compute threads; 0 means one per usable core."""
     seed: int = 0
     """Seed of dummy weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     attention_backend: AttentionBackend = "auto"
     attention_library: str | None = None
     deterministic: bool = False
-    """Whether a row's result must not depend on its batch. On a CPU, it never does."""
+    """Whether a row's result must not depend on its batch. On a CPU, native models always have this property."""
     enforce_eager: bool = False
     kv_cache_dtype: KvCacheDType = "auto"
-    """Type of keys and values in blocks (`kernels.kv_cache`): int8 and fp8 take half the bytes of bfloat16."""
+    """Type of keys and values in blocks (`kernels.kv_cache`): fp8 takes half the bytes of bfloat16, and int8 takes a
+    little more than fp8.
+    """
     tensor_parallel_size: int = 1
     """Number of processes, the *ranks*, that share each layer (docs/parallel.md)."""
     pipeline_parallel_size: int = 1
@@ -62,7 +64,7 @@ class RunnerSettings:
 
     @property
     def threads_of_rank(self) -> int:
-        """An even share of the worker's threads. 0 means one thread per core."""
+        """An even share of the worker's threads. 0 means one thread per usable core."""
         if (size := self.tensor_parallel_size * self.pipeline_parallel_size) == 1:
             return self.num_threads
         return max(1, (self.num_threads or usable_cores()) // size)

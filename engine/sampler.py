@@ -6,7 +6,8 @@ the host.
 A row's result depends on its logits, parameters, tokens, seed, sample and position, not on the rest of the batch. The
 order and meaning of the parameters are vLLM's: logit bias, bad words and min_tokens first, then repetition, frequency
 and presence penalties, the grammar's mask and the allowed tokens, then temperature, min-p, top-k and top-p.
-Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them.
+Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them. Beam
+candidates are an exception (`beam_candidates`).
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ class Sampler:
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[Ahead | None] = ()) -> list[Sampled]:
-        """Draws the next token of each sequence from fp32 logits [B, vocab]. The logits are not changed. A sequence
-        with a draft has several rows; `ahead` has the tokens of the draft that precede each row.
+        """Draws the next token of each row of fp32 logits [B, vocab]. The logits are not changed. `sequences` names the
+        sequence of each row. A sequence with a draft has several rows; `ahead` has the tokens of the draft that precede
+        each row.
         """
         if sequences != self._sequences:  # compares by identity
             self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])

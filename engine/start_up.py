@@ -22,7 +22,10 @@ from kernels.sampling import log_softmax_top, sample
 logger = logging.getLogger("engine")
 
 PROFILE_MAX_KEYS = 1 << 21
-"""Maximum number of keys that a profiling pass reads over all its sequences, to limit its duration."""
+"""Limit on the contexts of profiling passes, which keeps startup short. In a decode pass, it limits the number of keys
+of all sequences. In a prefill pass, it limits the number of queries of a prompt times the number of keys, but the
+context is never shorter than the chunk.
+"""
 PROFILE_LAYERS_CPU = 2
 """Number of layers that a profiling pass runs on a CPU. All layers after the first one have the same peak, because only
 the output of a layer stays in memory.
@@ -40,12 +43,12 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
-    """Returns the peak bytes of activations over the largest steps: prompts of `max_num_batched_tokens` in total, and
-    `max_num_seqs` decodes with every sampling filter, with logits for every row. With `graphs`, the result includes the
-    memory that `capture(max_num_seqs)` will need.
+    """Returns the peak bytes of activations, on all ranks together, over the largest steps: prompts of at most
+    `max_num_batched_tokens` in total, and `max_num_seqs` decodes with every sampling filter, with logits for every row.
+    With `graphs`, the result includes the memory that `capture(max_num_seqs)` will need.
 
-    All block tables name one scratch block, so KV does not count. A pass reads at most PROFILE_MAX_KEYS keys, and on a
-    CPU it ends after PROFILE_LAYERS_CPU layers, to keep startup short. Results are cached by arguments.
+    All block tables name one scratch block, so KV does not count. To keep startup short, PROFILE_MAX_KEYS limits the
+    contexts, and on a CPU, a pass ends after PROFILE_LAYERS_CPU layers. Results are cached by arguments.
     """
     asked = (max_num_batched_tokens, max_num_seqs, graphs)
     if (known := runner.peaks.get(asked)) is not None:

@@ -87,7 +87,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **asked: Any
 ) -> tuple[Tensor, None]:
     """Maps query [1, H, T, D], key [1, KVH, T, D] and value [1, KVH, T, DV] to [1, T, H, DV]. transformers calls this
-    function.
+    function. Raises UnsupportedModel if the model passes an attention mask.
     """
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} computes its own attention mask")

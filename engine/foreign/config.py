@@ -1,6 +1,7 @@
 """The sizes of a model that transformers defines, and checks that our blocks can store its state.
 
-transformers' own configuration classes read `config.json`, with their defaults and names. The model is not built here.
+transformers' own configuration classes read `config.json`, with their defaults and names. The model is built only if it
+has recurrent layers, and then without memory for its weights, in order to determine the sizes of its states.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def text_of(config: Any) -> Any:
 
 def head_sizes(config: Any) -> tuple[int, int, int]:
     """Returns the number of query heads, the number of KV heads, and the larger of a cached key's and value's width.
-    Returns (1, 1, 8) if no layer has attention.
+    Returns (1, 1, 8) if no layer has attention. Raises UnsupportedModel if the number of heads is unknown.
     """
     text = text_of(config)
     if not any(layer.attends for layer in layer_memories(config)):

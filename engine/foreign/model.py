@@ -1,8 +1,10 @@
 """A model whose definition comes from transformers, and which runs over our blocks with our linear layers. No code from
 a checkpoint is executed.
 
-A forward pass runs transformers' code over one packed row of tokens, without a cache. `attention_hook` computes its
-attention, and `packed_weight` its products. Positions, norms, activations and routers are unchanged.
+A forward pass runs transformers' code over one packed row of tokens, without a cache. `attention_hook` computes
+attention, `state_hook` recurrences, and `packed_weight` products with matrices. All other operations are those of
+transformers, but `steady` and `steady_rope` make elementwise functions and rotary positions independent of the other
+tokens.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ _PROPERTIES = {
 
 
 class _Matrices:
-    """The values of a weight, which its views share. They are raw until their first use, which determines how they are
-    packed.
+    """The values of a weight, which its views share. The first product of each kind packs the raw values. `settle`
+    frees the raw values.
     """
 
     def __init__(self, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> None:
@@ -48,7 +48,8 @@ class _Matrices:
 
     def product(self, dtype: torch.dtype, outputs_first: bool, index: int) -> PackedLinear:
         """Returns the linear layer of matrix `index`. `outputs_first` says whether the raw matrices are [out, in]. The
-        first call packs the whole stack, so that no request has to wait for it later.
+        first call for a dtype and an order packs the whole stack, so that no request has to wait for it later. Raises
+        UnsupportedModel if the raw values have been freed before the first call.
         """
         key = (dtype, outputs_first)
         if key not in self.packed:
@@ -71,7 +72,7 @@ class _Matrices:
         return self.raw
 
     def settle(self) -> None:
-        """Frees the raw values if they are no longer needed. Afterwards, new kinds of use raise UnsupportedModel."""
+        """Frees the raw values if only products have used them. Afterwards, new kinds of use raise UnsupportedModel."""
         if not self.is_plain:
             self.raw = None
 

@@ -1,6 +1,6 @@
 """Checks at startup, bit by bit, whether a row of a model's results depends on the other rows of its batch.
 
-The check finds models whose rows depend on each other. It does not prove that the rows of other models are independent
+The check can find that the rows of a model depend on each other. It cannot prove that they are independent
 (docs/design.md, Numbers).
 """
 
@@ -46,8 +46,9 @@ def check_rows(runner: ModelRunner) -> None:
 
 
 def variation(runner: ModelRunner) -> float:
-    """Returns the largest difference between logits that were computed one token at a time, in chunks of CHUNK tokens,
-    and in such chunks of BATCH sequences at once. 0 means that all bits are equal.
+    """Computes the same tokens one at a time, in chunks of CHUNK tokens, and in such chunks of BATCH sequences at once.
+    Returns the largest difference between the logits of the first way and those of the others. 0 means that all logits
+    are equal.
     """
     layout = runner.layout
     blocks = -(-NUM_TOKENS // layout.block_size)

@@ -60,7 +60,7 @@ def facts_of(mixer: nn.Module) -> StateFacts:
 
 
 def install(model: nn.Module) -> None:
-    """Replaces the functions that the model's recurrent layers call. Idempotent."""
+    """Replaces the functions that the model's recurrent layers call. A second call has no further effect."""
     for layer, mixer in mixers_of(model).items():
         mixer.register_forward_pre_hook(functools.partial(_enter, layer))
         module = sys.modules[type(mixer).__module__]
@@ -80,7 +80,7 @@ def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Calla
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if running() is None:
             return original(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # a mode costs microseconds per call
+        with torch._C.DisableTorchFunction():  # a torch function mode costs microseconds per call
             return answer(*args, **kwargs)
 
     replaced.looseleaf = True  # type: ignore[attr-defined]

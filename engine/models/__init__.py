@@ -1,1 +1,1 @@
-"""Model definitions: one decoder for the Llama-like families, one for OPT."""
+"""The native model definitions: one decoder for all families except OPT, and one for OPT."""

@@ -32,9 +32,11 @@ class StepMetadata:
     group: GroupStep  # that of the first KV group
     attention: AttentionProvider
     by_layer: Mapping[int, tuple[AttentionProvider, GroupStep]] = field(default_factory=dict)
-    """One entry for each attention layer if layers differ in their KV groups or their attention, otherwise empty."""
+    """One entry for each attention layer. Empty for a native model whose layers all use `attention` and `group`."""
     states: Mapping[int, tuple[torch.Tensor, GroupStep]] = field(default_factory=dict)
-    """For each layer with a recurrent state, its view of the arena: fp32 [num_blocks, numbers of a state], strided."""
+    """For each layer with a recurrent state, its view of the arena (fp32 [num_blocks, numbers of a state], strided),
+    and the part of the step that concerns its KV group.
+    """
     block_size: int = 0
     lora: LoraStep | None = None
     """The adapters of the step; None if no sequence has one."""

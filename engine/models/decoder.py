@@ -122,8 +122,8 @@ class Decoder:
         return weights.pack(embed, is_kept=self.embed is not None)
 
     def shallow(self, num_layers: int) -> Self:
-        """Returns a model of the first `num_layers` layers with the same weights. Its steps have
-        the same peak memory, but different results.
+        """Returns a model of the first `num_layers` layers with the same weights. Its steps have the same peak memory,
+        but different results.
         """
         model = copy.copy(self)
         model.layers = self.layers[:num_layers]

@@ -1,4 +1,6 @@
-"""OPT: learned positions, LayerNorm before or after each sublayer (350m), ReLU, biases, possibly a narrow embedding."""
+"""The definition of OPT, which has learned positions, LayerNorm before each sublayer (in OPT-350m after it), ReLU, and
+biases. In some sizes, embeddings are narrower than hidden states.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from engine.rope_config import RopeConfig
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
     """Returns the rotations of positions 0..max_len-1: fp32 [max_len, D], with D/2 cosines followed by D/2 sines. D is
-    the number of rotated dimensions.
+    the number of rotated dimensions. Cosines and sines are multiplied by `attention_factor`.
     """
     positions, width = torch.arange(max_len, dtype=torch.float32), rope.rotated(head_dim)
     if rope.kind == "dynamic":
@@ -45,7 +45,7 @@ def inverse_frequencies(rope: RopeConfig, width: int, max_len: int) -> torch.Ten
 
 def attention_factor(rope: RopeConfig) -> float:
     """Returns the factor by which cosine and sine are multiplied: YaRN's (eq. 22 of arXiv 2309.00071), LongRoPE's (sec.
-    3.3 of arXiv 2402.13753), or 1.
+    3.3 of arXiv 2402.13753), the configured factor of either, or 1.
     """
     if rope.kind not in ("yarn", "longrope"):
         return 1.0

@@ -49,7 +49,7 @@ def _beat(life: socket.socket) -> None:
 
 
 def serve(messages: socket.socket, rank: int, peers: list[socket.socket | None]) -> None:
-    """Loads the model, and handles messages until the first rank ends. Then raises RankLost or OSError."""
+    """Loads the model, and handles messages. Raises RankLost or OSError when the first rank ends or a step fails."""
     runner = _load(messages, rank, peers)
     guards: dict[int, int] = {}
     bound: SharedBlocks | None = None

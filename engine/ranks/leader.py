@@ -1,7 +1,8 @@
 """The first rank of a worker. It starts the other ranks, sends them every step, and detects the loss of a rank. The
 other ranks are child processes (`engine.ranks.follower`). They only run forward passes over the same arena; this
 process handles blocks, references, sampling and RPC. In addition to the sockets between ranks, each follower has a
-socket for messages, and one on which it sends a beat twice a second. If the latter closes, the other side has ended.
+socket for messages, and a socket on which it sends a beat twice a second. If the socket for beats closes, the other
+side has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Follower:
         """
         self.rank = rank
         self.weights_bytes = 0
-        """Bytes of the weights that it has loaded."""
+        """Bytes of the weights that the follower has loaded."""
         self.messages, theirs = socket.socketpair()
         self._life, their_life = socket.socketpair()
         peers = [-1 if peer is None else peer.fileno() for peer in seats]
@@ -78,7 +79,7 @@ class Follower:
         return f"rank {self.rank} (process {self.process.pid}) is frozen: no beat for {silent * BEAT_S:.0f} s"
 
     def end(self) -> None:
-        """Kills the process if it is still running."""
+        """Kills the process if it is still running, and closes the connections to it."""
         self.process.kill()
         self.process.wait()
         for own in (self.messages, self._life):
@@ -117,7 +118,7 @@ class Leader(Seat):
             answer = follower.loaded()
             for name in ("numerics", "model_fingerprint"):
                 if (theirs := getattr(answer, name)) != (ours := getattr(own, name)):
-                    raise ModelError(f"rank {follower.rank} has {name} {theirs!r}, the first rank has {ours!r}")
+                    raise ModelError(f"rank {follower.rank} has {name} {theirs!r}, but the first rank has {ours!r}")
             follower.weights_bytes = answer.weights_bytes
         for follower in self.followers:
             name = f"rank-{follower.rank}"

@@ -24,15 +24,17 @@ class Kind(enum.IntEnum):
     """The kind of a message."""
 
     SETTINGS = 1
-    """Loads the model with these settings (JSON)."""
+    """Tells the receiver to load the model with these settings (JSON)."""
     LOADED = 2
     """Answers SETTINGS with a `Loaded` (JSON)."""
     ARENA = 3
-    """Binds this arena: `SharedBlocks` (JSON)."""
+    """Tells the receiver to bind this arena: `SharedBlocks` (JSON)."""
     GUARD = 4
-    """Makes the receiver keep a file open, the lock of a writer slot. It replaces the last file with the same key."""
+    """Tells the receiver to keep a file open, which is the lock of a writer slot. The file replaces the last file with
+    the same key.
+    """
     STEP = 5
-    """Computes this step (`pack`). The key is 1 for logits, or 0 for hidden states."""
+    """Tells the receiver to compute this step (`pack`). The key is 1 for logits, or 0 for hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ def receive_into(of: socket.socket, rest: memoryview) -> None:
 
 def pack(batch: StepInput) -> bytes:
     """Returns the arrays of a step end to end, 64-bit arrays first. `unpack` is the inverse. The first numbers are T,
-    B, R, the number of KV groups, and the width of each group's block table.
+    B, R, the number of KV groups, and the width of each group's block table. Adapters are omitted, because several
+    ranks do not support them.
     """
     widths = [table.shape[1] for table in batch.block_tables]
     sizes = [len(batch.token_ids), len(batch.context_lens), len(batch.logits_rows), len(widths), *widths]

@@ -45,7 +45,9 @@ def how_many(num_tokens: int, num_stages: int) -> int:
 
 
 def split(batch: StepInput, count: int) -> list[MicroBatch]:
-    """Divides a step's tokens into `count` equal parts, in order. A sequence's tokens may be in several parts."""
+    """Divides a step's tokens into `count` parts, in order, whose sizes differ by at most one. A sequence's tokens may
+    be in several parts.
+    """
     if count == 1:
         return [MicroBatch(batch, slice(0, len(batch.logits_rows)))]
     bounds = [len(batch.token_ids) * part // count for part in range(count + 1)]

@@ -63,8 +63,8 @@ class Seat:
     def run(self, batch: StepInput, compute: Compute, wanted: Wanted, *, alone: bool) -> Tensor:
         """Computes a step on all ranks; this rank runs `compute`. The first rank returns the result, fp32 [R, width].
         When it returns, no rank reads or writes blocks for this step any more. If `alone` is True, the step is a
-        rehearsal on this rank alone. Nothing is exchanged, and the values of the result are meaningless. Raises
-        RankLost for any error, because the ranks may then be at different steps.
+        rehearsal on this rank alone. Nothing is exchanged, and the values of the result are meaningless. In other
+        steps, every error becomes RankLost, because the ranks may then be at different steps.
         """
         with self._lock:
             self.ranks.rehearses = int(alone)
@@ -82,7 +82,7 @@ class Seat:
                 raise RankLost(f"a step of {self.place.size} ranks failed ({error})") from error
 
     def _announce(self, batch: StepInput, has_head: bool) -> None:
-        """Sends the step to the other ranks, if this is the first rank."""
+        """Does nothing. The first rank's `Leader` overrides this method to send the step to the other ranks."""
 
     def _received(self, part: MicroBatch, wanted: Wanted) -> Tensor | None:
         """Returns the hidden states [T, h] of the previous stage."""
@@ -93,7 +93,9 @@ class Seat:
         return states
 
     def _pass_on(self, own: Tensor, wanted: Wanted) -> Tensor:
-        """Sends this rank's result to the rank that continues with it, which may be the rank itself."""
+        """Sends this rank's result of a micro-batch to the rank that needs it, unless this is the rank itself or no
+        rank needs it. Returns the result.
+        """
         if not self.place.stage.is_last:
             self._send(self.place.rank + self.place.shard.size, _bytes_of(own.contiguous()))
         elif self.place.rank and self.place.rank in self._owners(wanted):

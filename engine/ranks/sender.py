@@ -12,8 +12,8 @@ Data = bytes | memoryview
 
 class Sender:
     """A queue of messages and the thread that sends them in order, until a receiver is gone. The sender does not report
-    this to the rank. The rank notices it when it waits for an answer, on a connection that closes when the receiver or
-    the worker ends.
+    this to the rank. The rank notices the loss when it waits for an answer, on a connection that closes when the
+    receiver or the worker ends.
     """
 
     def __init__(self) -> None:

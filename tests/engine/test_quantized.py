@@ -138,7 +138,7 @@ def changed(form: Format, **config: Any) -> Format:
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        (changed(FORMATS["gptq-4"], bits=3), r"gptq\): bits=3 is not supported, only 4, 8"),
+        (changed(FORMATS["gptq-4"], bits=3), r"gptq\): bits=3 is not supported; supported: 4, 8"),
         (changed(FORMATS["awq"], version="gemv"), r"awq\): version=gemv is not supported"),
         (
             changed(FORMATS["fp8"], quant_method="bitsandbytes"),
