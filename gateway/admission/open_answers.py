@@ -24,8 +24,8 @@ class OpenAnswers:
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
-        """A context manager for the task that writes an answer. Raises DeadlineExceeded if the client has not read the
-        answer within `timeout_s`, and Unavailable when `end` is called.
+        """A context manager for the task that writes an answer. Raises DeadlineExceeded after `timeout_s`, because the
+        client has not read the answer in time, and Unavailable when `end` is called.
         """
         scope = asyncio.timeout(0.0 if self._ended else timeout_s)
         try:

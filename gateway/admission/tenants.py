@@ -64,7 +64,7 @@ class Tenants:
         self.replace(limits, now)
 
     def replace(self, limits: Mapping[str, TenantLimits], now: float) -> None:
-        """Replaces the limits after the key file has been read again."""
+        """Replaces the limits. Tenants that are still in the file keep their usage."""
         self._limits = limits
         accounts = {name: self._accounts.get(name, _Account()) for name in limits}
         for name, account in accounts.items():

@@ -20,7 +20,7 @@ TEMPLATE_RULES = (
         (equals("continue_final_message", True), equals("add_generation_prompt", True)),
     ),
 )
-"""The rules between the fields of `TemplateFields`."""
+"""The rules for the fields of `TemplateFields`."""
 CALL_NEEDS_TOOLS = call_needs_tools(
     lambda choice: choice == "required" or isinstance(choice, dict),
     {"anyOf": [{"const": "required"}, {"type": "object"}]},

@@ -18,7 +18,7 @@ DEFAULT_LIMIT = 100
 
 
 class ExplainApi:
-    """The endpoints below /v1/explain. A caller sees only requests of its own tenant."""
+    """The endpoints /v1/explain and /v1/explain/{request_id}. A caller sees only requests of its own tenant."""
 
     def __init__(self, explanations: Explanations, tenant_of: Callable[[Request], str]) -> None:
         self._explanations = explanations
@@ -50,7 +50,7 @@ def explain(explanations: Explanations, tenant: str, request_id: str | None, lim
 
 def as_json(message: Message) -> dict[str, Any]:
     """Returns a message as a JSON object. Its keys are the proto's field names, and numbers stay numbers. It has all
-    fields except absent optional fields. Values of enums are in lower case, without their prefix.
+    fields except optional fields and messages that are absent. Values of enums are in lower case, without their prefix.
     """
     return {
         field.name: _value(field, getattr(message, field.name))

@@ -33,7 +33,7 @@ MOST_WATCHERS = 16
 COMPARED = 1024
 """Number of states that are compared at a time. Single states are compared only if these differ."""
 IDLE_S = 5.0
-"""Time without a change after which an empty event shows a watcher that the gateway is alive."""
+"""Time without a change after which an event without states shows a watcher that the gateway is alive."""
 DELTA_S = 0.1
 
 

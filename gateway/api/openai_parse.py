@@ -164,8 +164,8 @@ def _strings(name: str, raw: bytes) -> list[str]:
 
 
 def _id_lists(name: str, raw: bytes, begin: int, limits: PromptLimits) -> list[list[int]]:
-    """Splits lists of ids. The first list starts at `begin`. Strings are refused, so a list ends at the next closing
-    bracket.
+    """Returns the lists in a list of lists of ids. The first list starts at `begin`. Strings are refused, so a list
+    ends at the next closing bracket.
     """
     num_lists = raw.count(b"[") - 1
     if b'"' in raw:

@@ -149,8 +149,8 @@ def bind_grpc(server: RpcServer, port: int) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raises this process's limit on open files to the system's maximum, because every connection is an open file.
-    Returns the limit.
+    """Raises this process's soft limit on open files to its hard limit, because every connection is an open file.
+    Returns the soft limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:

@@ -125,8 +125,8 @@ class Adapters:
             raise
 
     async def unload(self, name: str) -> None:
-        """Refuses further requests for an adapter, waits until the running requests have ended, and makes the workers
-        unload the adapter. Raises ModelNotFound if the adapter is not served.
+        """Refuses further requests for an adapter, waits until the current requests for the adapter have ended, and
+        makes the workers unload it. Raises ModelNotFound if the adapter is not served.
         """
         if (ref := self._served.pop(name, None)) is None:
             raise ModelNotFound(f"model {name[:100]!r} is not a loaded adapter")

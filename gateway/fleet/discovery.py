@@ -117,8 +117,8 @@ class Discovery:
 
     async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
         """Returns the number of leading tokens of the prompt that prefill would find in each arena, by arena id. The
-        result is empty if there is no answer in time. While the breaker is open, the call returns an empty result at
-        once, and `breaker.num_refused` counts the call.
+        result is empty if the lookup fails or is not answered in time. While the breaker is open, the call returns an
+        empty result at once, and `breaker.num_refused` counts the call.
         """
         if self.breaker.refuses():
             return {}
@@ -165,8 +165,9 @@ class Discovery:
         return found
 
     def _open_ledgers(self) -> tuple[dict[str, LedgerScripts], dict[str, StoreAddress]]:
-        """Returns a client of the ledger and the address of the block store, for every arena that workers name. A
-        client is kept as long as the ledger's dataset generation does not change.
+        """Returns a client of the ledger and the address of the block store, for every arena that workers name and
+        whose block store is in the registry. A client is kept as long as the ledger's dataset generation does not
+        change.
         """
         ledgers: dict[str, LedgerScripts] = {}
         stores: dict[str, StoreAddress] = {}
@@ -212,7 +213,8 @@ def cached_blocks(
     lengths: PrefixLengths, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes], rules: KvRules
 ) -> list[int]:
     """Returns for each ledger the number of blocks in the longest cached prefix from which all KV groups can continue,
-    by the same rule as a worker's `find_prefix`, or 0 for a ledger that has been rebuilt.
+    by the same rule as a worker's `find_prefix`. For a ledger that has been rebuilt or is damaged, the number is 0 if a
+    group has full attention. Otherwise, raises a BlockStoreError.
     """
     full = [number for number, group in enumerate(rules.groups) if not group.slides]
     reach = [len(hashes)] * len(ledgers)

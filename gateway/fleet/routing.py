@@ -156,7 +156,7 @@ class Router:
             state.unreachable_until = now + UNREACHABLE_S
 
     def failed(self, record: WorkerRecord, now: float) -> bool:
-        """Returns whether the worker is gone, or should be avoided if there is a choice."""
+        """Returns whether the worker is gone, suspect or unreachable."""
         state = self.workers.get(record.worker_id)
         if state is None or state.record.address != record.address:
             return True
@@ -204,7 +204,7 @@ class Router:
         return self._pick(list(self._partners(prefill, usable, asked.adapter)), cost, asked, now)
 
     def capacity(self) -> int:
-        """Returns the number of sequences that all decode workers together can batch, without draining workers."""
+        """Returns the total batch size, in sequences, of the decode workers that are not draining."""
         return sum(d.record.max_num_seqs for d in self._of_role("decode"))
 
     def max_model_len(self) -> int | None:

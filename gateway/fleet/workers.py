@@ -65,7 +65,7 @@ class Workers:
         self._lookup: Lookup | None = None
         self._end_ticket: EndTicket | None = None
         self._promised: dict[Place, int] = {}
-        """Blocks promised to returning groups, until decode has the groups and reports the remaining blocks."""
+        """Blocks promised to returning groups, until the prefill of each group has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
@@ -211,7 +211,7 @@ class Workers:
         return not usable
 
     def keep_promise(self, place: Place) -> None:
-        """Ends a promise, because the group has its blocks or no longer needs them."""
+        """Ends a promise, if there is one, because the group has its blocks or no longer needs them."""
         self._promised.pop(place, None)
 
     async def close(self) -> None:

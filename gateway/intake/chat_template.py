@@ -1,8 +1,9 @@
 """Renders messages and tools to a prompt with a model's chat template, as `apply_chat_template` in transformers does.
 
 A template is one of the model's files; messages, tools and variables come from clients. The template therefore runs in
-a sandbox, without access to any other objects, and within a limit on CPU time. The limit is checked between pieces of
-the template's output, so a loop that outputs nothing is bounded only by the sandbox's limit on the length of a range.
+a sandbox, without access to other objects of the gateway, and within a limit on CPU time. The limit is checked between
+pieces of the template's output, so a loop that outputs nothing is bounded only by the sandbox's limit on the length of
+a range.
 """
 
 from __future__ import annotations

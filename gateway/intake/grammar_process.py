@@ -99,7 +99,7 @@ def _bound() -> None:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Reports verdicts for children that were killed by a signal. The other children have reported their verdicts
+    """Reports verdicts for children that were killed by a signal. The other children report their verdicts
     themselves.
     """
     while children:

@@ -140,7 +140,7 @@ class Validator:
         return Checker(self._assets.vocab_size, self._max_model_len())
 
     async def tokenize(self, prompt: Prompt | None, prompt_field: str, *, add_special_tokens: bool | None) -> list[int]:
-        """Returns a prompt's token ids. A text may exceed max_model_len. Raises InvalidArgument if it is invalid."""
+        """Returns a prompt's token ids. A text may exceed max_model_len. Raises InvalidArgument for invalid prompts."""
         wanted = Wanted(prompt=prompt, prompt_field=prompt_field, add_special_tokens=add_special_tokens)
         checker = self.checker()
         self._check_prompt(checker, wanted)

@@ -21,7 +21,9 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 6
-"""Number of prompt tokens decoded before the output, so that the output's first token keeps its leading space."""
+"""The smallest number of tokens that are decoded before new output, so that the output's first token keeps its leading
+space.
+"""
 MAX_CONTEXT_IDS = 12
 TRIM_AT = 24
 FORCE_TRIM_AT = 96
@@ -35,7 +37,7 @@ class Detokenizing(Protocol):
         """Returns the text that this token makes certain. An incomplete character at the end is held back."""
 
     def flush(self) -> str:
-        """Returns the text that is held back. Used when no token follows."""
+        """Returns the text that is held back, because no further token will complete it."""
 
 
 class Detokenizers:

@@ -20,7 +20,7 @@ from protos.v1 import inference_pb2 as pb
 from protos.v1 import types_pb2 as types_pb
 
 MOST_PHASES = 256
-"""Maximum number of phases. Beyond it, a phase adds its time to the last phase of its kind, if there is one."""
+"""Number of phases from which on a phase adds its time to the last phase of its kind, if there is one."""
 MOST_ATTEMPTS = 32
 MOST_BLOCKS = 1024
 Kind = pb.PhaseKind

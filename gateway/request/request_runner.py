@@ -11,7 +11,7 @@
 
 The gateway owns what the client sees, so the loss of a worker is only a pause: the prompt and the accepted tokens of
 every sample that has not ended are prefilled again, usually with most blocks found in the cache, and the next token has
-the next index. A beam search starts over. Every wait is bounded by the deadline.
+the next index. A beam search starts over. Every wait for workers is bounded by the deadline.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class RequestState:
 
     def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
         """Accepts the token that prefill drew for each branch. Returns the samples with which the ticket continues.
-        Some of them may already have ended, by a stop string or by a limit that only the gateway checks.
+        Some of them may already have ended, by a stop string or by a stopping parameter that prefill did not apply.
 
         Raises WorkerLost for an answer that does not match the request.
         """

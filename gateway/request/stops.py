@@ -1,9 +1,9 @@
 """Finds stop strings in streamed text.
 
 Text that may be the beginning of a stop string is held back until it is clear whether the stop string follows, so the
-beginning of a stop string is not sent by accident. The result does not depend on how the text is divided into pieces.
-The stop string that is complete first ends the text. If several stop strings are complete at the same character, the
-longest stop string ends the text.
+beginning of a stop string is not sent by accident. Apart from `may_stop`, the result does not depend on how the text is
+divided into pieces. The stop string that is complete first ends the text. If several stop strings are complete at the
+same character, the longest stop string ends the text.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The readers are generators. The caller sends them one character after another, and END after the last character. A
 reader returns the first character after the part that it has read, or raises NotACall if the text has a different form.
-The result therefore does not depend on how the text was split. Arguments are passed on as the model wrote them. They
-end where their brackets balance, and need not be valid JSON.
+The result therefore does not depend on how the text was split. Arguments that are an object are passed on as the model
+wrote them. They end where their brackets balance, and need not be valid JSON.
 """
 
 from __future__ import annotations

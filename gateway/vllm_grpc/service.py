@@ -39,7 +39,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         self._workers = workers
         self._about = about
         self._running: defaultdict[tuple[str, str], set[asyncio.Task[None]]] = defaultdict(set)
-        """Requests by tenant and request id. Ids are the router's and need not be unique."""
+        """The tasks of running requests, by tenant and request id. The ids are the router's and need not be unique."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         with admitted(self._front, context) as entry:
