@@ -63,7 +63,8 @@ class Target:
 
 class TensorSource(Protocol):
     """The interface of a source of tensors. `take` returns a tensor of the requested dtype on the device, possibly a
-    view that is valid only as long as the source exists. `raw` returns a tensor as it is stored.
+    view that is valid only as long as the source exists. `raw` returns a tensor as it is stored. `unused` returns the
+    names of the tensors that have not been taken.
     """
 
     def has(self, name: str) -> bool: ...

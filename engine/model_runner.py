@@ -59,7 +59,8 @@ class ModelRunner:
         urgent: bool = False,
     ) -> None:
         """Loads the weights, unless `model` is given (see `sharing`). If the settings require several ranks and `seat`
-        is None, starts the other ranks. Raises ModelError, which names the file, tensor or setting.
+        is None, starts the other ranks. Raises StartupError, usually a ModelError, which names the file, tensor or
+        setting.
         """
         self.settings = settings
         self.config = ModelConfig.from_directory(settings.model, settings.model_impl)

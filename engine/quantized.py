@@ -221,7 +221,7 @@ class CompressedTensors:
         if weight.dtype == torch.float8_e4m3fn:
             return weight.float() * _spread(scales.float(), weight.shape)
         if weight.dtype != torch.int8 or tensors.has(f"{matrix.name}.weight_zero_point"):
-            raise UnsupportedModel(f"{matrix.name}.weight of {weight.dtype} with zero points is not supported")
+            raise UnsupportedModel(f"{matrix.name}.weight ({weight.dtype}) must be FP8, or int8 without zero points")
         group = _group(self.group_size, matrix.n_in, matrix.name)
         groups = -(-matrix.n_in // group)
         spread = scales.float().view(-1, scales.numel() // scales.shape[0] if scales.dim() else 1)

@@ -28,7 +28,8 @@ class RunnerSettings:
     quantization: Literal["int8", "int4"] | None = None
     """Type to which the matrices of an unquantized checkpoint are rounded; None if they are not rounded."""
     block_size: int | None = None
-    """Token positions per block; None means 16, or more if the model has recurrent states."""
+    """Token positions per block; None means 16, or more if a block would otherwise be too small for recurrent states.
+    """
     max_model_len: int | None = None
     """Maximum sequence length in tokens; None means the model's own limit."""
     num_threads: int = 0

@@ -63,7 +63,8 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
             few = min(chunk, SPLIT_QUERIES)
             _scratch_step(runner, few, 1, few)
         context = min(runner.max_model_len, max(1, PROFILE_MAX_KEYS // max_num_seqs))
-        logits = _scratch_step(runner, 1, max_num_seqs, context, width=runner.max_blocks)  # the width sets their size
+        # The width of the table determines the size of partial results.
+        logits = _scratch_step(runner, 1, max_num_seqs, context, width=runner.max_blocks)
         floats, ints = [0.5] * max_num_seqs, [1] * max_num_seqs
         sample(logits, floats, ints, floats, floats, ints, ints, ints)
 
@@ -98,7 +99,7 @@ def _can_capture(runner: ModelRunner) -> bool:
     if runner.device.compute_capability is None or runner.settings.enforce_eager:
         return False
     if runner.attention_by_layer:
-        logger.info("no CUDA graphs: the model definition comes from transformers, or has several KV groups")
+        logger.info("no CUDA graphs: the model is defined by transformers, or it has several KV groups")
         return False
     if runner.config.experts is not None:
         logger.info("no CUDA graphs: experts are chosen on the host")

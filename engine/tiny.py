@@ -1,4 +1,5 @@
-"""Tiny random checkpoints in Hugging Face's format, for tests and for `looseleaf serve` without a model.
+"""Tiny random checkpoints in Hugging Face's format, for tests, and for `looseleaf serve` if no model is given and the
+built-in model is missing.
 
 A checkpoint is made in about a second, without transformers. Its output is gibberish, but it runs the code of a real
 model.

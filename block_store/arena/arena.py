@@ -218,7 +218,8 @@ class Arena:
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
         """Writes the identity and the rebuild count of the blocks' ledger to the header, where other processes can see
-        them before this thread's next read. Outside the tests, only `rebuild` calls this method.
+        them before this thread's next read. Outside the tests, only `rebuild` calls this method. Raises ArenaLost if
+        the arena's file has been removed.
         """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)

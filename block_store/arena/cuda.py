@@ -1,7 +1,7 @@
 """The CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or the
 CUDA toolkit.
 
-Needs driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. This
+They need driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. This
 module has not run on a GPU yet; the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
 """
 

@@ -40,7 +40,7 @@ class Memory(IntEnum):
     """The kind of memory that contains an arena's blocks. Values are those of the proto's `ArenaMemory`."""
 
     HOST = 1
-    """The arena file: the blocks outlive every process."""
+    """The arena file: the blocks outlive every process, until a store removes the file."""
     STORE_DEVICE = 2
     """Device memory of the block store: the blocks outlive workers (docs/design.md, promise 4) but not the store."""
     WORKER_DEVICE = 3
@@ -94,7 +94,7 @@ class FixedHeader:
     def encode(self) -> bytes:
         text = encode_layout(self.layout)
         if FIXED.size + len(text) > FIXED_BYTES:
-            raise ArenaError(f"KV layout with {len(self.layout.groups)} groups does not fit into the arena's header")
+            raise ArenaError(f"a KV layout with {len(self.layout.groups)} groups does not fit into the arena's header")
         where = self.placement
         fixed = FIXED.pack(
             MAGIC, VERSION, len(text), self.num_blocks, self.block_bytes, self.data_offset, self.arena_id.encode(),

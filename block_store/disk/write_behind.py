@@ -65,7 +65,7 @@ class WriteBehind:
 
     def scan(self) -> int:
         """Stores the sealed full blocks that are not on disk yet, except blocks that are reallocated during the scan.
-        Returns the number of stored blocks. Raises OSError.
+        Returns the number of stored blocks. Raises OSError if the disk fails to store a block.
         """
         states, generations = self._arena.states, self._arena.generations
         num_before = self.num_stored

@@ -75,8 +75,8 @@ class Rejoining:
             self._report(holder.lease.census)
 
     def reconcile(self) -> None:
-        """Repeats the late seals, and releases the blocks that the ledger records for this worker but that the worker
-        does not know about. Does nothing if there are no late seals and `is_unsure` is False.
+        """Repeats the late seals, and releases the references that the ledger has for this worker but that are missing
+        from the worker's record. Does nothing if there are no late seals and `is_unsure` is False.
         """
         calls = self._calls
         if not (calls.is_unsure or calls.late_seals):

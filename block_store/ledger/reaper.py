@@ -114,6 +114,6 @@ class Reaper:
     def _note(self, report: ReapReport) -> None:
         self._waiting, self._tick, self._is_silent = report.waiting_slots, report.tick, False
         if report.postponed:
-            _LOG.warning("the last sweep was too long ago: every lease is renewed, and no holder is reaped")
+            _LOG.warning("the last sweep is too long ago or in the future: leases are renewed, and no holder is reaped")
         if report.reaped or report.num_unquarantined:
             _LOG.info("reaped holders %s, freed %d blocks", list(report.reaped), report.num_unquarantined)

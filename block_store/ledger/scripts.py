@@ -60,8 +60,8 @@ class CallId(NamedTuple):
 
 
 class LedgerScripts:
-    """A client of the ledger of one arena, without a holder's state. All operations can raise StaleDataset,
-    LedgerUnavailable and LedgerDamaged.
+    """A client of the ledger of one arena, without a holder's state. Every method that runs a script can raise
+    StaleDataset, LedgerUnavailable and LedgerDamaged.
     """
 
     def __init__(self, client: redis.Redis, arena_id: str, dataset: str) -> None:

@@ -201,7 +201,8 @@ class ArenaOwner:
 class DirectoryLock:
     """A lock on the store's directory, so that only one store can use it.
 
-    The constructor raises StartupError if another store is running there, or if the directory cannot be created.
+    The constructor raises StartupError if another store is running there, or if the directory cannot be created or
+    written.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -127,8 +127,9 @@ class BlockStoreServicer:
     async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[bytes]:
         """Streams the requested blocks of a ticket as serialized messages (`frames.add_to_server`).
 
-        Fails with ABORTED if a block has been reallocated or the ticket has ended, PERMISSION_DENIED if the ticket does
-        not hold a block, UNAVAILABLE if the ledger does not answer, and with the errors of `source_of`.
+        Fails with INVALID_ARGUMENT if the block table is invalid, ABORTED if a block has been reallocated or the ticket
+        has ended, PERMISSION_DENIED if the ticket does not hold a block, UNAVAILABLE if the ledger does not answer, and
+        with the errors of `source_of`.
         """
         source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
@@ -141,8 +142,9 @@ class BlockStoreServicer:
     async def KeepTicket(self, request: pb.KeepTicketRequest, context: Any) -> pb.KeepTicketResponse:
         """Extends the lease of a ticket, and returns the prefix hashes of its blocks that the request names.
 
-        Fails with ABORTED if a block has been reallocated or the ticket has ended, PERMISSION_DENIED if the ticket does
-        not hold a block, UNAVAILABLE if the ledger does not answer, and with the errors of `source_of`.
+        Fails with INVALID_ARGUMENT if the block table is invalid, ABORTED if a block has been reallocated or the ticket
+        has ended, PERMISSION_DENIED if the ticket does not hold a block, UNAVAILABLE if the ledger does not answer, and
+        with the errors of `source_of`.
         """
         source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)

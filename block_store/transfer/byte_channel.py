@@ -41,7 +41,7 @@ class Mark(IntEnum):
     STALE = 4
     """A block was reallocated, or the ticket has ended."""
     NOT_HELD = 5
-    """The ticket does not hold a block, or the server cannot send blocks of that arena."""
+    """The ticket does not hold a block, the request is invalid, or the server cannot send blocks of that arena."""
     UNAVAILABLE = 6
     """The server's ledger does not answer."""
 

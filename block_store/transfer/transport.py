@@ -54,7 +54,7 @@ class Copy:
         """
         into = self.into[self.num_stored : self.num_stored + len(digests)]
         if any(self.arena.digest(ref.block) != digest for ref, digest in zip(into, digests, strict=True)):
-            raise Aborted("a block arrived with other bytes than the source sealed")
+            raise Aborted("the bytes of a block differ from those that the source sealed")
         self.num_stored += len(into)
         self.on_stored(digests)
 

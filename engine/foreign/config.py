@@ -47,7 +47,7 @@ def read(directory: Path) -> Any:
     from packaging.version import Version  # which transformers needs too
 
     if Version(found := metadata.version("transformers")) < Version(OLDEST):
-        raise ModelError(f"transformers {found} is too old, {OLDEST} is needed: pip install 'looseleaf[transformers]'")
+        raise ModelError(f"transformers {found} is too old; {OLDEST} is needed: pip install 'looseleaf[transformers]'")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -20,7 +20,9 @@ from kernels.linear import PackedLinear
 from kernels.quantization import Bits, QuantizedWeight, quantize
 
 NOT_ROUNDED = ("gate.weight", "router.weight")
-"""Names of routers, which are not rounded: they are small, and a small error in them selects different experts."""
+"""Endings of the names of routers' weights, which are not rounded: they are small, and a small error in them selects
+different experts.
+"""
 
 _CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half}
 _TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]

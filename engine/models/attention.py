@@ -42,12 +42,12 @@ class StepMetadata:
     """The adapters of the step; None if no sequence has one."""
 
     def linear(self, linear: Projection, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [T, in] times the layer's weight, with the corrections of adapters."""
+        """Returns the output of a linear layer for x [T, in], with the corrections of adapters."""
         return self._corrected(linear, x, of_rows=False)
 
     def linear_of_rows(self, linear: Projection, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product of x [R, in], which contains only the requested rows, with the corrections of
-        adapters.
+        """Returns the output of a linear layer for x [R, in], which contains only the requested rows, with the
+        corrections of adapters.
         """
         return self._corrected(linear, x, of_rows=True)
 
@@ -96,8 +96,8 @@ class Attention:
         layer: int,
         cos_sin: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Writes the step's K and V, and returns attention over all K and V so far: [T, H * D]. q is rotated in
-        place.
+        """Writes the step's K and V, and returns attention over the K and V in the blocks: [T, H * D]. If `cos_sin` is
+        given, q is rotated in place.
         """
         q, k, v = qkv
         provider, group = step.of_layer(layer)

@@ -54,7 +54,7 @@ class Follower:
         send_json(self.messages, Kind.SETTINGS, {**settings, "model": str(settings["model"])})
 
     def loaded(self) -> Loaded:
-        """Waits until the follower has loaded its share. Raises ModelError if it fails or ends."""
+        """Waits until the follower has loaded its share. Raises ModelError if the follower fails or ends."""
         try:
             answer = Loaded(**receive(self.messages).json)
         except (RankLost, OSError) as error:

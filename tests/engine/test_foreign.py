@@ -215,7 +215,7 @@ def test_without_transformers_it_is_said_what_to_install(checkpoint: Make, monke
 def test_a_transformers_that_is_too_old_is_refused(checkpoint: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = checkpoint("glm4")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "5.20.2")
-    with pytest.raises(ModelError, match=r"transformers 5\.20\.2 is too old, 5\.21\.1 is needed"):
+    with pytest.raises(ModelError, match=r"transformers 5\.20\.2 is too old; 5\.21\.1 is needed"):
         ModelConfig.from_directory(directory)
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert set(re.findall(r'"transformers>=([\d.]+)"', project)) == {foreign_config.OLDEST}
