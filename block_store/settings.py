@@ -65,6 +65,6 @@ class BlockStoreSettings(ServerSettings):
         0,
         ge=0,
         le=65535,
-        description="port on which other hosts read blocks without gRPC's copies; 0: a free one, opened when one asks",
+        description="port on which other hosts read blocks without gRPC's copies; 0: any free port, opened on request",
     )
     advertise: Advertised | None = Field(None, description="host:port at which other processes reach this store")

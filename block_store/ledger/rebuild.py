@@ -70,7 +70,7 @@ def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
 
 
 def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
-    """Rebuilds the ledger and returns its dataset generation. Only the store calls this function.
+    """Rebuilds the ledger and returns its dataset generation. Outside the tests, only the store calls this function.
 
     Until all workers have asserted their blocks, but for at most `grace_s`, allocations evict no cached block. Raises
     the errors of redis, or StaleDataset if Redis was flushed during the call. The caller may try again.

@@ -265,8 +265,8 @@ class LedgerScripts:
     def reap(
         self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S, tick: int = 0
     ) -> ReapReport:
-        """Makes one sweep. Only the store calls this method. `free_slots` are writer slots whose locks are free. `tick`
-        is the tick of the last report. Raises StaleDataset if the ledger's tick is lower.
+        """Makes one sweep. Outside the tests, only the store calls this method. `free_slots` are writer slots whose
+        locks are free. `tick` is the tick of the last report. Raises StaleDataset if the ledger's tick is lower.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
         return self._ask(replies.unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)

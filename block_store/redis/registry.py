@@ -59,7 +59,7 @@ return fresh
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
-    """A block store's record. With it, a gateway can open the store's ledger and a worker can attach."""
+    """A block store's record, with which a gateway can reach the store and open its ledger."""
 
     arena_id: str
     address: str
