@@ -110,7 +110,8 @@ class Attached:
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
         self.on_fenced: Callable[[], None] = lambda: None
-        """Callback that runs, in any thread, when the incarnation learns that it is fenced, even if it is idle."""
+        """Callback that runs, in any thread, when a call or beat shows that the holder is fenced, even if it is idle.
+        """
         self.on_renewed: Callable[[], None] = lambda: None
         self.held = self._register_patiently(PREDECESSOR_S)
 

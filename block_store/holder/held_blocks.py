@@ -57,7 +57,7 @@ class HeldBlocks:
         self._reserve = Reserve(self._calls, writer_slot, reserve)
         self.rejoining = Rejoining(self._calls, self._reserve, self._counts, self._wanted)
         self.fallbacks = self._calls.fallbacks
-        """Numbers of operations that were done without the ledger, by kind."""
+        """Numbers of fallbacks, by kind: operations done without the ledger, and consequences of a rebuild."""
 
     @property
     def lock(self) -> threading.RLock:  # type: ignore[valid-type]

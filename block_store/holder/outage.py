@@ -55,7 +55,7 @@ class OutageCalls:
         self.arena = arena
         self.lock = threading.RLock()
         self.fallbacks = Fallbacks(_LOG)
-        """Numbers of operations that were done without the ledger, by kind."""
+        """Numbers of fallbacks, by kind: operations done without the ledger, and consequences of a rebuild."""
         self.rebuild_count = arena.rebuild_count
         """Rebuild count of the ledger in which the holder is registered."""
         self.is_unsure = False

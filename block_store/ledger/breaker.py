@@ -23,7 +23,7 @@ PROBE_S = 0.1
 
 
 class Breaker:
-    """A circuit breaker that counts openings and refused calls. Logs at most once in LOG_EVERY_S. Thread-safe."""
+    """A circuit breaker that counts openings and refused calls. Logs at most one outage in LOG_EVERY_S. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -75,7 +75,7 @@ class Puller:
 
     @property
     def num_withheld(self) -> int:
-        """Number of blocks of failed copies that the transport may still write."""
+        """Number of blocks of failed copies whose destination the transport may still write."""
         return sum(len(copy.into) for copy, _ in self._withheld)
 
     async def pull(
