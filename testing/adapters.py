@@ -20,7 +20,7 @@ def make_adapter(
     **overrides: Any,
 ) -> Path:  # fmt: skip
     """Writes a random adapter for the model's linear layers whose last name component is in `targets`. `std` is the
-    standard deviation of the matrices. `overrides` are keys of adapter_config.json. Returns `directory`.
+    standard deviation of the matrices' elements. `overrides` are keys of adapter_config.json. Returns `directory`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -42,8 +42,8 @@ def make_adapter(
 
 
 def merge(directory: Path, model: Path, adapter: Path) -> Path:
-    """Writes a copy of the model, to whose weights the adapter's scale * B A is added, to the new directory
-    `directory`. The sums are computed in float64 and rounded to the weights' dtype. Returns `directory`.
+    """Writes a copy of the model to `directory`, which must not exist, with the adapter's scale * B A added to the
+    weights. The sums are computed in float64 and rounded to the weights' dtype. Returns `directory`.
     """
     directory.mkdir(parents=True)
     for file in model.iterdir():

@@ -1,7 +1,7 @@
 """The logits that the transformers library computes for a checkpoint, and their distance from ours, for tests.
 
-Two references show how close fp32 results can be: float64, and fp32 in which every single operation is rounded
-correctly (`CorrectlyRounded`).
+Two references show how close fp32 results can be: float64, and fp32 with correctly rounded operations
+(`CorrectlyRounded`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def by_transformers(
 
 
 class CorrectlyRounded(TorchDispatchMode):
-    """A mode in which torch computes operations on fp32 tensors in float64 and rounds each result to fp32 once. No fp32
-    implementation of the same operations can be more accurate. Views, operations in place, and operations with a
+    """A mode in which torch computes operations on fp32 tensors in float64 and rounds each result to fp32 once. An fp32
+    implementation of these operations can hardly be more accurate. Views, operations in place, and operations with a
     `dtype` argument or a float64 tensor run unchanged. An addition in place is rounded correctly anyway.
     """
 

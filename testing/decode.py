@@ -189,7 +189,7 @@ class DecodeBench:
         return {ref.block for sequence in sequences for ref in sequence.table}
 
     def close(self) -> None:
-        """Closes both holders. Raises AssertionError if one of them still holds blocks."""
+        """Closes both holders and removes the arena. Raises AssertionError if a holder still holds blocks."""
         for held in (self.held, self.prefill):
             held.assert_idle()
             held.close()

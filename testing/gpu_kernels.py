@@ -40,5 +40,5 @@ class _NumpyThatKeepsRows:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Returns the relative error of a few roundings to `dtype`."""
+    """Returns a bound for the relative error of a few roundings to `dtype`."""
     return {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]

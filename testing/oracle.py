@@ -19,9 +19,7 @@ from engine.step import StepInput
 
 
 class Oracle:
-    """The oracle, which runs a runner's model over private memory. After each call, the runner's arena is
-    bound again.
-    """
+    """An oracle that runs a runner's model over private memory. After each call, the runner's arena is bound again."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -93,8 +91,8 @@ class Oracle:
             return self._prefill(token_ids, chunk, last_only=False)
 
     def _arena(self, num_tokens: int) -> torch.Tensor:
-        """Returns blocks for one sequence, filled with 0xff (NaN in every dtype), so that a read of an unwritten slot
-        has an effect.
+        """Returns blocks for one sequence, filled with 0xff, so that the read of an unwritten slot has an effect: it
+        gives NaN.
         """
         layout = self._runner.layout
         return self._runner.new_arena(-(-num_tokens // layout.block_size) * len(layout.groups), fill=0xFF)

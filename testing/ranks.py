@@ -44,7 +44,7 @@ class ThreadRanks:
     """
 
     def __init__(self, settings: RunnerSettings, size: int, stages: int = 1) -> None:
-        """Starts the ranks. `size` is the number of ranks of each stage."""
+        """Starts the ranks of `stages` stages. `size` is the number of ranks of each stage."""
         settings = replace(settings, tensor_parallel_size=size, pipeline_parallel_size=stages)
         size *= stages
         table: list[list[socket.socket | None]] = [[None] * size for _ in range(size)]

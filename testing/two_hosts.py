@@ -220,7 +220,7 @@ class TwoHosts:
         return {**os.environ, NOTES: str(self.notes), "PYTHONPATH": str(Path(__file__).parents[1])}
 
     def directory(self, host: int) -> Path:
-        """Returns the directory of a host's arena, which only processes on that host can see."""
+        """Returns the directory of a host's arena. With namespaces, only processes on that host can see the arena."""
         return self._shm / "ab"[host]
 
     def on_host(self, host: int, *arguments: str) -> list[str]:
@@ -238,7 +238,7 @@ class TwoHosts:
         return sum(sample.value for sample in metrics_page.read(self.http) if sample.name == name)
 
     def inspect(self, host: int) -> pb.InspectResponse:
-        """Returns the counts of a host's block store (0: A, 1: B)."""
+        """Returns the counts and the holders of a host's block store (0: A, 1: B)."""
         trust = Trust(read_secret(self._secret))
         with open_blocking_channel(self.block_stores[host], trust) as channel:
             stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]

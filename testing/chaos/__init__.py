@@ -1,4 +1,5 @@
-"""The chaos suite: real processes, real signals and seeded schedules. Every answer is compared with the oracle.
+"""The chaos suite sends signals to real processes on seeded schedules, and compares every answer with the oracle's.
 
-`python -m testing.chaos --scenario all` runs every scenario at its full count and prints one table.
+`python -m testing.chaos --scenario all` runs every scenario with its default number of trials, and prints a table for
+each.
 """

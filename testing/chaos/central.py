@@ -1,7 +1,6 @@
-"""Scenarios that kill the only block store or the only gateway with SIGKILL under load. The
-death of the store must not affect any request. The death of the gateway may break only its connections. The new gateway
-listens on the same ports and finds the blocks of earlier prompts, and the workers release the blocks of the lost
-requests.
+"""Scenarios that kill the only block store or the only gateway with SIGKILL under load. The death of the store must not
+affect any request. The death of the gateway may break only its connections. The new gateway listens on the same ports
+and finds the blocks of earlier prompts, and the workers release the blocks of the lost requests.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from testing.system import assert_nothing_held, inspect, wait_for
 
 BACK_MOST_S = 3.0
 RECONNECT_S = 5.0
-"""The maximum number of seconds that gRPC clients wait before they try a lost connection again."""
+"""The time in seconds within which every client should have connected to the new gateway. A gRPC client waits at most
+about 1 s between two attempts (`common.rpc`).
+"""
 _WARM_PROMPT = [17 + number % 200 for number in range(160)]
 
 

@@ -1,7 +1,7 @@
-"""Faults in a worker. Only the suite's entry points use this module; no setting of a service enables a fault.
+"""Faults that the suite's entry points install in a worker. No setting of a service enables a fault.
 
 The entry points `faulty_prefill` and `faulty_decode` call `install` and then run the service. The variable
-LOOSELEAF_CHAOS selects the faults, as JSON of `Faults`.
+LOOSELEAF_CHAOS contains the faults as the JSON of a `Faults` object.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Faults:
     reader_rule: bool = True
     """Whether block tables are compared with the header."""
     late_counted: bool = False
-    """Whether the ledger counts the calls that the worker makes after its lease has expired. This is not a fault."""
+    """Whether the ledger counts the calls that the worker makes after it has been fenced. This is not a fault."""
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that describe these faults."""

@@ -1,9 +1,9 @@
 """A block store whose byte channels become slow, or change a bit, on command. Takes the flags of
 `python -m block_store`.
 
-The variable LOOSELEAF_CHAOS_NOTES names a directory. While it contains the file `pace`, each channel sends at most as
-many bytes per second as the file says. If it contains the file `flip`, one bit of the next block is changed on its way,
-and the file is removed.
+The variable LOOSELEAF_CHAOS_NOTES names a directory. While it contains the file `pace`, each channel sends blocks with
+at most as many bytes per second as the file says. If it contains the file `flip`, one bit of the next block is changed
+on its way, and the file is removed. Pieces of less than SLICE_BYTES, such as headers, are sent unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def install(notes: Path) -> None:
 
 
 def _slices(piece: Buffer, pace: Path) -> Iterator[Buffer]:
-    """Yields the piece in parts. If there is a pace, the parts are small, with pauses between them."""
+    """Yields the whole piece or, if there is a pace and the piece has at least SLICE_BYTES, parts of it, each after a
+    pause.
+    """
     if len(piece) < SLICE_BYTES or not pace.exists():
         yield piece
         return
@@ -49,7 +51,9 @@ def _slices(piece: Buffer, pace: Path) -> Iterator[Buffer]:
 
 
 def _flipped(note: Path, piece: Buffer) -> Buffer:
-    """Returns the piece. If the note exists and the piece has the size of a block, one bit of it is changed."""
+    """Returns the piece. If the note exists and the piece has at least SLICE_BYTES, changes one bit of the piece and
+    removes the note.
+    """
     if len(piece) < SLICE_BYTES or not note.exists():
         return piece
     note.unlink(missing_ok=True)

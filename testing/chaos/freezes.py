@@ -38,7 +38,7 @@ class _Freeze:
     """Whether the woken process learned that it had been fenced."""
     survived: bool
     num_late: int
-    """The number of ledger calls that the incarnation made after its lease had expired."""
+    """The number of ledger calls that the incarnation made after it had been fenced."""
 
 
 def freeze(run: Run) -> Report:
@@ -109,8 +109,8 @@ def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tup
 
 
 def _prefills_silent(stack: Stack) -> float:
-    """Returns the number of requests that the gateway took from silent prefill workers. Its log reports them in bursts,
-    a second late.
+    """Returns the number of requests that the gateway took from silent prefill workers. The gateway's log would report
+    them only together, about a second late.
     """
     return stack.metric("looseleaf_requests_retried_total", reason="prefill_silent")
 

@@ -79,8 +79,8 @@ class Garbler:
         """The number of changed values, by the type of the key."""
 
     def burst(self, num_values: int) -> None:
-        """Changes the given number of values, in keys that exist at the beginning of the burst. If a chosen key has
-        vanished, lists the keys again.
+        """Makes the given number of changes to random existing keys. Lists the keys at the beginning, and again when a
+        chosen key has vanished.
         """
         wanted, families = self.changed.total() + num_values, self._families()
         while self.changed.total() < wanted:
@@ -115,7 +115,7 @@ class Garbler:
         return families
 
     def _replace(self, key: bytes) -> None:
-        """Replaces the whole key: deletes it, or changes its type."""
+        """Deletes the key. In three of four cases, creates it again as a string, a list or a sorted set."""
         self._client.delete(key)
         match self._rng.randrange(4):
             case 0:
@@ -181,7 +181,7 @@ class Garbler:
             self._client.sadd(key, self._value(b"1"))
 
     def _value(self, old: bytes) -> bytes:
-        """Returns random bytes, no bytes, many bytes, a different number, or the old value with one byte changed."""
+        """Returns random bytes, no bytes, many bytes, a number, or the old value with a random byte at one position."""
         rng = self._rng
         number = int(old) if old.isdigit() and len(old) < 20 else rng.randrange(2**32)
         return rng.choice(

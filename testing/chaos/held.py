@@ -33,7 +33,7 @@ class HeldAfter:
         self.left: list[Left] = []
 
     def died(self, moment: float, dead: HolderView) -> None:
-        """Records that `dead` ended, or woke up, at `moment` (`time.monotonic()`)."""
+        """Starts the check of an incarnation that ended, or woke up, at `moment` (`time.monotonic()`)."""
         tickets = {h.epoch: set(h.own) for h in self._stack.inspect().holders if h.kind == "ticket"}
         look = threading.Thread(target=self._look, args=(moment + AFTER_S, dead, tickets), daemon=True)
         look.start()

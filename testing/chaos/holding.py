@@ -1,4 +1,4 @@
-"""A process of workers without a model that hold many blocks
+"""A process that contains workers without a model, which hold many blocks
 (`python -m testing.chaos.holding DIRECTORY REDIS_URL NUM_HOLDERS NUM_BLOCKS`). Each worker holds NUM_BLOCKS sealed
 blocks and a reserve. The process prints "ready" when all workers hold their blocks. The workers then take and release
 blocks as the steps of a sequence would, until a line of input arrives. The last line of output is JSON: the duration of
@@ -44,7 +44,7 @@ class Holding:
         self._sequence: list[BlockRef] = []
 
     def fill(self, num_blocks: int) -> None:
-        """Allocates and seals blocks under unique hashes until `num_blocks` are held."""
+        """Allocates and seals blocks under unique hashes until `num_blocks` are held, and then fills the reserve."""
         while (left := num_blocks - len(self.refs)) > 0:
             try:
                 refs = self.held.alloc(min(CHUNK, left))
@@ -70,8 +70,8 @@ class Holding:
         self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def num_different(self) -> int:
-        """Returns the number of blocks that only the holder or only the ledger records, after all missed calls have
-        been repeated.
+        """Releases the current sequence and repeats all unanswered calls. Returns the number of blocks that only the
+        holder or only the ledger records.
         """
         self.held.release(self._sequence)
         self.held.rejoining.settle_up()

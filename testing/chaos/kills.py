@@ -20,7 +20,7 @@ from testing.chaos.traffic import Answer
 from testing.system import wait_for
 
 BACK = r"(\d+) sequences came back: (\d+) tokens computed again, at most (\d+) of one"
-"""The log line of a prefill worker for sequences that came back from decode."""
+"""A pattern for the log lines of prefill workers about sequences that came back from decode."""
 
 
 def decode_kill(run: Run) -> Report:
@@ -66,7 +66,7 @@ def prefill_kill(run: Run) -> Report:
 
 
 def _kill_in_phase(stack: Stack, notes: Path, trial: int, rng: random.Random, held: HeldAfter) -> float:
-    """Kills one worker in a phase. Returns the time of its death."""
+    """Kills one worker, in the phase of this trial or at a random moment. Returns the time of its death."""
     name, phase = f"prefill-{trial % 2}", [*PHASES, None][trial % (len(PHASES) + 1)]
     if phase is None:
         return kill_one(stack, name, rng, held)

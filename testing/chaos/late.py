@@ -1,6 +1,6 @@
-"""Counts the ledger calls that workers make after their lease has expired, in the scripts themselves.
-`count_late_calls` runs in a worker's process (`faulty`), and `late_calls` in the suite's process. Only the script can
-determine reliably whether a call came too late and whether it changed anything.
+"""Counts the ledger calls that workers make after they have been fenced, in the scripts themselves. `count_late_calls`
+runs in a worker's process (`faulty`), and `late_calls` in the suite's process. Only the script can determine reliably
+whether a call came too late and whether it changed anything.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from block_store.ledger.scripts import LedgerScripts
 
 REFUSED = "refused"
 HARMLESS = "of no effect"
-"""Verdict on a `release` or `unregister` that was answered instead of refused, but changed nothing."""
+"""Verdict on a call, such as a `release`, that was answered instead of refused, but changed nothing."""
 EFFECTIVE = "EFFECTIVE"
 """Verdict on a call that changed something although its holder was fenced."""
 _OF_HOLDERS = frozenset({

@@ -21,13 +21,11 @@ DOWN_S = 1.0
 """Seconds for which a killed Redis stays down."""
 SLOW_S = 10.0
 STALLS_S = (0.02, 0.3)
-"""The range of the lengths of a slow Redis' stalls, in seconds. It includes the time for which a worker
-waits, 0.25 s.
-"""
+"""The range of the lengths of a slow Redis' stalls, in seconds. It includes the budget of a worker's call, 0.25 s."""
 PAUSES_S = (0.005, 0.05)
 """The range of the lengths of the pauses between two stalls, in seconds."""
 OLD_S = 2.0
-"""The age of the restored snapshot, in seconds. In this time, hundreds of blocks change in the ledger."""
+"""The time in seconds between the snapshot and the kill. In this time, hundreds of blocks change in the ledger."""
 WHOLE_S = 10.0
 POLL_S = 0.1
 MOST_FAILED = 0.001

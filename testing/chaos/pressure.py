@@ -1,7 +1,7 @@
-"""A scenario with an arena that is too small: it has 30 % of the blocks that the concurrent requests may need. It has
-four parts of equal length: one and two pairs of workers, each with swapping and with giving back. Every answer must be
-the oracle's, unless the request is refused at once because no decode worker could ever hold it. Some request must
-always make progress. The preemption counts come from the workers' logs and the gateway's metrics.
+"""A scenario whose arena has only 30 % of the blocks that the concurrent requests may need. Its four parts have equal
+lengths: one and two pairs of workers, each with swapping and with giving back. Every answer must be the oracle's,
+unless the request is refused at once because no decode worker could ever hold it. Some request must always make
+progress. The preemption counts come from the workers' logs and the gateway's metrics.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SHARE = 0.3
 CLIENTS = 24
 """The number of clients per decode worker."""
 PRIORITIES = (0, 0, 1)
-"""Priorities of the requests: a third of them has a lower priority than the others."""
+"""The priorities of the requests. About a third of the requests have a lower priority than the others."""
 MAX_MODEL_LEN = 432
 BLOCK_SIZE = 16
 QUIET_S = 30.0
-"""Number of seconds without an answer after which the system counts as stuck."""
+"""The time in seconds without an answer after which the system counts as stuck."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
 """A case that needs more than 256 blocks. This is more than any floor here, so it must be refused."""
 REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")

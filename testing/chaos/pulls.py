@@ -27,16 +27,16 @@ from testing.two_hosts import TwoHosts, namespaces_work
 
 PACKAGES = {"block_store": "testing.chaos.faulty_store"}
 WIDTH = 6
-"""Requests of a trial."""
+"""The number of requests in a trial."""
 BYTES_PER_S = 24_000
-"""Pace of a byte channel: a prompt of 100 tokens takes one to two seconds."""
+"""The pace of a byte channel, at which a prompt of 100 tokens takes one to two seconds."""
 DEADLINE_S = 10.0
 SLACK_S = 1.0
 IDLE_S = 16.0
-"""Two leases of a ticket."""
+"""The time in seconds within which a host must release all blocks: two leases of a ticket."""
 RETRIED = "looseleaf_requests_retried_total"
 HIT_S = 20.0
-"""Longest wait for the first blocks under way."""
+"""The longest wait, in seconds, for the first blocks under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,13 @@ class Trial:
 
     answers: Sequence[Answer]
     num_under_way: int
-    """Number of blocks that were under way just before the fault. 0: the fault hit no pull."""
+    """The number of blocks that were under way just before the fault. 0: the fault hit no pull."""
     num_lost: int
-    """Number of attempts that were lost during the trial because a pull failed."""
+    """The number of attempts that were lost during the trial because a pull failed."""
     idle_after_s: float
-    """Time after the last answer until nothing was held any more; infinite if that took more than IDLE_S per host."""
+    """The time in seconds from the last answer until nothing was held any more, or infinity if a host took longer than
+    IDLE_S.
+    """
 
 
 class PulledHosts(TwoHosts):
@@ -102,7 +104,7 @@ class PulledHosts(TwoHosts):
         self.cut(is_up=True)
 
     def flip(self) -> None:
-        """Changes a bit of a block on its way, and waits until the bit has been changed."""
+        """Has a bit of a block changed on its way, and waits for the change for at most HIT_S."""
         note = self.notes / FLIP
         note.touch()
         deadline = time.monotonic() + HIT_S
@@ -148,8 +150,8 @@ FAULTS: dict[str, Callable[[PulledHosts], object]] = {
 
 
 async def trial(hosts: PulledHosts, cases: Sequence[Case], fault: str, deadline_s: float = DEADLINE_S) -> Trial:
-    """Sends the cases and causes the fault in the middle of a pull. Each case has a prefix that no other request
-    shares. Returns the record of the trial.
+    """Sends the cases, and causes the fault when blocks are under way, or after HIT_S at the latest. No two requests
+    share a cached prefix. Returns the record of the trial.
     """
     if fault == "lapse":
         hosts.start_rewriter()

@@ -1,4 +1,4 @@
-"""The findings of a scenario, as a table of counts and their trials, with the 3/n limit for every zero."""
+"""The findings of a scenario, as a table. A count of zero comes with a limit of the rate, 3/n for n trials."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bound(events: int, trials: int) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the value that `share` of all values do not exceed, or 0 if there are no values."""
+    """Returns the value at the position `share` (0 to 1) of the sorted values, or 0 if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 

@@ -1,5 +1,5 @@
-"""Scenarios with many streams, which must continue while Redis is silent for some seconds, or after Redis is killed
-while workers hold many blocks.
+"""Scenarios with many streams. The streams must continue while Redis is silent for some seconds, and when Redis is
+killed while workers hold many blocks.
 
 These scenarios measure the pauses of streams; `outages` checks the ledger after an outage.
 """
@@ -26,7 +26,7 @@ RUN_IN_S = 2.0
 """The time between the last stream's first token and the loss of Redis, during which a beat fills the reserve."""
 MOST_S = 0.5
 MANY_STREAMS, SMALL_BLOCK = 96, 4
-"""Number of streams, and block size in tokens. At full length, the streams hold about 96 x 500 blocks."""
+"""The number of streams, and the block size in tokens. At full length, the streams hold about 96 x 500 blocks."""
 LOST_MOST_S = 5.0
 MAX_MODEL_LEN = 2048
 OUTPUT_LENGTHS = (1500, 1900)
@@ -49,7 +49,9 @@ class Stream:
         return tuple(self.tokens) == self.case.expected[0]
 
     def longest_gap_s(self, since: float) -> float:
-        """Returns the longest gap in seconds between two messages that ended after `since`, or 0 if there is none."""
+        """Returns the longest gap between two consecutive messages, in seconds. Only gaps that ended after `since`
+        count; if there are none, returns 0.
+        """
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs if after > since), default=0.0)
 
@@ -93,7 +95,7 @@ async def _silence(stack: Stack) -> None:
 
 async def _kill(report: Report, stack: Stack) -> None:
     """Kills Redis. Returns when the decode worker holds at least as many blocks in the new ledger as it held in the old
-    ledger.
+    ledger, or after 60 s.
     """
     before, began = stack.holder("decode"), time.monotonic()
     stack.redis.kill()

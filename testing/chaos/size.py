@@ -1,4 +1,4 @@
-"""Scenarios with a ledger as large as for the arena of a GPU, without a model. They measure the CPU time of each
+"""Scenarios with a ledger as large as that of a GPU's arena, without a model. They measure the CPU time of each
 script, and how long the ledger is unavailable after Redis is killed while workers hold very many blocks. `trials` is
 the number of blocks. In `ledger_size`, up to 64 workers hold them, one of which holds a fifth. In `ledger_loss`, a
 single worker holds all blocks.
@@ -77,8 +77,8 @@ def ledger_loss(run: Run) -> Report:
 
 
 def within(report: Report, size: Size, slack: float) -> Report:
-    """Runs the load and the outage of a scenario of this size. `slack` is the factor by which the results may exceed
-    the time limits on a slow machine.
+    """Measures the scripts and an outage with a ledger of this size. `slack` is the factor by which the results may
+    exceed the time limits on a slow machine.
     """
     with _store(size.num_references + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
@@ -133,8 +133,8 @@ def _store(num_blocks: int) -> Iterator[Store]:
 
 @contextmanager
 def _workers(store: Store, size: Size) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts one process for the largest holder, and PROCESSES processes for the others. Yields the processes when all
-    holders have their blocks.
+    """Starts one process for the largest holder, and up to PROCESSES processes for the others. Yields the processes
+    when all holders have their blocks.
     """
     shares = [size.num_others // PROCESSES + (i < size.num_others % PROCESSES) for i in range(PROCESSES)]
     started = [_worker(store, 1, size.big), *(_worker(store, share, size.each) for share in shares if share)]
@@ -159,7 +159,7 @@ def _worker(store: Store, num_holders: int, num_blocks: int) -> subprocess.Popen
 
 
 def _scripts(report: Report, store: Store, slack: float) -> None:
-    """Runs operations on the maximum number of blocks, and reports the maximum CPU time of a call in Redis."""
+    """Runs the operations on as many blocks as a call may have, and reports the maximum CPU time of a call in Redis."""
     costs: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -226,7 +226,7 @@ def _cpu(client: Any) -> float:
 
 
 def _outage(report: Report, store: Store, size: Size, slack: float) -> None:
-    """Kills Redis while workers are running, and waits until the ledger has every reference again."""
+    """Kills Redis while workers are running, and waits for at most 120 s until the ledger has every reference again."""
     slow = store.redis.client.slowlog_len()
     report.told("scripts that took over 5 ms of time, while filling", str(slow))
     assert store.redis.process is not None

@@ -199,8 +199,8 @@ class Stack:
 
 
 class _Launcher(Launcher):
-    """A launcher that starts the suite's entry points with its variables. Restarted services keep their ports, and the
-    number of restarts is not limited.
+    """A launcher that starts the suite's entry points with the plan's variables. The gateway and the block store keep
+    their ports when they restart. The services in `Plan.restarted`, and no others, restart, without limit.
     """
 
     def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:

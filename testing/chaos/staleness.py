@@ -24,28 +24,29 @@ from testing.chaos.stack import Plan, Stack
 
 LEASE_S = 0.5
 MOST_STOPPED_S = 20.0
-"""Maximum time for which a worker is stopped. Within it, half of the worker's blocks should be reallocated, which takes
-a second on an idle machine and ten on a loaded one, because a reaped worker's blocks are evicted last.
+"""The maximum time in seconds for which a worker is stopped. Within it, half of the worker's blocks should be
+reallocated, which takes a second on an idle machine and ten on a loaded one, because a reaped worker's blocks are
+evicted last.
 """
 STEP_S = 1.0
-"""Maximum number of seconds within which a busy worker makes a step."""
+"""The time in seconds within which a busy worker should begin a step."""
 RENEWED_S = 3.0
 """If a woken worker has not registered again after this number of seconds, it was not fenced."""
 MAX_MODEL_LEN = 432
 NUM_BLOCKS = 160
-"""Number of blocks, slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14). Cached
-blocks are therefore evicted soon, including those of a stopped worker.
+"""The number of blocks, slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14).
+Cached blocks are therefore evicted soon, including those of a stopped worker.
 """
 LONGEST_OUTPUT = 128
 """The longest output of this scenario's requests, in tokens. Shorter outputs make blocks change hands faster."""
 MOST_ATTEMPTS = 100
 CONCURRENCY = 20
-"""Number of concurrent requests. They do not all fit, so groups are sometimes preempted."""
+"""The number of concurrent requests. They do not all fit, so groups are sometimes preempted."""
 DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
 """A pattern for the log lines of stale blocks. A group that was about to be swapped out counts as one sequence."""
 SENT_AWAY = r"starting over: .*; (\d+) "
 UNRULED_VICTIMS = 300
-"""Number of victims within which the run without the rule must produce a wrong token."""
+"""The number of victims within which the run without the rule must produce a wrong token."""
 
 
 def staleness(run: Run) -> Report:
@@ -115,7 +116,7 @@ def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[
 
 
 def _stop_in_step(note: Path) -> None:
-    """Waits until the worker has stopped itself, for at most STEP_S."""
+    """Tells the worker to stop itself in its next step, and waits for this for at most STEP_S."""
     note.touch()
     deadline = time.monotonic() + STEP_S
     while note.exists() and time.monotonic() < deadline:
@@ -137,7 +138,9 @@ def _stop_one(stack: Stack, name: str) -> None:
 
 
 def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
-    """Waits until half of these blocks have a new generation in the header: their new writers are about to store."""
+    """Waits until half of these blocks have a new generation in the header, which means that their new writers are
+    about to store. Waits for at most MOST_STOPPED_S or, if there are no blocks, for two leases.
+    """
     deadline = time.monotonic() + (MOST_STOPPED_S if refs else 2 * LEASE_S)
     while time.monotonic() < deadline:
         time.sleep(0.01)

@@ -15,7 +15,7 @@ from looseleaf.client import AsyncClient
 from testing.chaos.book import Case
 
 DRAIN_S = 90.0
-"""Maximum time in seconds to wait for requests in flight at the end."""
+"""The maximum time in seconds to wait for requests in flight at the end."""
 NUM_SALTS = 3
 """The number of shared cache salts. If prefixes are shared, a random quarter of the requests use a unique salt instead,
 so that some prefixes are cached and some are not.
@@ -36,7 +36,9 @@ class Answer:
     error: str | None
     """The reason why the request did not complete, or None if it completed."""
     longest_gap_s: float
-    """The longest time between two messages of the same sample, in seconds. The request counts as the first message."""
+    """The longest time between two messages of the same sample, in seconds. The request counts as the first message. If
+    the request failed, its end counts as the last message.
+    """
 
     def spans(self, moment: float) -> bool:
         return self.began < moment < self.ended

@@ -67,7 +67,9 @@ class LyingDrafter(PerfectDrafter):
 
 
 def verify_everything(options: Seq[Option], num: int, max_rows: int, time_of: TimeOf) -> list[int]:
-    """Returns the largest possible length of each draft, as `best_lengths` would if rows took no time."""
+    """Returns the largest length of each draft, in order, for which rows are left, as `best_lengths` would if rows took
+    no time.
+    """
     lens, left = [0] * num, max_rows - num
     for option in options:
         lens[option.place] = min(option.room, left)
@@ -94,7 +96,7 @@ class SpeculatingWorkers(Workers):
     speculation: Speculation
 
     def __init__(self, drafter: Drafter, *where: Any, **settings: Any) -> None:
-        """The arguments after the drafter are those of `Workers`."""
+        """Creates the workers. The arguments after the drafter are those of `Workers`."""
         self._drafter = drafter
         super().__init__(*where, **settings)
 

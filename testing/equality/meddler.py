@@ -18,7 +18,7 @@ class Meddler:
         self, runner: ModelRunner, take: Callable[[int], object], when: When, pick: Callable[[StepInput], int | None]
     ) -> None:
         """Creates the replacement. `take` takes a block away; `pick` returns the block to take in a step, or None to
-        skip the step.
+        leave the step undisturbed.
         """
         self._step = runner.step
         self._take, self._when, self._pick = take, when, pick

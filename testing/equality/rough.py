@@ -44,9 +44,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RoughWorld:
-    """A gateway and two workers with faults. The methods are moves; `finish` ends every request and checks
-    the results.
-    """
+    """A gateway and two workers with faults. Methods are moves; `finish` ends all requests and checks the results."""
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, largest: Sequence[GroupNeed], spare_blocks: int,
@@ -274,7 +272,7 @@ class RoughWorld:
         self.sweep()
 
     def steal(self, ref: BlockRef) -> None:
-        """Reallocates a block to another writer without the ledger (`testing.ledger.block_thief`)."""
+        """Reallocates a block to another writer without the ledger, as `testing.ledger.block_thief` does."""
         slot = self.arena.acquire_writer_slot()
         self.arena.raise_generations([BlockRef(ref.block, int(self.arena.generations[ref.block]) + 1)], slot.number)
         self.arena.data[ref.block] = 0x3D

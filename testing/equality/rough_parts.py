@@ -16,7 +16,7 @@ from testing.ledger.lossy_redis import LossyRedis
 
 Role = Literal["prefill", "decode"]
 BUDGET_S = 0.01
-"""Time budget of a ledger call in seconds, enough for a few repetitions."""
+"""The time budget of a ledger call in seconds, enough for a few repetitions."""
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class RoughAttachment(Attachment):
         self.held = self._register()
 
     def beat(self) -> None:
-        """Does the work of the beat thread."""
+        """Does the work of the beat thread once, unless the worker is fenced."""
         if not self.is_fenced:
             try:
                 self.held.holder.lease.probe()

@@ -1,6 +1,6 @@
 """A prefill worker and a decode worker in this process over a real arena and ledger, with a minimal gateway between
-them. There is no RPC, so each test takes about a second. Groups that decode gives back are prefilled again with their
-output so far, in order of arrival, when there are blocks for them.
+them. There is no RPC, so each test takes about a second. Requests that come back, because a worker gave them back or
+lost them, are prefilled again with their output so far, in order of arrival, when there are blocks for them.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Workers:
             self._come_back(asked)
 
     def sweep(self) -> bool:
-        """Runs a sweep, as the store does periodically. Rebuilds the ledger if it has been voided. Returns whether it
-        was rebuilt.
+        """Runs a sweep, as the store does periodically. If the ledger is void, rebuilds it and waits until all holders
+        have joined. Returns whether the ledger was rebuilt.
         """
         try:
             sweep(self._ledger, self.arena, ())
@@ -287,8 +287,8 @@ class Workers:
         self._returned.sort(key=lambda item: item.number)
 
     def _let_back(self) -> None:
-        """Sends given-back requests to prefill, the oldest first, while there are blocks for them. If decode is idle,
-        sends one request, even if there are too few blocks.
+        """Sends requests that have come back to prefill, the oldest first, while there are blocks for them. If decode
+        is idle, sends one request, even if there are too few blocks.
         """
         while self._returned:
             load = self.decode.load

@@ -148,7 +148,7 @@ def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "", fami
 
 
 def lines_of(outcome: Outcome) -> Iterable[str]:
-    """Yields the results as lines of markdown."""
+    """Yields the results as lines of Markdown."""
     yield f"{outcome.num_inputs:,} inputs in {outcome.seconds:.0f} s, {outcome.rate:.0f} a second."
     yield ""
     yield "| target | inputs | statuses |"

@@ -221,7 +221,7 @@ def almost(draw: random.Random, whole: bytes) -> bytes:
 
 
 def json_value(draw: random.Random, depth: int = 0) -> Any:
-    """Returns arbitrary JSON, sometimes invalid (NaN)."""
+    """Returns an arbitrary JSON value, sometimes an invalid one (NaN, infinity)."""
     kind = draw.randrange(9 if depth < 4 else 6)
     match kind:
         case 0:
@@ -261,7 +261,7 @@ def disturbed(draw: random.Random, right: Any) -> Any:
 
 
 def body(draw: random.Random, path: str) -> bytes:
-    """Returns a request body, in most cases one that is nearly valid for this path."""
+    """Returns a request body. About half of the bodies are nearly valid for this path, if BODIES contains the path."""
     if draw.random() < 0.15:
         return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
     if draw.random() < 0.6:

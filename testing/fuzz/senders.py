@@ -17,8 +17,8 @@ from testing.fuzz import inputs
 
 Metadata = tuple[tuple[str, str], ...]
 TIMEOUT_S = 60.0
-"""Number of seconds after which a call counts as hung. Calls that wait have a shorter deadline, and end with
-`DEADLINE_EXCEEDED`.
+"""The number of seconds after which a call counts as hung. A gRPC call has a shorter deadline (CALL_S), after which it
+should end with `DEADLINE_EXCEEDED`.
 """
 _OWN_WORDS = "Internal error from Core"
 """The message that `grpc.aio`, not the server, generates if the server ends a stream while the client is still writing

@@ -29,7 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> Tokenizer:
-    """Returns a byte-level BPE tokenizer with 400 tokens that puts <s> before a text."""
+    """Returns a byte-level BPE tokenizer that puts <s> before a text. Its training text yields only 300 of the
+    VOCAB_SIZE tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

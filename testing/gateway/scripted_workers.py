@@ -84,8 +84,8 @@ def _first_token(request: prefill_pb2.PrefillRequest, branch: pb.Branch, script:
 
 
 def _tables(prompt_len: int, branch: pb.Branch, number: int) -> pb.BranchTables:
-    """Returns the block tables of a branch. The first branch lists all its blocks. Other branches share the prompt's
-    full blocks or, if they have no output, all of its blocks.
+    """Returns the block tables of a branch, without the blocks themselves. All branches except the first one share the
+    prompt's full blocks or, if they have no output, all of the prompt's blocks.
     """
     num_outputs = len(branch.output_token_ids)
     shared = prompt_len // BLOCK_SIZE if num_outputs else blocks_of(prompt_len, BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Chat templates of families that support tool calls, in the form in which models contain them, for tests."""
+"""Chat templates of families that support tool calls, for tests. They are close to the templates of real models."""
 
 from __future__ import annotations
 

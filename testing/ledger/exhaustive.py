@@ -1,7 +1,7 @@
 """A search of all states that two holders, two blocks and two hashes can reach, with the real scripts in a real Redis.
 The search is breadth-first. A state consists of block states, hashes, holders by role, and the orders of eviction and
-of free blocks, but not of generations, clocks and call numbers. In every state, each possible operation of a live
-holder is called twice, and the invariants are checked after each move.
+of free blocks, but not of generations, clocks and call numbers. In every state, each live holder makes every possible
+call of alloc, acquire, claim, release, seal and hand_over twice, and the invariants are checked after each move.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class SmallWorld:
         assert self._register(successor.slot) == successor.epoch
 
     def _twice(self, call: Callable[[], object]) -> None:
-        """Checks I8, and that a refusal changes nothing."""
+        """Makes a call twice. Checks I8, and that a refusal changes nothing."""
         before = self.store.moment()
         answer = _answer(call)
         after = self.store.moment()

@@ -1,6 +1,6 @@
 """A walk of random operations on a ledger, for tests. The walk keeps a model of all holders, and checks the invariants
 after every operation. After an operation that must have no effect (repeated, stale, fenced), it compares the whole
-ledger with the state before.
+ledger with its state before the operation.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class LedgerWalk:
         assert held[mine.caller.epoch] == len({*mine.held, *mine.unsealed}), "the holder keeps none of them"
 
     def _written(self, mine: Mine, which: int, n: int) -> list[SealItem]:
-        """Writes some of the holder's unsealed blocks, which are to be sealed."""
+        """Writes some of the holder's unsealed blocks. Returns the items with which to seal them."""
         refs, name = mine.unsealed[: n % 4 + 1], "aab"[which % 3] + "xy"[which % 2]
         if not refs:
             return []
@@ -205,7 +205,7 @@ class LedgerWalk:
         assert isinstance(self._once("-", mine, lambda lane: self.ledger.claim(lane, paper.id)), errors.Gone)
 
     def keep(self, which: int) -> None:
-        """Extends the lease of a ticket, and checks that nothing else changes."""
+        """Extends a ticket's lease. Checks that a wrong secret or block is refused, and that no reference changes."""
         if not self.tickets:
             return
         paper = self.tickets[which % len(self.tickets)]
@@ -348,8 +348,8 @@ class LedgerWalk:
         self.successes["rebuild"] += 1
 
     def older(self, who: int) -> None:
-        """Restores an older snapshot of the ledger, which a beat of a holder detects if the snapshot lacks the holder's
-        last call.
+        """Restores a snapshot of the ledger that lacks a holder's last call. Checks that the holder's next beat detects
+        this, and rebuilds the ledger.
         """
         mine, client = self._mine(who), self.store.client
         keys = list(client.scan_iter(f"{self.ledger.tag}*", count=1000))

@@ -1,4 +1,4 @@
-"""For tests: a TCP relay between two services, which can change a byte or stop passing bytes on."""
+"""A TCP relay between two services, for tests. It can change a byte, or stop passing answers on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.flip_after: int | None = None
-        """If it is set, the byte at this position of the next answers is changed."""
+        """If this is not None, one byte is changed: the one after this number of further bytes of answers."""
         self.is_open = threading.Event()
-        """Answers pass while it is set."""
+        """Answers pass while this event is set."""
         self.is_open.set()
         self._sockets = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()

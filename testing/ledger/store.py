@@ -39,7 +39,7 @@ LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="b
 
 
 LONG_S = 3600.0
-"""Length in seconds of leases that do not end during a test, unless `TestStore.expire` ends them."""
+"""The length in seconds of leases that do not end during a test, unless `TestStore.expire` ends them."""
 
 
 def chain(name: str, length: int) -> list[bytes]:
@@ -93,7 +93,7 @@ class TestStore:
         return HeldBlocks(holder, self.arena, slot, reserve)
 
     def expire(self, *epochs: Epoch) -> None:
-        """Ends these leases: sets their deadlines to a time in the past."""
+        """Ends these leases by setting their deadlines to a time in the past."""
         self.client.zadd(self.ledger.tag + "leases", {str(epoch): 1 for epoch in epochs})
 
     def ticket_id(self, epoch: Epoch) -> TicketId:
@@ -108,7 +108,7 @@ class TestStore:
         return replace(now, holders=tuple(replace(holder, lease_ms=0) for holder in now.holders))
 
     def check(self, before: Inspection | None = None) -> Inspection:
-        """Checks the invariants, including those between `before` and now. Returns the current moment."""
+        """Checks the invariants, including those between `before` and now. Returns the state, as `moment` does."""
         now = self.moment()
         assert not (found := invariants.findings(self.ledger, now, before)), found
         return now
@@ -120,7 +120,9 @@ class TestStore:
         return self.ledger.seal(caller.lane(), [SealItem(*pair, quota) for pair in zip(refs, hashes, strict=True)])
 
     def write(self, caller: Caller, refs: Sequence[BlockRef], hashes: Sequence[bytes | None]) -> None:
-        """Writes blocks, following the writer rule. The content of a full block is a function of its hash."""
+        """Writes blocks, following the writer rule, and marks them as sealed in the header. The content of a full block
+        is a function of its hash.
+        """
         if not self.arena.check_refs(refs):  # not in the header yet
             self.arena.raise_generations(refs, caller.slot.number)
         for ref, prefix_hash in zip(refs, hashes, strict=True):
@@ -181,13 +183,13 @@ class StoreProcess:
         return list(self.stub.ReadBlocks(request, timeout=5))
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
+        """Sends SIGKILL, and waits until the process has ended."""
         self.channel.close()
         self.process.kill()
         self.process.communicate(timeout=10)
 
     def stop(self) -> str:
-        """Sends SIGTERM. Returns the log."""
+        """Sends SIGTERM, and waits until the process has ended. Returns the log."""
         self.channel.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -196,7 +198,7 @@ class StoreProcess:
 
 
 def python(code: str, *args: str) -> subprocess.Popen[str]:
-    """Starts another process that runs `code`, with pipes."""
+    """Starts another process that runs `code`, with pipes for its input and output."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )

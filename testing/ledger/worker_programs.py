@@ -54,7 +54,9 @@ class World:
         self.actors = [self._spawn() for _ in range(num_actors)]
 
     def act(self, choose: Callable[[int], int]) -> None:
-        """Makes one event happen to one actor, and then checks every indexed block (I7)."""
+        """Makes one event happen: a step, a freeze or the death of an actor, a sweep, or a rebuild. Then checks every
+        indexed block (I7).
+        """
         index, what = choose(len(self.actors)), choose(20)
         if what < 16:
             self._step(index, choose)

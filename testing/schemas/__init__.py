@@ -1,1 +1,1 @@
-"""Random JSON schemas against a real system, also while decode workers are killed and while groups are swapped out."""
+"""Tests of random JSON schemas with a real system, also while decode workers are killed or groups are swapped out."""

@@ -37,7 +37,7 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     attempts: int = 0
-    """The number of prefills, from the answer's own account. More than 1: the request changed its workers."""
+    """The number of prefills, from the answer's own account. More than 1: the request was prefilled again."""
     began: float | None = None
     """The time of the first token."""
     ended: float | None = None
@@ -52,7 +52,7 @@ class Answer:
         return self.began is not None and self.ended is None
 
     def spans(self, moment: float) -> bool:
-        """Whether the client had received a part of the answer at this time."""
+        """Returns whether the client had received the beginning of the answer, but not its end, at this time."""
         return self.began is not None and self.ended is not None and self.began < moment < self.ended
 
 

@@ -18,8 +18,9 @@ from testing.schemas.answers import MAX_TOKENS, Answer, Questions
 MAX_MODEL_LEN = MAX_TOKENS + 200
 _ROOMY = Plan(num_blocks=4096, max_model_len=MAX_MODEL_LEN)
 _TIGHT = Plan(num_blocks=404, max_model_len=MAX_MODEL_LEN, block_size=4, workers=1, preemption="swap")
-"""Slightly more than the minimum: each of the two workers reserves the blocks of the longest sequence (200 and one
-more). 32 prompts of 125 tokens with short answers need more than the decode worker has.
+"""A plan with slightly more blocks than the minimum, which is the sum of the two workers' floors. Each floor covers the
+longest sequence (200 blocks and one more). 32 prompts of 125 tokens with short answers need more blocks than the decode
+worker can get.
 """
 _MIDWAY_AT_KILL = 4
 """The number of unfinished answers for which a kill waits."""
@@ -50,7 +51,7 @@ class Result:
 
     @property
     def num_spanning(self) -> int:
-        """The number of answers that began before a kill, ended after the kill, and changed workers."""
+        """The number of answers that began before a kill, ended after the kill, and were prefilled again."""
         return sum(a.attempts > 1 and any(map(a.spans, self.kills)) for a in self.answers)
 
 

@@ -1,6 +1,6 @@
-"""Seeded random JSON schemas of the kinds in the JSON-schema test suite that limit an answer.
+"""Seeded random JSON schemas. Their kinds are those in the JSON Schema test suite that restrict an answer.
 
-Strings and arrays are short, so that the built-in model reaches the end.
+Strings and arrays are short, so that the built-in model reaches the end of an answer.
 """
 
 from __future__ import annotations
