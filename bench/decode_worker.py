@@ -23,7 +23,7 @@ from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
 
 RESERVE = 16
-"""Number of blocks that the worker allocates in advance. This is the default of a decode worker."""
+"""The number of blocks that the worker allocates in advance, which is a decode worker's default minimum."""
 
 
 class Stopwatch:
@@ -51,7 +51,7 @@ class Stopwatch:
 
 def steps(bench: DecodeBench, groups: int, samples: int, num_steps: int) -> dict[str, float]:
     """Decodes `groups` requests of `samples` sequences each for `num_steps` steps, after five steps to warm up. Returns
-    the results. Times are in us per step.
+    the results. Times are in us per step or, with the suffix "_per_seq", per step and sequence.
     """
     size, vocab = bench.block_size, bench.runner.config.vocab_size
     sampling = SamplingParams(temperature=0.8, seed=1, num_sequences=samples)

@@ -39,8 +39,8 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m
 
 
 def bytes_per_s(runner: ModelRunner) -> float:
-    """Returns the memory bandwidth of the runner's device in bytes per second: of reading on a CPU, of reading and
-    writing on a GPU.
+    """Returns the memory bandwidth of the runner's device in bytes per second: on a CPU that of reading, on a GPU that
+    of a copy, which counts bytes read and bytes written.
     """
     if runner.device.name == "cpu":
         return memory_limit(0.5) * 1e9

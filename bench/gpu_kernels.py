@@ -3,9 +3,9 @@
 The limits are measured in the same run: memory with a copy of 4 GiB (bytes read and written), arithmetic with an
 8192 x 8192 x 8192 bf16 matrix product. Shapes are those of Llama-3-8B: 32 layers, 32 query heads, 8 KV heads of 128,
 blocks of 16. Calls cycle through the layers, so keys and values come from memory and not from the L2 cache. Calls are
-replayed from one CUDA graph if the attention provider supports graph capture. `--rehearse` runs every case at a toy
-size on the CPU under Triton's interpreter: it runs the same code, but its figures have no meaning. The last line is
-JSON. This benchmark has not been run on a GPU yet.
+replayed from one CUDA graph, except those of prefill and of attention providers without graph capture. `--rehearse`
+runs every case at a toy size on the CPU under Triton's interpreter. It runs the same code, but its figures have no
+meaning. The last line is JSON. This benchmark has not been run on a GPU yet.
 """
 
 from __future__ import annotations

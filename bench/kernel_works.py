@@ -106,8 +106,8 @@ def _copy_blocks(count: int) -> Work:
 
 
 def _linears() -> list[Work]:
-    """Returns linear layers for every provider on this CPU. If there is only one provider, torch is included with up to
-    eight rows, because it may be slow.
+    """Returns linear layers for every provider on this CPU. If there is at most one provider, adds torch, but only with
+    up to eight rows, because it may be slow.
     """
     have: list[Provider] = [p for p in ("amx", "onednn", "simd") if _packed(32, 32, p).how == p]
     works = []

@@ -1,8 +1,8 @@
 """Times the ledger operations of a request whose block table has 64 blocks, and compares each with a PING
 (`python -m bench.ledger`).
 
-Times are those of the round trips that a worker makes, in microseconds. Steps without Redis, such as hashing, are timed
-too. The last line is one JSON object.
+Times are those of complete calls, in microseconds, including the round trip to Redis. Steps without Redis, such as
+hashing, are timed too. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def serve(model: Path, tokens: list[int], ends: list[int], max_len: int) -> dict
 
 def compare(served: dict[str, Any], ends: list[int], expected: torch.Tensor) -> None:
     """Prints the largest difference of a log-probability, and adds it to `served`. Raises AssertionError if a token
-    differs or a prefix was not found in the cache.
+    differs, or if the cached tokens of a prefix are not exactly the full blocks before its last token.
     """
     differences = []
     for end, cached, (token, logprob), row in zip(ends, served["cached"], served["answers"], expected, strict=True):

@@ -14,7 +14,7 @@ def main(address: str = "127.0.0.1:50051") -> None:
             print(delta.text, end="", flush=True)
             usage = delta.usage or usage
     assert usage is not None
-    print(f"\n\n{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached; run it again to see more")
+    print(f"\n\n{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached; only full blocks are cached")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Lets a model call a function, with the `openai` package: `python examples/tools.py [BASE_URL]`.
 
-It needs a model whose chat template supports tools (Qwen, Hermes, Llama 3, Mistral, ...). The template of the built-in
-model does not support them.
+The server must have a model whose chat template supports tools (Qwen, Hermes, Llama 3, Mistral, ...). The template of
+the built-in model does not support them.
 """
 
 from __future__ import annotations

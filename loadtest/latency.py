@@ -2,7 +2,7 @@
 
 Serves the benchmarks' model with 125M random parameters on this machine. Measures health checks of every service over
 gRPC while prompts of 4,000 tokens are prefilled. Measures refusals while the gateway's queue is full, one request at a
-time and 1,000 at the same instant. For comparison, it also sends the 1,000 requests to a server that only refuses
+time and 1,000 at the same instant. For comparison, also sends the 1,000 requests to a server that only refuses
 (`loadtest.refuser`). Prints percentiles; the last line is JSON.
 """
 
@@ -131,7 +131,7 @@ def refuser() -> Iterator[str]:
 
 
 def percentile_ms(waits: Sequence[float], share: float) -> float:
-    """Returns the value below which `share` of the waits lie, in milliseconds. `waits` are in seconds."""
+    """Returns the value at the position `share` (0 to 1) of the sorted `waits` (seconds), in milliseconds."""
     return round(1e3 * sorted(waits)[min(len(waits) - 1, int(len(waits) * share))], 2)
 
 

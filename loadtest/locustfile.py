@@ -141,8 +141,8 @@ class OpenAIUser(User):  # type: ignore[misc]
 
 
 def num_tokens(event: dict[str, Any], *, first: bool) -> int:
-    """Returns the number of an event's choices with text. In a stream's first event, a choice that ends without text
-    also counts, because a token may have no text.
+    """Returns the number of an event's choices with text. If `first`, a choice that ends without text also counts,
+    because a token may have no text. `first` says that the stream has had no token yet.
     """
     return sum(1 for choice in event["choices"] if choice["text"] or (first and choice["finish_reason"]))
 

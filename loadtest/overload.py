@@ -1,10 +1,10 @@
 """Sends more requests than a service can handle: `python -m loadtest.overload`.
 
-Serves the built-in model and sends streamed completions over HTTP. First it keeps enough requests in flight to fill the
-service, which shows its capacity. Then it sends 0.8 and 4 times as many requests per second, at times that do not
-depend on answers. At the end it sends 1,000 requests at the same instant to the gateway, and to a server that only
-refuses. Prints goodput (answers finished per second), times to first token of admitted requests, and times of refusals;
-the last line is JSON.
+Serves the built-in model and sends streamed completions over HTTP. First keeps enough requests in flight to fill the
+service, which shows its capacity. Then sends 0.8 and 4 times as many requests per second, at times that do not depend
+on answers. At the end, during an overload, sends 1,000 requests at the same instant to the gateway, and then to a
+server that only refuses. Prints goodput (answers finished per second), times to first token of admitted requests, and
+times of refusals; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from testing.system import prompts
 
 PATH = "/v1/completions"
 FILL_S = 16.0
-"""Duration, in seconds, of the overload during which many requests arrive at the same instant."""
+"""The duration, in seconds, of the overload during which many requests arrive at the same instant."""
 
 
 class OverloadSettings(Settings):
@@ -57,7 +57,7 @@ class Seen:
     seconds: float
     replies: list[Reply] = field(default_factory=list)
     done_at: list[float] = field(default_factory=list)
-    """End of each answer, in seconds since the phase began."""
+    """The end of each answer, in seconds since the phase began."""
     failed: int = 0
 
     @property

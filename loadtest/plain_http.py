@@ -1,5 +1,5 @@
 """A minimal HTTP/1.1 client for load tests, which uses little of the serving machine's CPU time. It sends a POST, and
-returns the status and the times at which the head, the first piece of the body and the end arrive.
+returns the status and the times at which the head, the first chunk of the body and the end arrive.
 
 A connection carries one request at a time and is kept for the next one.
 """
@@ -20,9 +20,9 @@ class Reply:
     status: int
     retry_after: str | None
     head_s: float
-    """Arrival of the status line and headers."""
+    """The arrival of the status line and the headers."""
     first_s: float
-    """Arrival of the first piece of the body."""
+    """The arrival of the first chunk of the body or, if the body is not chunked, of its end."""
     whole_s: float
 
 
@@ -51,7 +51,9 @@ class Connection:
         return Reply(status, headers.get("retry-after"), head_s, first_s, time.perf_counter() - started)
 
     async def _read_body(self, headers: dict[str, str], started: float) -> float:
-        """Reads the body. Returns the time at which its first piece arrived."""
+        """Reads the body. Returns the arrival of its first chunk or, if the body is not chunked, of its end, in seconds
+        since `started`.
+        """
         if headers.get("transfer-encoding") != "chunked":
             await self._reader.readexactly(int(headers.get("content-length", "0")))
             return time.perf_counter() - started

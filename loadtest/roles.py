@@ -1,9 +1,9 @@
 """Compares prefill and decode in two processes with both roles in one process (`--roles both`).
 
 `python -m loadtest.roles` serves the benchmarks' model with 125M random parameters on this machine. Each round serves
-the arrangements one after another, while each client sends its requests one at a time. Prints the results of each round
-and their medians; the last line is JSON. The arrangements are measured some seconds apart, so a machine with other
-users needs more rounds.
+the arrangements one after another. Each client sends its requests one at a time. Prints the results of each round and
+their medians; the last line is JSON. The arrangements are measured some seconds apart, so a machine with other users
+needs more rounds.
 """
 
 from __future__ import annotations

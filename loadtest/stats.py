@@ -1,4 +1,4 @@
-"""Times of one streamed request, reported to locust as separate events: ttft, itl (one per gap), e2e.
+"""Reports the times of one streamed request to locust as separate events: ttft, itl (one per gap), e2e.
 
 Depends on locust's event interface, not on gRPC or HTTP.
 """
@@ -19,7 +19,7 @@ class StreamTimer:
     """
 
     def __init__(self, fire: Fire, protocol: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`protocol` is the request type by which locust groups the events. `clock` returns seconds."""
+        """Starts the timer. `protocol` is the request type by which locust groups events. `clock` returns seconds."""
         self._fire = fire
         self._protocol = protocol
         self._clock = clock

@@ -31,7 +31,7 @@ from testing.system import prompts
 KEYS = "greedy greedy-key best_priority=-10\nother other-key\n"
 BEST_PRIORITY = -10
 SETTLE_S = 5.0
-"""Time after which the streams have started and the gateway knows their rate."""
+"""The time in seconds after which the streams have started and the gateway has measured their rate."""
 
 
 class TenantsSettings(Settings):

@@ -23,7 +23,7 @@ class Lengths:
 
     median: float
     sigma: float
-    """Standard deviation of the logarithm."""
+    """The standard deviation of the logarithm."""
     most: int
 
     @classmethod
@@ -62,7 +62,7 @@ class Workload:
     prompt: Lengths = Lengths(median=96.0, sigma=0.8, most=1024)
     output: Lengths = Lengths(median=32.0, sigma=0.6, most=256)
     shared_share: float = 0.5
-    """Share of the prompts that begin with a common prefix."""
+    """The share of the prompts that begin with a common prefix."""
     num_prefixes: int = 4
     prefix_len: int = 64
     first_token_id: int = 16

@@ -1,4 +1,4 @@
-"""Makes the measurements of the literature on this machine, and writes the page docs/paper/README.md (`make paper`).
+"""Repeats measurements from the literature on this machine, and writes the page docs/paper/README.md (`make paper`).
 
 Each measurement runs in its own process, which is ended at the measurement's time limit. The sum of all limits is at
 most 40 minutes. A result replaces NAME.json in the folder, with date, commit and machine. The page is generated from

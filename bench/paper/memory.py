@@ -1,5 +1,5 @@
-"""Shares of KV memory that contain tokens: contiguous reservation and paging (PagedAttention, figures 2 and 13), and
-unused slots by block size.
+"""Measures the share of KV memory that contains tokens, with contiguous reservation and with paging (PagedAttention,
+figures 2 and 13), and the unused slots by block size.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from loadtest.workload import Lengths, read_trace
 
 LIMIT_S = 300
 NUM_SLOTS, MAX_LEN = 15_700, 2048
-"""Slots for KV and the longest sequence of OPT-13B on a GPU of 40 GB (the paper's table 1)."""
+"""The number of KV slots, and the length of the longest sequence, for OPT-13B on a GPU of 40 GB (the paper's table 1).
+"""
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128, 256)
 PAPER = {"Orca (Max)": 20.4, "Orca (Pow2)": 26.8, "Orca (Oracle)": 38.2, "paged, 16": 96.3}
 PAPER_BATCH = {"Orca (Max)": 7.0, "Orca (Pow2)": 9.81, "Orca (Oracle)": 13.62, "paged, 16": 30.42}
 ROOM = 0.25
-"""A share within this of the paper's, relatively, counts as reproduced."""
+"""The relative difference from the paper's share up to which a share counts as reproduced."""
 
 
 def lengths(options: Options, num: int) -> list[Lens]:
-    """Returns the lengths of `num` requests: those of the trace, limited to MAX_LEN together, or drawn ones."""
+    """Returns the lengths of `num` requests, from the trace or drawn. The sum of a request's two lengths is limited to
+    MAX_LEN - 1, and its prompt to half of MAX_LEN.
+    """
     if options.trace is not None:
         pairs = read_trace(options.trace)
         found = [pairs[number % len(pairs)] for number in range(num)]
@@ -52,8 +55,10 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _waste(size: int, requests: Sequence[Lens]) -> dict[str, float]:
-    """Returns the unused share of allocated slots in percent, as counted and by the model of (block_size + 1) / 2
-    slots per sequence: a sequence has 1 to block_size free slots, because each step first makes room for its token.
+    """Returns the unused share of allocated slots in percent, as counted ("unused") and by the model of
+    (block_size + 1) / 2 slots per sequence ("model"): a sequence has 1 to block_size free slots, because each step
+    first makes room for its token. Also returns the share of all slots that contain tokens, in percent, the mean number
+    of running requests, and the number of preemptions.
     """
     shares = simulate(Paged(NUM_SLOTS, size), requests)
     lost = (size + 1) / 2 * shares.running

@@ -139,7 +139,7 @@ class Paged:
 
 @dataclass(slots=True)
 class Shares:
-    """Sums over the counted steps."""
+    """Sums over the counted steps. `preempted` is the number of preemptions over all steps."""
 
     steps: int = 0
     running: int = 0
@@ -158,7 +158,7 @@ class Shares:
 
     def row(self, num_slots: int) -> dict[str, float]:
         """Returns shares of all slots in percent: tokens; reserved without a token; lost by rounding to a chunk; and
-        free.
+        free. Also returns the mean number of running requests, and the numbers of preemptions and steps.
         """
         whole = self.steps * num_slots / 100
         return {

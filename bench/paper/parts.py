@@ -1,4 +1,4 @@
-"""What a measurement of the page is: its options, its section, and its claims."""
+"""Defines what a measurement of the page consists of: its options, its section, and its claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks saved by sharing between samples and beams (PagedAttention, figure 15), with real services."""
+"""Measures the blocks saved by sharing between samples and beams (PagedAttention, figure 15), with real services."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.served.sharing import DATA_SETS, WIDTHS
 LIMIT_S = 900
 KINDS = {"n": "samples", "beams": "beams"}
 ROOM = 5.0
-"""Percentage points by which a saving may lie outside the paper's range."""
+"""The number of percentage points by which a saving may lie outside the paper's range."""
 
 
 def measure(options: Options) -> dict[str, Any]:

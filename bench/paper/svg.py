@@ -27,8 +27,8 @@ class Axis:
         return (of(value) - of(self.low)) / ((of(self.high) - of(self.low)) or 1.0)
 
     def ticks(self) -> list[float]:
-        """Returns at most ten round values on the axis. A logarithmic axis has powers of 2, or of 10 if there would
-        be too many.
+        """Returns about ten round values on the axis, or fewer. A logarithmic axis has powers of 2, or powers of 10 if
+        there would be too many.
         """
         if self.log:
             base = 2.0 if self.high / self.low <= 1024 else 10.0

@@ -1,4 +1,4 @@
-"""The worked example of PagedAttention (figure 6): 7 prompt tokens in blocks of 4 positions, and two decode steps.
+"""Repeats the worked example of PagedAttention (figure 6): 7 prompt tokens in blocks of 4, and two decode steps.
 
 A real decode worker runs the built-in model over a real arena of nine blocks and a real ledger in Redis. The free list
 of the ledger is brought into the order 7, 1, 3, so that blocks get the numbers of the paper. Tables come from the
@@ -42,7 +42,9 @@ HANDED_OVER_TABLES = ([7, 1], [7, 3], [7, 3, 1])
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Returns the stages of both runs. Raises AssertionError if the run of one worker differs from the paper."""
+    """Returns the stages of both runs. Raises AssertionError if the run of one worker differs from the paper, if the
+    other run has other tables than HANDED_OVER_TABLES, or if the two runs generate different tokens.
+    """
     settings = RunnerSettings(BUILT_IN, num_threads=1, max_model_len=64, device="cpu", block_size=BLOCK_SIZE)
     runner = ModelRunner(settings)
     prompt = Tokenizer.from_file(str(BUILT_IN / "tokenizer.json")).encode(PROMPT)

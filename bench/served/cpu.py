@@ -84,7 +84,7 @@ def shares(kernels: Any) -> Iterator[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the results of a run as markdown tables."""
+    """Returns the results of a run as Markdown tables."""
     isa = ", ".join(result["isa"]) or "neither AVX2 nor AVX-512"
     lines = [
         f"{result['date']}, commit {result['commit']}, {result['cores']} cores of {result['cpu']} ({isa}), "

@@ -1,9 +1,9 @@
 """Measures the benefit and the cost of a KV cache on disk (`python -m bench.served.disk_tier`).
 
-A launch without a disk tier and a launch with one compute the same prompts. A third launch finds these prompts on disk.
-For some of them, the files' pages are dropped from memory first. Between them, it computes new prompts of the same
-length. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. Its blocks
-are either read from disk in that time, or already in the arena.
+A launch without a disk tier and a launch with one compute the same prompts. A third launch finds these prompts on disk,
+and computes a new prompt of the same length before each of them. For some of them, the files' pages are dropped from
+memory first. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. Its
+blocks are either read from disk in that time, or already in the arena.
 """
 
 from __future__ import annotations

@@ -108,7 +108,9 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The CPU time that a process uses for streams. `kernel_share` is the kernel's share of all its CPU time."""
+    """The CPU time that a process uses for streams. `kernel_share` is the share of the process's whole CPU time that it
+    spends in the kernel.
+    """
 
     us_per_token: float
     kernel_share: float

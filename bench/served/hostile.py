@@ -1,10 +1,10 @@
 """Measures the effect of hostile request bodies on other streams (`make bench-hostile`).
 
 Serves the built-in model, keeps some streams running, and sends each body of `hostile_bodies` at the largest accepted
-size. For each body, prints status and time, the longest gap between two events of a stream with and without the body,
-and the increase of the gateway's peak memory since the start. Each gap is the shortest of several measurements, because
-other work on the machine can only make gaps longer. At the end, prints the time of GET /v1/models over one connection.
-The last line is JSON.
+size. For each body, prints the status and the longest time to the reply, the longest gap between two events of a stream
+with and without the body, and the increase of the gateway's peak memory since the start. Each gap is the shortest of
+several measurements, because other work on the machine can only make gaps longer. At the end, prints the median time of
+GET /v1/models over one connection. The last line is JSON.
 """
 
 from __future__ import annotations

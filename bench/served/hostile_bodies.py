@@ -14,7 +14,7 @@ class HostileBody:
     name: str
     path: str
     make: Callable[[int], bytes]
-    """Returns a body of about the given number of bytes, and never more."""
+    """Returns a body of at most the given number of bytes and, except for `_id_batch`, not much less."""
 
 
 def _filled(before: str, unit: str, after: str) -> Callable[[int], bytes]:

@@ -18,9 +18,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def provenance() -> dict[str, Any]:
-    """Returns the date (UTC), the commit, and the machine: CPU, usable cores, relevant instruction sets,
-    memory, load.
-    """
+    """Returns the date (UTC), the commit, and the machine: CPU, usable cores, instruction sets, memory and load."""
     cpu = Path("/proc/cpuinfo").read_text()
     flags = set((_field(cpu, "flags") or "").split())
     memory_kib = int((_field(Path("/proc/meminfo").read_text(), "MemTotal") or "0 kB").split()[0])

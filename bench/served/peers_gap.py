@@ -55,7 +55,7 @@ async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
 
 async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
     """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens when each stream has WARM_TOKENS tokens. Raises
-    RuntimeError if the server rejects a request, or if a stream reaches its end, after `most_tokens` tokens, too early.
+    RuntimeError if the server rejects a request, or if a stream has `most_tokens` tokens before the measurement ends.
     """
     rng = random.Random(seed)
 

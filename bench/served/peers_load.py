@@ -27,7 +27,7 @@ class Load:
     quiet_s: float = 10.0
     """The longest wait for an idle machine before a repetition, in seconds."""
     redo: int = 0
-    """The number of times that a repetition is repeated if other processes have disturbed it."""
+    """The maximum number of times that a repetition is repeated because other processes have disturbed it."""
     limit_s: float = 300.0
     """The time limit for one run of the client, in seconds."""
 

@@ -140,7 +140,7 @@ def disturbed(rows: Iterable[Mapping[str, Any]], share: float = 0.2) -> tuple[in
 
 
 def table(given: Sequence[Figure]) -> str:
-    """Returns the results as a markdown table."""
+    """Returns the results as a Markdown table."""
     lines = ["| | ours | best of the others | ratio | wanted | holds |", "|---|---|---|---|---|---|"]
     for item in given:
         theirs = "not measured" if item.theirs is None else f"{item.theirs:g} ({item.peer})"

@@ -100,7 +100,9 @@ class Target:
     """The process of a peer, which is suspended while others are measured."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Returns a context manager that keeps this target running."""
+        """Returns a context manager that resumes a peer's process, and suspends it again at the end. Our own servers
+        are never suspended.
+        """
         return nullcontext() if self.process is None else self._running(self.process.pid)
 
     @contextmanager

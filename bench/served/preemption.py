@@ -1,8 +1,9 @@
 """Measures the cost of running out of blocks (`make bench-preemption`).
 
 Serves the built-in model and sends the same requests, all at once, to two arenas. The first has room for all requests.
-The second has only a share of the blocks that the requests used in the first, so groups are swapped to host memory,
-given back to prefill, or either (auto). This is repeated for several block sizes. Prints counts and times for both
+The second has only a share of the blocks that the requests used in the first, but enough for the largest request.
+Groups are therefore swapped to host memory, given back to prefill, or either (auto). This is repeated for several block
+sizes. Prints counts and times for both
 arenas, and the number of requests whose tokens differ between them, which must be zero. The last line is JSON.
 """
 
@@ -42,7 +43,7 @@ class PreemptionSettings(Settings):
     requests: int = Field(32, ge=24, le=250, description="requests, all sent at once; every fourth has two samples")
     block_sizes: list[int] = Field([8, 16, 64], description="token positions in a block")
     share: float = Field(
-        0.3, gt=0, lt=1, description="blocks of the small arena, as a share of what all took together, or a few more"
+        0.3, gt=0, lt=1, description="blocks of the small arena, as a share of those that all requests used at once"
     )
 
 
@@ -154,9 +155,7 @@ def show(values: dict[str, Any], *, header: bool) -> None:
 
 
 def main(settings: PreemptionSettings) -> int:
-    """Measures and prints the rows. Returns exit status 1 if an answer differs from that of the run in the
-    large arena.
-    """
+    """Measures and prints the rows. Returns exit status 1 if an answer differs from that of the large arena's run."""
     rows = measure(settings)
     machine = platform.processor() or platform.machine()
     print(json.dumps({"benchmark": "preemption", "rows": rows, "machine": machine}))

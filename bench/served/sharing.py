@@ -173,7 +173,7 @@ def saved(load: Load, data: DataSet) -> dict[str, float]:
 
 
 def show_hand_over(rows: Sequence[Mapping[str, float]]) -> None:
-    print("per request of n samples (KV stays where it is: its bytes are handed over by name, none are copied)")
+    print("per request of n samples (a hand-over names blocks; none of the KV bytes are copied)")
     print("  ".join(f"{name:>12}" for name in rows[0]))
     for row in rows:
         print("  ".join(f"{value:{max(12, len(name))}}" for name, value in row.items()))

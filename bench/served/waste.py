@@ -1,8 +1,8 @@
 """Measures unused KV memory (`make bench-waste`).
 
 Serves a tiny random model with fewer blocks than the load needs. Reads the decode worker's blocks after every step, and
-the ledger twenty times a second. The requests are a mix of single sequences (greedy or sampled), several samples, and
-beams; some share a prefix. They arrive in a seeded Poisson process, faster than they can be served. Prints:
+the ledger about twenty times a second. The requests are a mix of single sequences (greedy or sampled), several samples,
+and beams; some share a prefix. They arrive in a seeded Poisson process, faster than they can be served. Prints:
 
 * internal waste: slots of used blocks without KV, compared with the theoretical (block_size - 1) / 2 slots per
   sequence;
