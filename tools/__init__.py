@@ -1,1 +1,1 @@
-"""Programs for developers: the trainer of the built-in model, mutation runs, GPU checks. Not installed."""
+"""Programs for developers, such as the trainer of the built-in model, mutation runs and GPU checks. Not installed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 FILE = Path(__file__).resolve().parents[1] / "deploy" / "observe" / "grafana" / "looseleaf.json"
 WIDTH, HEIGHT, PER_ROW = 8, 8, 3
-"""Size of a panel in Grafana's grid, which has 24 columns, and number of panels side by side."""
+"""The width and height of a panel in Grafana's grid, which has 24 columns, and the number of panels side by side."""
 _MODEL = 'model_name=~"$model"'
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 

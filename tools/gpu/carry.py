@@ -43,9 +43,7 @@ def download(requirements: tuple[str, ...], folder: Path) -> None:
 
 
 def extract_fa3(folder: Path, target: Path) -> None:
-    """Extracts the FlashAttention-3 library from the vLLM wheel in `folder`, and compresses it with xz into
-    `target`.
-    """
+    """Extracts the FlashAttention-3 library from the vLLM wheel in `folder`, and compresses it with xz to `target`."""
     [wheel] = folder.glob("vllm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         [member] = [name for name in archive.namelist() if FA3_MEMBER in name and name.endswith(".so")]

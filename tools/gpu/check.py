@@ -42,7 +42,9 @@ MOST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A group of tests with its time limit in seconds, and its number of processes if pytest-xdist is installed."""
+    """A group of tests, with its time limit in seconds and its maximum number of processes (with pytest-xdist, on four
+    cores or more).
+    """
 
     name: str
     tests: tuple[str, ...]

@@ -31,8 +31,8 @@ Verdict = Literal["killed", "timeout", "survived"]
 _VERDICTS: dict[int | None, Verdict] = {
     None: "timeout", 0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed",
 }  # fmt: skip
-"""Verdicts by exit status of pytest. 2 to 4 mean that the mutant cannot be imported; None means a timeout. Other
-statuses are errors.
+"""Verdicts by exit status of pytest. 2 to 4 mean that the mutant cannot be imported; None means a timeout. A negative
+status, the number of a signal, counts as "killed". Other statuses are errors.
 """
 _KEPT = (
     "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "looseleaf", "models", "prefill_svc",
@@ -161,7 +161,7 @@ def chosen(target: Target, most: int, seed: int) -> list[Mutant]:
 
 
 def table(trials: list[Trial]) -> str:
-    """Returns two markdown tables: the numbers of mutants by area and file, and the survivors."""
+    """Returns two Markdown tables: the numbers of mutants by area and file, and the survivors."""
     rows = ["| area | file | tried | killed | survived |", "|---|---|---|---|---|"]
     places = sorted({(trial.target, trial.mutant.path) for trial in trials})
     for target, path in [*((name, "all") for name in dict.fromkeys(t for t, _ in places)), *places]:

@@ -29,7 +29,7 @@ class Mutant:
     line: int
     kind: str
     start: int
-    """Offset in bytes from the start of the file."""
+    """The offset in bytes from the start of the file."""
     end: int
     old: str
     new: str

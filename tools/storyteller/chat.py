@@ -85,7 +85,7 @@ def render(turns: list[Turn], system: str | None = None) -> str:
 
 
 def conversation(rng: random.Random, tell: list[Story], separator: str) -> str:
-    """Returns a chat that asks for the stories `tell` and discusses them."""
+    """Returns a chat that asks for the stories `tell`, and may ask questions about them."""
     turns: list[Turn] = []
     if rng.random() < 0.12:
         turns.append(_small_talk(rng, rng.choice((_GREETING, _WHO, _HOW))))

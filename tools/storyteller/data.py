@@ -119,9 +119,7 @@ def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> 
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Returns a byte-level BPE trained on `texts`. Its first tokens are the special tokens. It adds <s>
-    before a text.
-    """
+    """Returns a byte-level BPE trained on `texts`. Its first tokens are the special ones. It adds <s> before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -154,7 +154,7 @@ class Story:
             self.say(*templates)
 
     def one_of(self, *templates: str) -> None:
-        """Adds one of several templates to the current paragraph, where brackets would be hard to read."""
+        """Adds one of several templates to the current paragraph, for choices that are hard to read in brackets."""
         self.say(self.rng.choice(templates))
 
     def paragraph(self) -> None:

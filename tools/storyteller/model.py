@@ -125,8 +125,8 @@ class Llama(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Initializes weights with Normal(0.02). Matrices that write into the residual stream are scaled by depth as in
-        GPT-2.
+        """Initializes matrices with normal random numbers of standard deviation 0.02. Those that write into the residual
+        stream are scaled by depth, as in GPT-2.
 
         The embedding is large (0.4), so that the layers' outputs do not hide the token. The weight of the last norm is
         small, because the embedding is also the output layer.

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 ADAM_SHARE = 2.0
-"""The ratio of Adam's learning rate to Muon's. The embedding's values are large (0.4), so a step at full rate
-changes them by about 1.5 %."""
+"""The ratio of Adam's learning rate to Muon's. The embedding's values are large (0.4), so a step at full rate changes
+them by about 1.5 %.
+"""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 

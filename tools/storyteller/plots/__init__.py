@@ -13,7 +13,7 @@ PLOTS: dict[str, tuple[Callable[[Story], None], int]] = {
     "dragon": (courage.dragon, 8), "winter": (folly.winter, 5), "quarrel": (friends.quarrel, 8), "way_home": (quests.way_home, 8),
     "building": (courage.building, 8), "contest": (quests.contest, 6), "magic": (folly.magic, 6), "seed": (courage.seed, 6),
 }  # fmt: skip
-"""The plots with their shares of the stories."""
+"""The plots, with their weights in the choice of a story's plot."""
 
 PAIRS = {
     "small_saves_big": ("b", 24), "flattery": ("t", 8), "race": ("b", 8), "fear": ("f", 8), "cure": ("g", 4), "liar": ("k", 5),
