@@ -65,7 +65,7 @@ def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
 
 
 def paged_prefill_work(length: int, chunk: int) -> Work:
-    """Returns the attention of a prompt in chunks. Each chunk attends to the blocks of all earlier chunks."""
+    """Returns the attention of a prompt in chunks. Each chunk attends to itself and to all earlier chunks."""
     arena, q = _arena(length // BLOCK_SIZE, 1), torch.randn(length, HEADS, HEAD_DIM).to(BF16)
     table = torch.randperm(length // BLOCK_SIZE).int()[None]
     ends = [(end, torch.tensor([end], dtype=torch.int32)) for end in range(chunk, length + 1, chunk)]

@@ -38,7 +38,7 @@ CONTEXT = 512
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/configs/llama-125m"))
-    parser.add_argument("--threads", type=int, default=2, help="of each runner, over all ranks")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each runner, over all ranks")
     parser.add_argument("--sizes", type=int, nargs="*", default=[2], help="tensor parallel sizes, besides 1")
     parser.add_argument("--stages", type=int, nargs="*", default=[2], help="pipeline parallel sizes, besides 1")
     parser.add_argument("--rounds", type=int, default=15)

@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=10, help="of served requests")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of served requests")
     args = parser.parse_args()
     found = {"step": measure_steps(args)}
     print("step", found["step"], flush=True)

@@ -39,7 +39,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--prompt-median", type=float, default=96.0, help="median prompt length in tokens")
     parser.add_argument("--output-median", type=float, default=32.0, help="median output length in tokens")
     parser.add_argument("--shared-share", type=float, default=0.5, help="share of prompts with a common prefix")
-    parser.add_argument("--trace", default="", help="CSV of lengths in Azure's form, instead of distributions")
+    parser.add_argument("--trace", default="", help="CSV file with lengths in Azure's format, instead of distributions")
     parser.add_argument("--trace-divisor", type=float, default=16.0, help="divides the lengths of the trace")
 
 

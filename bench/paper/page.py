@@ -82,7 +82,7 @@ def claims(sections: Mapping[str, Section]) -> str:
     rows = []
     for claim in [claim for section in sections.values() for claim in section.claims]:
         if not claim.holds and not claim.why:
-            raise ValueError(f"the claim {claim.text!r} does not hold, and there is no reason")
+            raise ValueError(f"the claim {claim.text!r} does not hold, and no reason is given")
         verdict = "yes" if claim.holds else "**no**"
         rows.append([claim.text, claim.source, claim.theirs, claim.ours, f"{verdict}{claim.why and ': '}{claim.why}"])
     header = ["claim", "source", "theirs", "here", "reproduced"]

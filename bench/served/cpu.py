@@ -142,7 +142,7 @@ def chosen(only: Sequence[str]) -> list[str]:
     """Returns the chosen parts. Raises StartupError if a name is not the name of a part."""
     for name in only:
         if name not in PARTS:
-            raise StartupError(f"--only {name!r}: there are {', '.join(PARTS)}")
+            raise StartupError(f"--only {name!r}: must be one of {', '.join(PARTS)}")
     return [name for name in PARTS if not only or name in only]
 
 

@@ -47,8 +47,10 @@ class FrontendSettings(Settings):
 
     model: str | None = Field(None, description="directory with the tokenizer; default: the built-in model")
     streams: int = Field(64, ge=1, le=1024, description="concurrent streams")
-    rate: float = Field(25.0, gt=0, le=2000, description="steps a second, each a token for every stream")
-    full_rate: float = Field(1000.0, ge=0, le=5000, description="steps a second that no gateway keeps up with; 0: skip")
+    rate: float = Field(25.0, gt=0, le=2000, description="steps per second, each a token for every stream")
+    full_rate: float = Field(
+        1000.0, ge=0, le=5000, description="steps per second that no gateway keeps up with; 0: skip"
+    )
     seconds: float = Field(4.0, gt=0.1, description="length of one measurement")
     rounds: int = Field(3, ge=1, description="measurements of each; the median is printed")
 

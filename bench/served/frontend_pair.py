@@ -45,8 +45,8 @@ class PairSettings(Settings):
 
     other: Path = Field(description="directory of the other checkout, with generated protos and built extensions")
     streams: int = Field(64, ge=1, le=1024, description="concurrent streams")
-    rate: float = Field(25.0, gt=0, le=2000, description="steps a second, each a token for every stream")
-    full_rate: float = Field(1000.0, gt=0, le=5000, description="steps a second that no gateway keeps up with")
+    rate: float = Field(25.0, gt=0, le=2000, description="steps per second, each a token for every stream")
+    full_rate: float = Field(1000.0, gt=0, le=5000, description="steps per second that no gateway keeps up with")
     seconds: float = Field(3.0, gt=0.1, description="length of one measurement")
     rounds: int = Field(9, ge=1, description="measurements of each")
 

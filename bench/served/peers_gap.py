@@ -88,7 +88,7 @@ async def reached(
         for task in tasks:
             if task.done():
                 task.result()
-                raise RuntimeError("a stream ended before the long prompt's first token; use more tokens")
+                raise RuntimeError("a stream ended before the end of the measurement; use more tokens")
         await asyncio.sleep(0.01)
 
 

@@ -144,7 +144,7 @@ def await_health(url: str, process: subprocess.Popen[bytes], ready_s: float, log
             return
         time.sleep(0.25)
     how = "not ready in time" if process.poll() is None else f"ended with status {process.returncode}"
-    raise StartupError(f"{how}; its last words: {tail(log)}")
+    raise StartupError(f"{how}; its last output: {tail(log)}")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -158,8 +158,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def first_token_s(model: Path, starts: int = 3) -> float:
-    """Returns the median time in seconds from the start of `looseleaf serve` to the first token. No other server runs
-    at the same time. The first start reads its files from disk.
+    """Returns the median time in seconds from the start of `looseleaf serve` to the first token. No other server may
+    run at the same time. The first start may have to read its files from disk.
     """
     seconds = []
     for _ in range(starts):

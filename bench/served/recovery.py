@@ -45,7 +45,7 @@ class RecoverySettings(Settings):
     roles: list[Literal["both", "split"]] = Field(["both", "split"])
     spare: list[int] = Field([0, 1], description="spare workers, one launch each")
     streams: int = Field(4, ge=1, le=64)
-    tokens: int = Field(128, ge=32, description="of each stream")
+    tokens: int = Field(128, ge=32, description="tokens of each stream")
     trials: int = Field(3, ge=1)
 
 

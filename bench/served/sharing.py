@@ -73,7 +73,7 @@ class SharingSettings(Settings):
     requests: int = Field(48, ge=1, description="requests of each data set")
     handed_over: int = Field(16, ge=1, description="requests whose hand-over is measured, for each n")
     block_size: int = Field(16, ge=1, description="token positions in a block")
-    seed: int = Field(0, description="of lengths, prompts and samples")
+    seed: int = Field(0, description="seed of lengths, prompts and samples")
 
 
 KINDS: Mapping[str, Callable[[int], GenerateOptions]] = {

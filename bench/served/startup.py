@@ -53,7 +53,7 @@ class Served:
             with contextlib.suppress(OSError):
                 return first_token(self.url)
             time.sleep(0.02)
-        raise StartupError(f"looseleaf serve gave no token; it said: {tail(log)}")
+        raise StartupError(f"looseleaf serve produced no token; its last output: {tail(log)}")
 
     def stop(self) -> None:
         """Stops the server: sends SIGTERM, and SIGKILL if it has not ended after 30 s."""
@@ -74,8 +74,8 @@ class Served:
 
 
 def tail(log: Path | None) -> str:
-    """Returns the last eight lines of a log, or "nothing kept" if there is no log."""
-    return "nothing kept" if log is None else "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+    """Returns the last eight lines of a log, or "not kept" if there is no log."""
+    return "not kept" if log is None else "\n".join(log.read_text(errors="replace").splitlines()[-8:])
 
 
 def first_token(url: str) -> None:

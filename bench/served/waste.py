@@ -70,14 +70,14 @@ class WasteSettings(Settings):
 
     model_config = settings_config("LOOSELEAF_WASTE_", "bench.served.waste")
 
-    requests: int = Field(360, ge=10, le=1000, description="how many requests in all")
-    rate: float = Field(50.0, gt=0, description="requests a second")
+    requests: int = Field(360, ge=10, le=1000, description="number of requests in all")
+    rate: float = Field(50.0, gt=0, description="requests per second")
     num_blocks: int = Field(
         4096, ge=300, description="blocks of the arena; the default is a third of what all requests take at once"
     )
     block_size: int = Field(16, ge=1, description="token positions in a block")
     preemption: str | None = Field(None, description="auto, swap or give-back; default: the decode worker's")
-    seed: int = Field(0, description="of arrivals, lengths and samples")
+    seed: int = Field(0, description="seed of arrivals, lengths and samples")
 
 
 @dataclass(frozen=True, slots=True)

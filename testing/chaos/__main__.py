@@ -104,9 +104,9 @@ def _run(name: str, run: Run) -> Report:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m testing.chaos", description=__doc__)
     parser.add_argument("--scenario", nargs="+", default=["all"], choices=["all", *SCENARIOS], metavar="NAME")
-    parser.add_argument("--trials", type=int, help="instead of each scenario's own number")
-    parser.add_argument("--cases", type=int, default=400, help="distinct requests")
-    parser.add_argument("--seed", type=int, default=1, help="of requests and schedules")
+    parser.add_argument("--trials", type=int, help="number of trials, instead of each scenario's default")
+    parser.add_argument("--cases", type=int, default=400, help="number of distinct requests")
+    parser.add_argument("--seed", type=int, default=1, help="seed of requests and schedules")
     return parser.parse_args(argv)
 
 

@@ -192,7 +192,7 @@ class Stack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            print(f"the launch: {self.failure or 'in order'}; its last log lines:", file=sys.stderr)
+            print(f"the launch: {self.failure or 'no failure'}; its last log lines:", file=sys.stderr)
             for line in self.tail():
                 print(f"  {line.service}: {line.text}", file=sys.stderr)
         self.close()

@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m testing.schemas", description=__doc__)
     parser.add_argument("--schemas", type=int, default=2000, help="number of schemas")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--seed", type=int, default=20, help="of the schemas")
+    parser.add_argument("--seed", type=int, default=20, help="seed of the schemas")
     args = parser.parse_args()
     reports = run_arms(args.arms, random_schemas(args.schemas, args.seed), args.seed)
     sys.exit(not all(report.good for report in reports))

@@ -66,7 +66,7 @@ def test_the_page_here_can_take_a_table() -> None:
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(StartupError, match="there are kernels, engine"):
+    with pytest.raises(StartupError, match="must be one of kernels, engine"):
         cpu.chosen(["kernel"])
 
 

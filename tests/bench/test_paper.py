@@ -61,7 +61,7 @@ def test_a_command_is_ended_at_its_limit() -> None:
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="--only 'memroy': there are worked_example"):
+    with pytest.raises(StartupError, match="--only 'memroy': must be one of worked_example"):
         main(PaperSettings(only=["memroy"], folder=tmp_path))
     with pytest.raises(StartupError, match="--quick"):
         main(PaperSettings(quick=True))
@@ -70,7 +70,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_claim_that_does_not_hold_needs_a_reason() -> None:
-    with pytest.raises(ValueError, match="there is no reason"):
+    with pytest.raises(ValueError, match="no reason is given"):
         page.claims({"x": Section("X", "", [Claim("c", "s", "1", "2", False)])})
     assert "| **no**: because |" in page.claims({"x": Section("X", "", [Claim("c", "s", "1", "2", False, "because")])})
 

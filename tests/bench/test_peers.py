@@ -130,7 +130,7 @@ def test_llamacpp_with_4_bits_is_the_harness_command_with_another_file(harness: 
 
 
 def test_a_peer_that_does_not_start_says_why(harness: Harness, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="ended with status 1; its last words: cannot serve here"):
+    with pytest.raises(StartupError, match="ended with status 1; its last output: cannot serve here"):
         peer_server(harness, "llamacpp", tmp_path / "log").__enter__()
 
 
