@@ -1,4 +1,4 @@
-"""Settings of `python -m loadtest`."""
+"""The settings of `python -m loadtest`."""
 
 from __future__ import annotations
 

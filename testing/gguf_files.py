@@ -26,7 +26,7 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-"""Sizes of the models. K types need rows whose length is a multiple of 256."""
+"""The sizes of the models. K types need rows whose length is a multiple of 256."""
 
 
 def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[np.uint8]:

@@ -46,7 +46,7 @@ class Animal:
     without: tuple[str, ...] = ()
     """The keys of COMMON that the family does not have."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Factors for the parameters whose names contain the key."""
+    """The factors of the random weights of some parameters. A key is a part of a parameter's name."""
 
 
 HEADS = ("num_key_value_heads",)

@@ -13,9 +13,9 @@ from block_store.ledger.scripts import LedgerScripts
 
 REFUSED = "refused"
 HARMLESS = "of no effect"
-"""Verdict on a call, such as a `release`, that was answered instead of refused, but changed nothing."""
+"""The verdict on a call, such as a `release`, that was answered instead of refused, but changed nothing."""
 EFFECTIVE = "EFFECTIVE"
-"""Verdict on a call that changed something although its holder was fenced."""
+"""The verdict on a call that changed something although its holder was fenced."""
 _OF_HOLDERS = frozenset({
     "beat", "alloc", "seal", "acquire", "hand_over", "deliver", "claim", "release", "unregister", "holdings",
     "holds", "assert_held", "assert_all", "report",

@@ -18,7 +18,7 @@ from testing.chaos.traffic import Answer
 
 FROZEN_S = 10.0
 DOWN_S = 1.0
-"""Seconds for which a killed Redis stays down."""
+"""The time in seconds for which a killed Redis stays down."""
 SLOW_S = 10.0
 STALLS_S = (0.02, 0.3)
 """The range of the lengths of a slow Redis' stalls, in seconds. It includes the budget of a worker's call, 0.25 s."""

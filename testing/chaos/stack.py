@@ -30,8 +30,8 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 BACK_S = 180.0
-"""Maximum time in seconds for a service to restart, which takes ten seconds on a loaded machine and a minute during a
-build.
+"""The maximum time in seconds for a service to restart, which takes ten seconds on a loaded machine and a minute during
+a build.
 """
 EXIT_S = 30.0
 

@@ -44,9 +44,9 @@ class Outcome:
     num_inputs: int = 0
     seconds: float = 0.0
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
-    """Counts of statuses, by target."""
+    """The counts of statuses, by target."""
     growth_mib: dict[str, float] = field(default_factory=dict)
-    """Growth of resident memory in MiB, by service."""
+    """The growth of resident memory in MiB, by service."""
     faults: list[str] = field(default_factory=list)
 
     @property

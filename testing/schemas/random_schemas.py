@@ -34,7 +34,7 @@ ODD: list[dict[str, Any]] = [
     {"type": ["integer"], "enum": ["a", 3]},
     {"const": "a", "type": "integer"},
 ]
-"""Keywords that llguidance supports only in part or not at all."""
+"""Schemas with keywords that llguidance supports only in part or not at all, or with contradictory keywords."""
 
 
 def leaf(rng: random.Random, kind: str) -> dict[str, Any]:
