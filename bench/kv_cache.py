@@ -1,10 +1,11 @@
 """Compares keys and values of 16 and 8 bits on this CPU (`python -m bench.kv_cache`).
 
-Speed: decode steps of a model with Llama's architecture and 125M random parameters, at several context lengths and
-batch sizes. The variants alternate, one step at a time, so that other load on the machine affects all of them. Quality:
-the built-in model on stories that were not in its training data, in fp32 except for keys and values. The measures are
-perplexity, the distance of the logits from those with unrounded keys and values, and the share of positions at which
-both have the same most likely token. The last line is one JSON object.
+The first part measures the speed of decode steps of a model with Llama's architecture and 125M random parameters, at
+several context lengths and batch sizes. The variants alternate, one step at a time, so that other load on the machine
+affects all of them. The second part measures the quality of the built-in model on stories that were not in its training
+data, in fp32 except for keys and values. The measures are perplexity, the distance of the logits from those with
+unrounded keys and values, and the share of positions at which both have the same most likely token. The last line is
+one JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m loadtest`: runs locust without its web page for `--run-time`. The exit status is 1 if a request failed.
+"""Runs locust without its web page for `--run-time` (`python -m loadtest`). The exit status is 1 if a request failed.
 
 If no ready service answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
 """

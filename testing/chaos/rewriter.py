@@ -23,7 +23,9 @@ from block_store.redis.redis_server import open_client
 from common.types import BlockRef
 
 WRONG = 0x3D
-"""0.046 as bfloat16: finite, but not KV that a model computes."""
+"""The byte with which blocks are overwritten. Two of these bytes are 0.046 as bfloat16, which is finite, but not KV
+that a model computes.
+"""
 WAIT_S = 5.0
 
 

@@ -50,8 +50,8 @@ UNRULED_VICTIMS = 300
 
 
 def staleness(run: Run) -> Report:
-    """Stops workers until `trials` sequences have lost blocks. Then runs without the reader rule, until there is a
-    wrong answer.
+    """Stops workers until `trials` sequences have lost blocks. Then does the same without the reader rule, until there
+    is a wrong answer, or until UNRULED_VICTIMS sequences have lost blocks.
     """
     report = run.report("staleness")
     with tempfile.TemporaryDirectory(prefix="looseleaf-chaos-notes-") as notes:
