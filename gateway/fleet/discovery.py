@@ -214,7 +214,7 @@ def cached_blocks(
 ) -> list[int]:
     """Returns for each ledger the number of blocks in the longest cached prefix from which all KV groups can continue,
     by the same rule as a worker's `find_prefix`. For a ledger that has been rebuilt or is damaged, the number is 0 if a
-    group has full attention. Otherwise, raises a BlockStoreError.
+    group has full attention; if no group has, a BlockStoreError is raised.
     """
     full = [number for number, group in enumerate(rules.groups) if not group.slides]
     reach = [len(hashes)] * len(ledgers)

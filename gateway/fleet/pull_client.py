@@ -24,7 +24,7 @@ class StoreAddress:
     """The address of a block store, and whether the store copies blocks."""
 
     address: str
-    """host:port of its gRPC server."""
+    """The address (host:port) of the store's gRPC server."""
     pulls: bool
     """Whether the store copies blocks from other hosts."""
 

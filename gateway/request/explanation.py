@@ -20,7 +20,7 @@ from protos.v1 import inference_pb2 as pb
 from protos.v1 import types_pb2 as types_pb
 
 MOST_PHASES = 256
-"""Number of phases from which on a phase adds its time to the last phase of its kind, if there is one."""
+"""Once there are this many phases, a further phase adds its time to the last phase of its kind, if there is one."""
 MOST_ATTEMPTS = 32
 MOST_BLOCKS = 1024
 Kind = pb.PhaseKind
