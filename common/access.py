@@ -1,6 +1,6 @@
-"""The access policy of gRPC methods. A method is open either to all callers or to processes that know the deployment's
-secret. The policy lists the methods of every service. A method that is not listed is internal. The secret is checked
-before the first message of a call is read.
+"""The access policy of gRPC methods. A method is open either to all callers or to processes that have the deployment's
+secret. The policy lists Looseleaf's own methods, and those of health and reflection. A method that is not listed is
+internal. Internal servers check the secret before they read the first message of a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Access(Enum):
     PUBLIC = "public"
     """All callers. The service itself may require an API key."""
     INTERNAL = "internal"
-    """Callers that know the deployment's secret."""
+    """Callers that present the deployment's secret."""
     REFLECTION = "reflection"
     """All callers at the gateway; the same as INTERNAL at other services."""
 

@@ -29,13 +29,13 @@ _REFUSED = {
     "lora_bias": "only the weights of linear layers can be adapted",
     "use_qalora": "QALoRA pools the inputs",
 }
-"""Settings that must be absent or false, with the reasons."""
+"""Settings that must be absent, false or empty, with the reasons."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of init_lora_weights with which training also changes the base weights."""
+"""Prefixes of the values of init_lora_weights with which PEFT also changes the base weights."""
 
 
 class AdapterError(ValueError):
-    """The error for an adapter that cannot be served. Its message is one sentence."""
+    """The error for an adapter that cannot be read or served, or whose name is invalid. Its message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,9 @@ def _matching(pattern: Mapping[str, float] | None, module: str, default: float) 
 
 
 def read_config(directory: str | Path) -> LoraConfig:
-    """Reads adapter_config.json. Raises AdapterError if the file cannot be read or the adapter cannot be served."""
+    """Reads adapter_config.json. Raises AdapterError if the file cannot be read or is invalid, or if it describes an
+    adapter that cannot be served.
+    """
     path = Path(directory) / CONFIG_FILE
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:

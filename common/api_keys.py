@@ -29,7 +29,7 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """The limits of one tenant. None means no limit."""
+    """The limits and rights of one tenant. Except in `operator`, None means no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -39,7 +39,7 @@ class TenantLimits:
     cache_percent: int | None = None
     """The largest share of an arena's blocks, in percent, that stays cached for the tenant without being in use."""
     operator: int | None = None
-    """1 if the tenant may also load and unload adapters."""
+    """1 if the tenant may also load and unload adapters; 0 or None if it may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class ApiKeys:
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
     """Returns `api_key` and the keys in the file `path`. `api_key` belongs to the tenant "default", which has no limits
-    unless the file sets some. A tenant in the file may use a priority below 0 only if the file allows it. Raises
-    StartupError if the file cannot be read or has an invalid line, or if there is no key.
+    unless the file sets some. A tenant in the file may use a priority below 0 only if the file allows it. If `path` is
+    given, raises StartupError if the file cannot be read, has an invalid line, or leaves the result without a key.
     """
     tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}
     if path is None:
@@ -79,7 +79,7 @@ def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
 
 
 def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, TenantLimits]) -> None:
-    """Reads one line. Raises ValueError, whose message describes the error and does not contain the key."""
+    """Reads one line. If the line is invalid, raises ValueError with a message that does not contain the key."""
     if len(words) < 2:
         raise ValueError("must be a tenant's name and a key")
     tenant, key, *settings = words

@@ -46,7 +46,7 @@ class CertificateFiles:
 
     @property
     def stamp(self) -> Stamp:
-        """Returns a stamp that changes when a file changes. Raises OSError if a file is missing."""
+        """The modification times of the files, for noticing a change. Raises OSError if a file is missing."""
         return tuple(path.stat().st_mtime_ns for path in (self.cert, self.key, self.ca) if path is not None)
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -67,11 +67,11 @@ class CertificateFiles:
         return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.cert.read_bytes())
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns a context for sockets of an internal server, whose clients must present a certificate of `ca`."""
+        """Returns a context for sockets of an internal server. Clients must present a certificate issued by `ca`."""
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns a context for sockets of an internal client. Connect with the name `INSIDE_NAME`."""
+        """Returns a context for sockets of an internal client, which must use the server name `INSIDE_NAME`."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
@@ -84,7 +84,7 @@ class CertificateFiles:
 
 
 def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
-    """Returns the credentials of a client of a gateway whose certificate was issued by a CA in this PEM file. Raises
+    """Returns credentials for calls to a gateway whose certificate was issued by a CA in the PEM file `ca`. Raises
     StartupError if the file cannot be read.
     """
     try:
@@ -94,7 +94,9 @@ def front_credentials(ca: str | Path) -> grpc.ChannelCredentials:
 
 
 class _Fetch:
-    """The callback that gRPC calls at each handshake. It returns a new configuration, or None if nothing changed."""
+    """The callback that gRPC calls at each handshake. It returns a new configuration, or None if the files have not
+    changed or cannot be used.
+    """
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -105,7 +107,7 @@ class _Fetch:
 
 
 class Changed:
-    """A callable that returns True once for each new version of the files that can be used."""
+    """A callable that returns True once for each new version of the files, provided that the version can be used."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files
@@ -136,7 +138,9 @@ class Changed:
 
 
 def front_context_watch(files: CertificateFiles, context: ssl.SSLContext) -> Callable[[], None]:
-    """Returns a function that loads the files into an HTTP server's context if they have changed. Call it regularly."""
+    """Returns a function that loads the files into an HTTP server's context if they have changed. The server must call
+    this function regularly.
+    """
     changed = Changed(files)
 
     def look() -> None:

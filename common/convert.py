@@ -1,5 +1,5 @@
-"""Converts between protobuf messages and `common.types` (long: no other module converts them). Validating values is the
-gateway's task.
+"""Converts between protobuf messages and the types of `common` (long: no other module converts them). The gateway
+validates the parameters of requests.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch does not fit the first branch, whose blocks it may share, and
+    """Converts a ticket. Raises ValueError if a branch does not match the first branch, whose blocks it may share, and
     InvalidArgument if one of its block tables is invalid.
     """
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []

@@ -1,4 +1,6 @@
-"""Compares a model's files with the `SHA256SUMS` in its directory, if there is one (`sha256sum * > SHA256SUMS`)."""
+"""Compares a model's files with the digests in the file `SHA256SUMS` of its directory, if there is one. The command
+`sha256sum * > SHA256SUMS` creates it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def check_digests(directory: Path, names: Iterable[str]) -> None:
-    """If the directory has SHA256SUMS, checks the named files that exist. Raises StartupError, which names the first
-    file that has been altered or is not listed, or the line that cannot be read.
+    """If the directory has SHA256SUMS, checks those of the named files that exist. Raises StartupError if a file has
+    been altered or is not listed, or if a line of SHA256SUMS is invalid. The message names the file or the line.
     """
     if not (directory / SUMS).exists():
         return
@@ -29,7 +31,7 @@ def check_digests(directory: Path, names: Iterable[str]) -> None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != listed[name]:
             raise StartupError(f"{directory / name} is not the file that {SUMS} lists: its SHA-256 is {digest}")
-    _LOG.info("%s agree with %s", ", ".join(found), directory / SUMS)
+    _LOG.info("checked against %s: %s", directory / SUMS, ", ".join(found))
 
 
 def _read(path: Path) -> dict[str, str]:

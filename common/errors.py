@@ -4,11 +4,11 @@
     ├── InvalidArgument      bad parameter, prompt too long      INVALID_ARGUMENT     400
     ├── NotFound             unknown model                       NOT_FOUND            404
     ├── Unauthenticated      missing or bad credential           UNAUTHENTICATED      401
-    ├── PermissionDenied     credential without the right        PERMISSION_DENIED    403
+    ├── PermissionDenied     action not allowed to the caller    PERMISSION_DENIED    403
     ├── ResourceExhausted    queue full, quota                   RESOURCE_EXHAUSTED   429
     ├── Unavailable          no worker, draining                 UNAVAILABLE          503
-    ├── FailedPrecondition   pair incompatible                   FAILED_PRECONDITION  500
-    ├── Unimplemented        known, not supported                UNIMPLEMENTED        400
+    ├── FailedPrecondition   incompatible services or settings   FAILED_PRECONDITION  500
+    ├── Unimplemented        valid, but not supported            UNIMPLEMENTED        400
     ├── Aborted              fenced, stale, lost KV (internal)   ABORTED              500
     ├── DeadlineExceeded     out of time                         DEADLINE_EXCEEDED    504
     ├── Cancelled            the client has disconnected         CANCELLED            499
@@ -40,7 +40,7 @@ class LooseleafError(Exception):
     http_status = 500
     kind = "internal_error"
     own_code: str | None = None
-    """The code that HTTP clients see, or None for the name of the gRPC status in lower case."""
+    """The `code` of errors whose violations name none, or None for the name of the gRPC status in lower case."""
 
     def __init__(
         self,
@@ -56,7 +56,9 @@ class LooseleafError(Exception):
 
     @property
     def code(self) -> str:
-        """The code in OpenAI's error object: OpenAI's own code if there is one, otherwise the gRPC status."""
+        """The code in OpenAI's error object: OpenAI's own code if there is one, otherwise the gRPC status in lower
+        case.
+        """
         reason = self.violations[0].reason if self.violations else None
         return reason or self.own_code or self.grpc_code.lower()
 

@@ -47,9 +47,9 @@ def most_held(rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
 
 def _most_in(group: Retention, rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
     """Returns `most_held` for one KV group. The prompt's full blocks are shared. Each sequence has private blocks for
-    its other positions, but never more blocks than it holds in this group. All sequences together compute the tokens of
-    a prefill step, so the blocks of these tokens are counted once. Their number may be rounded down, because
-    `GroupNeed.blocks` adds a copied block for each sequence.
+    its other positions, but at most as many as one sequence holds at a time in this group. The tokens of a prefill step
+    are divided among all sequences, so the blocks of these tokens are counted once. Their number may be rounded down,
+    because `GroupNeed.blocks` adds a copied block for each sequence.
     """
     size = rules.block_size
     shared, ends = prompt_len // size, [blocks_of(length, size) for length in lengths]

@@ -1,8 +1,8 @@
 """The guard that runs before every method of every service. It checks the caller, parses the message, and calls the
 method.
 
-The guard converts every exception of a method to a gRPC status. A caller never gets UNKNOWN or the text of an
-unexpected exception.
+The guard converts the exceptions of methods, except those of grpc.aio itself, to gRPC statuses. The text of an
+unexpected exception goes to the log, and not to the caller.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from common.tracing import CURRENT, TraceContext
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Check = Callable[[str, Context], None]
-"""Called with a method's full name ("/package.Service/Method") before anything that the caller sent is parsed. Raises a
-LooseleafError if the caller may not use the method.
+"""A function that is called with a method's full name ("/package.Service/Method") before a message of the caller is
+parsed. It raises a LooseleafError if the caller may not use the method.
 """
 Parse = Callable[[bytes], Any]
 NOT_A_MESSAGE = "the request is not a message of this method's type"

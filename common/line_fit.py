@@ -46,13 +46,13 @@ class LineFit:
 
     @property
     def ratio(self) -> float:
-        """The weighted sum of y divided by the weighted sum of x, or 0.0 without observations."""
+        """The weighted sum of y divided by the weighted sum of x, or 0.0 if the latter is 0."""
         _, x, y, _, _ = self._all()
         return y / x if x else 0.0
 
     @property
     def slope(self) -> float:
-        """The increase of y per unit of x, or 0.0 without observations."""
+        """The increase of y per unit of x, or 0.0 if every x is 0."""
         weight, x, y, xx, xy = self._all()
         if x == 0.0:
             return 0.0

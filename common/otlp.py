@@ -60,12 +60,12 @@ class CountingExporter(SpanExporter):
 
     @property
     def num_dropped(self) -> int:
-        """Number of spans that were lost, because the queue was full or their export failed."""
+        """Number of spans that were lost because the queue was full or their export failed."""
         return min(self._num_failed + self._num_pushed_out, self._num_ended - self._num_exported)
 
     def count_ended(self) -> None:
         """Counts a span that enters the queue, and the one that it pushes out if the queue is full. Spans that are on
-        their way from the queue to `export` still count as queued, so the result can be too large for a moment.
+        their way from the queue to `export` still count as queued, so `num_dropped` can be too large for a moment.
         """
         self._num_ended += 1
         if self._num_ended - self._num_taken - self._num_pushed_out > self._queue_size:
@@ -93,8 +93,8 @@ class CountingExporter(SpanExporter):
 
 
 class CountedProcessor(BatchSpanProcessor):
-    """The SDK's processor with a queue of spans. It also counts the spans that enter the queue. All spans end in the
-    same thread of the process.
+    """The SDK's processor with a queue of spans, extended to count the spans that enter the queue. All spans of the
+    process end in the same thread.
     """
 
     def __init__(self, exporter: CountingExporter, queue_size: int) -> None:
@@ -165,7 +165,7 @@ class OtlpTracer(Tracer):
 
     @property
     def num_dropped(self) -> int:
-        """Number of spans that were lost, because the queue was full or their export failed."""
+        """Number of spans that were lost because the queue was full or their export failed."""
         return self._exporter.num_dropped
 
     def begin(self, name: str, start_ns: int, parent: TraceContext, *, kind: Kind = "server") -> Span:
@@ -210,7 +210,7 @@ def _exporter() -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         return HttpExporter()
-    raise ValueError(f"{_PROTOCOLS[1]} is {protocol!r}; known are 'grpc' and 'http/protobuf'")
+    raise ValueError(f"{_PROTOCOLS[1]} is {protocol!r}; it must be 'grpc' or 'http/protobuf'")
 
 
 def _resource(service: str, instance: str) -> Resource:

@@ -1,5 +1,5 @@
-"""Request ids. A client may choose the id of its request; characters that are not allowed are removed, and a long id is
-cut. The log lines about a request contain its id.
+"""The ids of requests. A client may choose the id of its request; a long id is truncated, and characters that are not
+allowed are removed from it. The log lines about a request contain its id.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _FOREIGN = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 
 def take_request_id(given: str | None) -> str:
-    """Returns a client's id, or a new id if the client gave none, and makes it the current task's id. Only letters,
-    digits and ._:/+=@- of the client's id are kept, at most 128 characters.
+    """Returns the allowed characters (letters, digits and ._:/+=@-) among the first 128 of a client's id, or a new id
+    if there are none. Makes the result the current task's id.
     """
     request_id = _FOREIGN.sub("", (given or "")[:MAX_ID_CHARS]) or new_request_id()
     REQUEST_ID.set(request_id)

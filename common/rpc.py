@@ -1,6 +1,6 @@
 """The parts of gRPC that every service uses: a server with health and reflection, channels, signals.
 
-A process has one event loop, in which the model never runs. `guard` runs before every method.
+A process has one event loop, in which the model never runs. `common.guard` runs before every method.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class RpcServer:
         self._names.append(service_name)
 
     def bind(self) -> None:
-        """Binds the port. Raises StartupError if it is occupied. Connections wait until `start` is called."""
+        """Binds the port. Raises StartupError if the server cannot listen there. Connections wait until `start` is
+        called.
+        """
         try:
             if (credentials := self._protection.credentials) is None:
                 self.port = self._server.add_insecure_port(self._address)
@@ -218,8 +220,8 @@ class ChannelPool:
             pooled.num_uses -= 1
 
     async def keep(self, addresses: Iterable[str] | None = None) -> None:
-        """Closes unused channels to other addresses, and unused channels that use old certificates. If `addresses` is
-        None, closes only unused channels that use old certificates.
+        """Closes the unused channels that use old certificates and, unless `addresses` is None, the unused channels to
+        addresses that `addresses` does not contain.
         """
         wanted, stamp = set(self._pooled if addresses is None else addresses), self._trust.stamp
         idle = [(address, pooled) for address, pooled in self._pooled.items() if not pooled.num_uses]
@@ -259,8 +261,8 @@ async def check_health(address: str, *, service: str = "", timeout_s: float = 2.
 
 
 def reachable_address(host: str, port: int) -> str:
-    """Returns the address at which other machines reach a server that is bound to `host`. If the server listens on
-    every interface, the address contains the host's name.
+    """Returns the address to announce for a server that is bound to `host`. If the server listens on every interface,
+    the address contains this machine's name.
     """
     return f"{socket.gethostname() if host in ('', '0.0.0.0', '::', '[::]') else host}:{port}"
 

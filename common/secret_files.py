@@ -1,4 +1,4 @@
-"""Reads and writes secrets in files that only one user can read."""
+"""Reads and writes files that contain secrets. It warns if users other than the owner can access such a file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ logger = logging.getLogger("secrets")
 
 
 def read_secret(path: Path, name: str = "--secret-file") -> str:
-    """Returns the secret in a file. Warns if other users can read the file. Raises StartupError if the file cannot be
-    read or does not contain a secret.
+    """Returns the secret in a file. Warns if other users can access the file. Raises StartupError if the file cannot be
+    read or is not one word of at least SECRET_CHARS characters.
     """
     try:
         text = path.read_text(encoding="ascii").strip()
@@ -29,8 +29,8 @@ def read_secret(path: Path, name: str = "--secret-file") -> str:
 
 
 def warn_if_readable(path: Path, name: str) -> None:
-    """Logs a warning if too many users may read a secret file. Only its owner may read it. If root owns the file and
-    this process is not root, the group may also read it, as in a Secret that Kubernetes mounts.
+    """Logs a warning if a secret file's mode gives rights to users other than the owner. If root owns the file and this
+    process is not root, the group may read the file, as in a Secret that Kubernetes mounts.
     """
     state = path.stat()
     forbidden = 0o037 if state.st_uid == 0 != os.geteuid() else 0o077
@@ -40,7 +40,7 @@ def warn_if_readable(path: Path, name: str) -> None:
 
 def lasting_secret(path: Path) -> str:
     """Returns the secret in a file. Creates the file and its directory if they do not exist. Raises StartupError if the
-    file cannot be read or written.
+    file cannot be read or written, or does not contain a valid secret.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

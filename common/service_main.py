@@ -39,7 +39,9 @@ class Role(Protocol):
         """Registers the role's service."""
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Starts the step thread. If an exception ends it, `on_failure` is called, from any thread."""
+        """Starts the step thread. If an exception ends the thread, `on_failure` is called, possibly from another
+        thread than the caller's.
+        """
 
     def announce(self, address: str) -> None:
         """Publishes `address` (host:port), so that gateways find the role."""
@@ -106,8 +108,8 @@ async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:
     """Runs `main(settings)`. Expected failures end the process with status 1 and one sentence on stderr.
 
-    The garbage collector does not visit objects of modules that are already imported (`gc.freeze`). They stay until the
-    end, and visiting them would delay tokens.
+    The garbage collector does not visit the objects that exist when this function begins, mostly those of imported
+    modules (`gc.freeze`). They stay until the process ends, and visiting them would delay tokens.
     """
     gc.freeze()
     settings = settings_type.load(sys.argv[1:])

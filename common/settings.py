@@ -23,7 +23,7 @@ from common.tensor_parallel import MOST_RANKS
 from common.types import KvCacheDType
 
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
-KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take half the bytes of bfloat16"
+KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take about half the bytes of bfloat16"
 TENSOR_PARALLEL_SIZE = "number of processes that share each layer of a worker's model: 1, 2, 4 or 8"
 PIPELINE_PARALLEL_SIZE = "number of stages, each with some of the layers of a worker's model in processes of its own"
 REDUCTION_PARTS = (
@@ -41,7 +41,7 @@ def _reachable(address: str) -> str:
     except ValueError:  # a name
         is_host = bool(host)
     if not is_host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError("must be HOST:PORT at which others reach this service, not that of every interface")
+        raise ValueError("must be the HOST:PORT at which others reach this service, not an address of all interfaces")
     return address
 
 
@@ -89,7 +89,7 @@ class Settings(BaseSettings):
         unknown = sorted(name for name in os.environ if name.upper().startswith(prefix) and name.upper() not in known)
         if unknown:
             prog = str(cls.model_config.get("cli_prog_name"))
-            _refuse(prog, f"unknown environment variable {unknown[0]}; known are {', '.join(sorted(known))}")
+            _refuse(prog, f"unknown environment variable {unknown[0]}; the variables are {', '.join(sorted(known))}")
 
 
 def settings_config(env_prefix: str, prog: str) -> SettingsConfigDict:
@@ -165,7 +165,9 @@ class WorkerSettings(ServerSettings):
 
     model: str = Field(description="Hugging Face model directory")
     block_store: str = Field("127.0.0.1:50054", description="host:port of the block store")
-    worker_id: str | None = Field(None, description="this worker's name; default: role, host name and process id")
+    worker_id: str | None = Field(
+        None, description="this worker's name; default: role, host name, process id and a random part"
+    )
     advertise: Advertised | None = Field(None, description="host:port at which gateways reach this worker")
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="float16 only on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if torch sees a GPU")
@@ -191,15 +193,14 @@ class WorkerSettings(ServerSettings):
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
-    max_queue: int = Field(1024, ge=0, description="maximum number of waiting sequences")
+    max_queue: int = Field(1024, ge=0, description="maximum number of requests that wait at this worker")
     num_threads: int = Field(0, ge=0, description="number of threads that compute the model; 0: one per core")
     tensor_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=TENSOR_PARALLEL_SIZE)
     pipeline_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=PIPELINE_PARALLEL_SIZE)
     reduction_parts: int | None = Field(None, ge=1, le=MOST_RANKS, description=REDUCTION_PARTS)
     turns_file: Path | None = Field(
         None,
-        description="workers on the same cores with the same file step one at a time; two roles in one "
-        "process always do",
+        description="worker processes on the same cores that have the same file step one at a time",
     )
     attention_backend: AttentionBackend = Field("auto", description="auto: fa3 if it is available, else triton")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")

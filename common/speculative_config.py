@@ -40,7 +40,9 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the JSON object. Raises ValueError, with a sentence that names the field and the limit."""
+        """Reads the JSON object. If the object is invalid, raises ValueError with a message that names the field and
+        the reason.
+        """
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

@@ -1,6 +1,7 @@
 """The ticket that a prefill worker hands over to a decode worker, through the gateway.
 
-`block_store/ledger/lua/hand_over.lua` creates a ticket; `claim.lua` and `give_up.lua` end it.
+`block_store/ledger/lua/hand_over.lua` creates a ticket. `claim.lua`, `give_up.lua` or, after its lease, the reaper ends
+it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class TraceContext:
 
     @classmethod
     def of(cls, traceparent: str, tracestate: str = "") -> TraceContext:
-        """Returns a caller's context, or `NO_CONTEXT` if it is invalid."""
+        """Returns a caller's context, or `NO_CONTEXT` if `traceparent` is invalid. Drops an invalid `tracestate`."""
         if not _PARENT.fullmatch(traceparent):
             return NO_CONTEXT
         is_state = len(tracestate) <= MAX_STATE_CHARS and _STATE.fullmatch(tracestate)

@@ -32,8 +32,8 @@ class Trust:
 
     @property
     def stamp(self) -> Stamp:
-        """Returns a stamp that changes when channels should be reopened. It is empty without certificates, and while a
-        file is missing.
+        """A stamp that changes when channels should be reopened. It is empty without certificates, and while a file is
+        missing.
         """
         try:
             return () if self.certificates is None else self.certificates.stamp

@@ -1,4 +1,4 @@
-"""Values that cross package boundaries, as frozen dataclasses (long: it defines all of them).
+"""Values that cross package boundaries, mostly as frozen dataclasses (long: it defines all of them).
 
 They do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes. Times
 are in nanoseconds or seconds, according to their names.
@@ -25,7 +25,8 @@ DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn", "int8"]
 """Data types of weights, activations and KV, by torch's names; float8_e4m3fn and int8 are for KV only."""
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 KV_SCALE_BYTES: dict[str, int] = {"int8": 4}
-"""Bytes of the scale behind the keys or values of one token and head (`kernels.kv_cache`); other types have none."""
+"""Bytes of the scale that follows the keys or values of one token and head (`kernels.kv_cache`). Other types have none.
+"""
 KvCacheDType = Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"]
 """Types of KV that a user can choose, by vLLM's names. auto means the model's dtype, and fp8 means fp8_e4m3."""
 
@@ -78,12 +79,12 @@ class KvSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the size of one position's keys and values: 2 * layers * kv_heads * bytes of a row."""
+        """The size of one position's keys and values: 2 * layers * kv_heads * bytes of a row."""
         return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Returns the size of the keys, or values, of one position and head in one layer, including any scale."""
+        """The size of the keys, or values, of one position and head in one layer, including any scale."""
         return self.head_dim * DTYPE_BYTES[self.dtype] + KV_SCALE_BYTES.get(self.dtype, 0)
 
     def block_bytes(self, block_size: int) -> int:
@@ -100,8 +101,8 @@ KvOrder = Literal["heads_first", "slots_first"]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The memory layout of a block: [layers, 2, kv_heads, block_size, head_dim] if `order` is "heads_first"; otherwise
-    block_size precedes kv_heads.
+    """The memory layout of the blocks of all KV groups. A block of keys and values has the shape [layers, 2, kv_heads,
+    block_size, head_dim] if `order` is "heads_first"; otherwise block_size precedes kv_heads.
     """
 
     block_size: int
@@ -110,8 +111,8 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the size of one arena block: the size of the largest group's block, because all groups share one
-        arena of equal blocks.
+        """The size of one arena block: the size of the largest group's block, because all groups share one arena of
+        equal blocks.
         """
         return max(g.block_bytes(self.block_size) for g in self.groups)
 
@@ -126,12 +127,12 @@ class KvLayout:
 
     @property
     def kv_dtype(self) -> DType | None:
-        """Returns the type of the keys and values, or None if blocks contain only recurrent states."""
+        """The type of the keys and values, or None if blocks contain only recurrent states."""
         return next((g.dtype for g in self.groups if g.kind is not KvKind.STATE), None)
 
     @property
     def summary(self) -> str:
-        """Describes a block in a few words."""
+        """The description of a block in a few words."""
         return f"{self.block_size} tokens, {self.kv_dtype or 'states only'}, {self.block_bytes:,} bytes a block"
 
     @property
@@ -141,7 +142,7 @@ class KvLayout:
 
     @property
     def fingerprint(self) -> bytes:
-        """Returns the SHA-256 of the layout. Processes share an arena only if their fingerprints are equal."""
+        """The SHA-256 of the layout. Processes share an arena only if their fingerprints are equal."""
         text = json.dumps(asdict(self), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).digest()
 
@@ -155,7 +156,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A grammar for the whole output of a sample, which is followed by the end of sequence."""
+    """A grammar that the whole output of a sample must match, up to the end-of-sequence token."""
 
     kind: GrammarKind
     source: str = ""
@@ -165,7 +166,7 @@ class StructuredOutput:
 
     @property
     def digest(self) -> bytes:
-        """Returns the SHA-256 of the grammar, under which it is cached."""
+        """The SHA-256 of the grammar, under which its compiled form is cached."""
         return hashlib.sha256(json.dumps((self.kind, self.source, self.options)).encode()).digest()
 
 

@@ -95,7 +95,9 @@ class Claims:
         self._waiting[group] = claim
 
     def cancel(self, group: Group, sample_index: int) -> bool:
-        """Returns whether the group is still waiting. If so, the sample is dropped when the ticket is claimed."""
+        """Marks a sample, which is then dropped when its group's ticket is claimed. Returns False if the group is not
+        waiting any more.
+        """
         if (claim := self._waiting.get(group)) is None:
             return False
         claim.cancelled.add(sample_index)
@@ -127,7 +129,9 @@ class Claims:
             self.decline(claim.ticket, claim.attempt)
 
     def decline(self, ticket: Ticket, attempt: Attempt | None = None) -> None:
-        """Gives up a ticket, and releases the blocks that an unfinished claim of the ticket has obtained."""
+        """Gives up a ticket of this worker's arena, and releases the blocks that an unfinished claim of the ticket has
+        obtained. Does nothing if the ticket belongs to another arena.
+        """
         if ticket.arena_id == self._attached.arena.arena_id:
             with suppress(Fenced):
                 self._attached.held.decline(ticket, attempt)

@@ -15,7 +15,7 @@ Command = Callable[[], None]
 
 
 class Compiling:
-    """A session's groups that are waiting for their grammars. Used in the event loop."""
+    """A session's groups that are waiting for their grammars. The object is used in the event loop."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars

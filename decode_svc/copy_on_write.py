@@ -63,7 +63,7 @@ class CopyOnWrite:
             self._runner.copy_blocks(sources, [table[-1].block for s in copying for table in s.tables])
 
     def copied(self, copying: Seq[Sequence]) -> None:
-        """Releases the sources of the copies, after the reader rule has been checked again."""
+        """Releases the sources of the copies. The reader rule must have been checked again before."""
         if not copying:
             return
         self._attached.held.release_many([[ref] for sequence in copying for ref in sequence.copy_from])

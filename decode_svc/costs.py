@@ -12,7 +12,7 @@ from __future__ import annotations
 from common.line_fit import LineFit
 
 _START_BYTES_PER_S = 2e9
-"""Assumed rate until the first copy is measured, that of a slow laptop."""
+"""The rate that is assumed before the first copy. It is that of a slow laptop."""
 
 
 class Costs:

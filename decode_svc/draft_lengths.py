@@ -1,8 +1,8 @@
-"""Chooses how many tokens of each prediction a step verifies. Pure functions.
+"""Chooses how many tokens of each prediction a step verifies. The functions are pure.
 
-Plain decoding gains one token per sequence in t(n) seconds, for n sequences. Each further row adds time, and gains the
-probability that its token and all tokens of the draft before it are right. Rows are added in order of their gain. The
-number of rows with the highest expected rate is chosen.
+Plain decoding gains one token per sequence in t(n) seconds, for n sequences. Each further row adds time. Its expected
+gain is the probability that its token and all tokens of the draft before it are right. Rows are added in descending
+order of their gain, and the number of rows with the highest expected rate is chosen.
 """
 
 from __future__ import annotations

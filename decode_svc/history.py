@@ -1,5 +1,5 @@
-"""The record of a group's waits, swaps and copies on a decode worker, which the gateway receives at the group's end.
-Uses no clock.
+"""The record of a group's waits, swaps and copies on a decode worker. The gateway receives the record when a sequence
+of the group ends. This module reads no clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class History:
     num_steps: int = 0
     """Number of steps in which a sequence of the group ran."""
     copied_blocks: int = 0
-    """Number of blocks that were copied because sequences wrote to shared blocks."""
+    """Number of blocks that were copied because sequences wrote to shared or sealed blocks."""
     swaps: list[Swap] = field(default_factory=list)
     """At most MOST_SWAPS entries, the last of which includes all later swaps."""
     left_ns: int = 0

@@ -1,8 +1,8 @@
 """The n-gram drafter (prompt lookup). It predicts that a text that occurred before continues as it did then.
 
 A sequence's tokens, prompt and output, are indexed by their n-grams. If the newest n tokens occurred before, the tokens
-that followed their latest earlier occurrence are the prediction. The largest such n is used. Uses no model and no
-torch.
+that followed their latest earlier occurrence are the prediction. The largest such n is used. The drafter uses neither a
+model nor torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ several steps.
 
 
 class NgramDrafter:
-    """A drafter with an n-gram index for each running sequence. Used in the step thread."""
+    """A drafter with an n-gram index for each running sequence. The object is used in the step thread."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         """Creates a drafter without indexes. `longest` and `shortest` are the largest and the smallest n of the n-grams

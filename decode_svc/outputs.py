@@ -180,8 +180,8 @@ class Outbox:
         self._touched.add(session)
 
     def flush(self, load: WorkerLoad) -> None:
-        """Sends a message to each session that has outputs and, every TELL_S, to each session that has groups, which
-        shows that the worker is alive.
+        """Sends a message to each session that has outputs. Every TELL_S, also sends one to each session that has
+        groups, to show that the worker is alive.
         """
         now = time.monotonic()
         if now - self._told_at >= TELL_S:

@@ -66,8 +66,8 @@ class PreemptionCounts:
 
 
 class Preemption:
-    """The preemption of a worker's groups: swaps them out or gives them back, and resumes them. Used in the step
-    thread.
+    """The object that preempts a worker's groups, by swapping them out or giving them back, and resumes them. It is
+    used in the step thread.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Preemption:
         return self._choice == "swap" or self.costs.swap_pays(num_bytes, _num_tokens(group))
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
-        """Resumes the group if there are enough blocks, and returns whether it did. While other groups run, tries only
-        every RESUME_PAUSE_S.
+        """Resumes the group if there are enough blocks, and returns whether the group was resumed. While other groups
+        run, waits RESUME_PAUSE_S after a failure before it tries again.
         """
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:

@@ -54,8 +54,8 @@ def needs_of(runner: ModelRunner, settings: DecodeSettings, worker_id: str) -> N
 
 
 def max_rows(settings: DecodeSettings) -> int:
-    """Returns the maximum number of rows of a step. Drafts use the rows that sequences leave free, so a step needs no
-    more memory.
+    """Returns the maximum number of rows of a step. Drafts use the rows that sequences leave free, so speculation
+    increases this number only if the longest draft of a single sequence needs more rows.
     """
     if settings.speculative_config is None:
         return settings.max_num_seqs
@@ -63,13 +63,13 @@ def max_rows(settings: DecodeSettings) -> int:
 
 
 def speculation_of(layout: KvLayout, max_model_len: int, settings: DecodeSettings) -> Speculation | None:
-    """Returns the speculation that the settings request, or None if there is none. If it cannot be used, the log gives
-    the reason.
+    """Returns the speculation that the settings request, or None if they request none or the model does not allow any.
+    In the latter case, logs the reason.
     """
     if settings.speculative_config is None:
         return None
     if layout.has_states:
-        Fallbacks(logger).note("no speculation", "a recurrent state cannot go back behind a rejected token")
+        Fallbacks(logger).note("no speculation", "a recurrent state cannot be set back by rejected tokens")
         return None
     config = SpeculativeConfig.parse(settings.speculative_config)
     limits = DraftLimits(config.num_speculative_tokens, max_rows(settings), layout.block_size, max_model_len)
@@ -123,7 +123,7 @@ class DecodeRole(WorkerRole):
         self.thread.post(self._worker.start_draining)
         await wait_idle(self._is_busy, timeout_s)
         self.thread.post(lambda: self._worker.reject_all(Rejection.DRAINING))
-        await asyncio.sleep(0.1)  # until the step thread has sent them
+        await asyncio.sleep(0.1)  # until the step thread has sent the rejections
 
     def _is_busy(self) -> bool:
         load = self._worker.load

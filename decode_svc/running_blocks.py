@@ -23,7 +23,7 @@ Plan = list[tuple[Group, Sequence]]
 
 
 class RunningBlocks:
-    """The blocks of one worker's running sequences. Used in the step thread."""
+    """The owner of the blocks of one worker's running sequences. It is used in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._attached = attached

@@ -45,7 +45,7 @@ class Drawn(NamedTuple):
 
 
 class SamplingStep:
-    """The part of a step after the forward pass, which advances its groups. Used in the step thread."""
+    """The part of a step after the forward pass, which advances the step's groups. It runs in the step thread."""
 
     def __init__(
         self, blocks: RunningBlocks, outbox: Outbox, max_model_len: int, on_end: Callable[[Group], None]

@@ -93,8 +93,8 @@ class DecodeScheduler:
         return lower[-1] if kept + len(group.live) <= self.max_num_seqs else None
 
     def victim(self) -> Group | None:
-        """Returns the group to preempt, which is the latest group of the lowest priority. Returns None if there are
-        fewer than two groups.
+        """Returns the group to preempt, which is the latest waiting or running group of the lowest priority. Returns
+        None if there are fewer than two such groups.
         """
         groups = [*self._waiting, *self.running]
         if len(groups) < 2:

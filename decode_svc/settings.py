@@ -17,8 +17,8 @@ class DecodeSettings(WorkerSettings):
     reserve_blocks: int = Field(
         16,
         ge=0,
-        description="minimum number of blocks kept allocated in advance; while sequences run, it is what they need for "
-        "six seconds, so that they can continue while Redis does not answer",
+        description="minimum number of blocks kept allocated in advance; running sequences raise it to what they need "
+        "in six seconds, so that they can continue while Redis does not answer",
     )
     preemption: Literal["auto", "swap", "give-back"] = Field(
         "auto",

@@ -2,7 +2,7 @@
 
 A drafter predicts the tokens that follow each sequence. The tokens that are drawn later show how often the drafter is
 right, even if no step verified its prediction. A row is used only if it is expected to increase the number of tokens
-per second. This module does not depend on blocks, and uses no clock.
+per second. This module allocates no blocks, and reads no clock.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Guess:
     rate: float = _FIRST_RATE
     """Estimated probability that the next token of a prediction is right."""
     pause: int = 0
-    """Number of tokens between two calls of the drafter. It about doubles after a wrong or missing prediction, and is
-    halved by every token that was predicted.
+    """Number of tokens between two calls of the drafter. A wrong or missing prediction roughly doubles this number, and
+    every token that was predicted halves it.
     """
     ask_at: int = 0
     """Length of the output at which the drafter is called again."""
@@ -97,7 +97,7 @@ class DraftLimits:
 
 
 class Speculation:
-    """The speculation of one worker: chooses the drafts of its steps. Used in the step thread."""
+    """The object that chooses the drafts of one worker's steps. It is used in the step thread."""
 
     def __init__(self, drafter: Drafter, limits: DraftLimits, choose: Choose = best_lengths) -> None:
         self._drafter = drafter

@@ -1,4 +1,4 @@
-"""The time of a step as a function of its number of rows, from recent steps. Uses no clock.
+"""The time of a step as a function of its number of rows, from recent steps. This module reads no clock.
 
 The time for a number of rows is the median of the latest steps with that number. If there are too few recent steps with
 a number, its time is estimated from neighbouring numbers. A wrong estimate is corrected after a few steps with
@@ -46,11 +46,11 @@ class StepTimes:
             self._forget_old()
 
     def knows(self, num_rows: int) -> bool:
-        """Returns whether the time for this number of rows has been measured recently."""
+        """Returns whether there are enough recent times for this number of rows to have a median."""
         return num_rows in self._medians
 
     def at(self, num_rows: int) -> float:
-        """Returns the estimated time in seconds of a step with this number of rows, or 0.0 before the first step."""
+        """Returns the estimated time of a step with this number of rows in seconds, or 0.0 without any median."""
         if (known := self._medians.get(num_rows)) is not None:
             return known
         if not self._rows:

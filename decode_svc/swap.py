@@ -1,6 +1,6 @@
-"""The host tier: the blocks of preempted groups in private memory. A swapped group has no blocks in the arena. After it
-is resumed, its sequences share blocks as before. Blocks that are still cached under their hash are acquired instead of
-copied.
+"""The host tier: copies of the blocks of preempted groups in private memory. A swapped group has no blocks in the
+arena. When the group is resumed, blocks that are still cached under their hashes are acquired, and only the others are
+copied back. The group's sequences then share blocks as before.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Tables = dict[Sequence, list[SwappedTable]]
 
 
 class SwapSpace:
-    """A pool of blocks in host memory, with as many blocks as fit into `max_bytes`, but not more than the arena. Used
-    in the step thread.
+    """A pool of blocks in host memory, with as many blocks as fit into `max_bytes`, but not more than the arena has. It
+    is used in the step thread.
     """
 
     def __init__(self, runner: ModelRunner, attached: Attached, max_bytes: int) -> None:

@@ -1,9 +1,9 @@
 """The spans of a group on a decode worker. They are created in the event loop when the group has left the worker, from
 times that the step thread noted.
 
-decode                     from the submit to the end of the last sample
+decode                     from the submit until the group left the worker
   ledger.claim             until the ledger had moved the ticket's references to this worker
-  decode.queue             until the first step, unless it was short
+  decode.queue             until the group started, unless this wait was short
   decode.run               all steps, with their number; swaps are events
 """
 

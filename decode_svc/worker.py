@@ -199,8 +199,8 @@ class DecodeWorker:
         )
 
     def _blocks_a_sequence(self) -> int:
-        """Returns the number of blocks that one sequence fills in SURVIVED_S at the pace of recent steps, but at most
-        the number for a sequence of full length.
+        """Returns the number of blocks, over all KV groups, that one sequence may take in SURVIVED_S at the pace of
+        recent steps, but at most the number for a sequence of full length.
         """
         step_s, pace = self._preemption.costs.step_s, 1.0 if self._speculation is None else self._speculation.pace
         num_tokens = min(pace * SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
@@ -243,15 +243,15 @@ class DecodeWorker:
         return True
 
     def _reserve(self) -> Plan:
-        """Reserves a private block for each running sequence whose next position needs one, and returns the sequences
-        of the next step. Preempts groups if there are too few blocks. If a group still gets no block, it waits, and so
-        do all later groups.
+        """Reserves private blocks for each running sequence whose next position needs one, and returns the sequences of
+        the next step. Preempts groups if there are too few blocks. If a group still gets no blocks, it waits, and so do
+        all later groups.
         """
         plan: Plan = []
         for group in self._scheduler.running:  # the loop preempts only groups after `group`
             needing_block = self._blocks.writes.needing_block(group.live)
             if needing_block and not self._reserve_for(group, needing_block):
-                break  # the last group waits until others release blocks
+                break  # this group and all later ones wait until blocks are released
             plan += [(group, sequence) for sequence in group.live]
         return plan
 

@@ -52,7 +52,7 @@ def paged_prefill_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Reference for `paged_prefill`, in fp32. Processes one sequence at a time."""
+    """Computes `paged_prefill` in fp32, one sequence at a time, as the reference."""
     out = torch.zeros_like(q)
     block_size = key_cache.shape[2]
     starts = cu_seqlens_q.tolist()
@@ -88,7 +88,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Reference for `paged_attention`, in fp32. Processes one sequence at a time."""
+    """Computes `paged_attention` in fp32, one sequence at a time, as the reference."""
     cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return paged_prefill_reference(
         q, key_cache, value_cache, block_table, context_lens, cu_seqlens_q,

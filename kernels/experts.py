@@ -9,7 +9,7 @@ from kernels.cpu.loader import current
 
 
 def route_reference(scores: Tensor, per_token: int, *, renormalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
-    """Reference for `route`, in plain torch."""
+    """Computes `route` in plain torch, as the reference."""
     odds = scores.float().softmax(dim=-1)
     weights, experts = odds.topk(per_token, dim=-1)
     weights = weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights

@@ -1,5 +1,5 @@
-"""The elementwise half of GeGLU: gelu(gate) * up, gelu in its tanh form. Rounds after gelu and after the product, as
-Hugging Face's Gemma does.
+"""The elementwise half of GeGLU: gelu(gate) * up, with gelu in its tanh form. Values are rounded after gelu and after
+the product, as in Hugging Face's Gemma.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kernels.gated_mul import gated_mul
 
 
 def gelu_mul_reference(x: Tensor) -> Tensor:
-    """Reference for `gelu_mul`, in plain torch."""
+    """Computes `gelu_mul` in plain torch, as the reference."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 

@@ -1,8 +1,8 @@
 """Linear layers whose weights are packed once. On a GPU, they use cuBLAS, or Triton if rows must not depend on each
 other.
 
-On a CPU, no row depends on the others; tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits, our own
-SIMD product ("int4", "int8") is used. The providers for other weights are:
+On a CPU, no row depends on the others, except if F.linear must be used ("torch"); tests/kernels/test_linear.py checks
+this. For weights of 4 or 8 bits, our own SIMD product ("int4", "int8") is used. The providers for other weights are:
 * "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
 * "simd": ours, in SIMD vectors.
 * "onednn": oneDNN. In measurements, it gives a row the same bits in every batch of two or more. A single row (fp32,
@@ -150,7 +150,8 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
 
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
     """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES. Returns `choice`
-    if there is no directory. Workers with different providers could not share blocks.
+    if there is no directory, or if that choice cannot be read or is not in `possible`. Workers with different providers
+    could not share blocks.
     """
     if (directory := choices_directory()) is None:
         return choice
@@ -192,10 +193,10 @@ def times_of(products: list[Product], dtype: torch.dtype) -> list[float]:
 class PackedLinear:
     """A prepacked linear layer, y = x @ weight.T + bias.
 
-    weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. A weight that no provider can pack, or whose
-        packed product disagrees with F.linear on a probe, runs through F.linear; this is logged once and counted under
-        "linear". On a GPU nothing is packed, and fp16 is allowed: F.linear is used or, with `deterministic`, the Triton
-        kernel, whose tiles are fixed.
+    weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. If no provider can pack the weight so that
+        its product agrees with F.linear on a probe, F.linear is used; this is logged once and counted under "linear".
+        On a GPU nothing is packed, and fp16 is allowed: F.linear is used or, with `deterministic`, the Triton kernel,
+        whose tiles are fixed.
         QuantizedWeights, in the order of their outputs, need `dtype`, the dtype of inputs and outputs. If our product
         for them is not available (a GPU, a build without C++ kernels), they run as a matrix of `dtype`. This is logged
         once and counted.

@@ -87,7 +87,7 @@ class LoraRows:
 
 
 def lora_reference(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
-    """Reference for `lora`, in plain torch, row by row."""
+    """Computes `lora` in plain torch, row by row, as the reference."""
     for weights, of_adapter in rows.by_adapter(x.device):
         for part in weights.products[site]:
             a, b = part.a.float(), part.b.float().T.contiguous()

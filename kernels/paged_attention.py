@@ -1,8 +1,8 @@
 """Decode attention: one query per sequence over its block table.
 
-Reproducibility of the C++ path: the key axis is divided into pieces of 256 keys at absolute positions. A row's
-reductions inside a piece have a fixed order, and pieces are merged in ascending order, so a row's bits depend only on
-its own query, keys and values (online softmax over split keys: Flash-Decoding, Dao et al. 2023).
+On the C++ path, results are reproducible: the key axis is divided into KV splits of 256 keys at absolute positions. A
+row's reductions inside a split have a fixed order, and splits are merged in ascending order, so a row's bits depend
+only on its own query, keys and values (online softmax over split keys: Flash-Decoding, Dao et al. 2023).
 `kernels.gpu.attention` describes the Triton path.
 """
 
@@ -30,8 +30,8 @@ def paged_attention(
     """Computes attention for one query per sequence.
 
     q: [num_seqs, num_heads, head_dim] bf16 or fp32, last dimension contiguous; head_dim a multiple of 8.
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, row_width] of q's dtype, int8 or float8_e4m3fn
-        (`kernels.kv_cache`), last dimension contiguous, otherwise any strides.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, row_width] of q's dtype, float8_e4m3fn or, on a CPU,
+        int8 (`kernels.kv_cache`), last dimension contiguous, otherwise any strides.
     block_table: int32 [num_seqs, max_blocks]; entries of blocks without a visible key are not read.
     context_lens: int32 [num_seqs], including the current token, whose K and V are already written; 0 gives a row of
         zeros.

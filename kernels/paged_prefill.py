@@ -1,6 +1,6 @@
 """Causal prefill attention of packed chunks of queries over cached blocks and over the chunks themselves.
 
-On the C++ path, it gives the same bits as `paged_attention`.
+On the C++ path, this kernel gives the same bits as `paged_attention`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ class QuantizedWeight:
         shape = (n_out, -(-n_in // self.group))
         for name, factors in (("scales", self.scales), ("offsets", self.offsets)):
             if factors is not None and (factors.shape != shape or factors.dtype != self.scales.dtype):
-                raise ValueError(f"{name} are {factors.dtype} {list(factors.shape)}, want {list(shape)}")
+                raise ValueError(
+                    f"{name} are {factors.dtype} {list(factors.shape)}, but must be {self.scales.dtype} {list(shape)}"
+                )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -98,8 +100,8 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     """Rounds a matrix [out, in] to `bits` bits, with a bf16 scale for every GROUPS[bits] inputs of an output and no
     offsets.
 
-    With 8 bits, the scale makes the largest weight of a group 127. With 4 bits, each group uses the scale with the
-    smallest squared error among several, with which the weight of largest magnitude becomes about -8.
+    With 8 bits, the scale makes the largest magnitude of a group 127. With 4 bits, several scales are tried, of which
+    the largest makes the weight of largest magnitude -8, and each group uses the one with the smallest squared error.
     """
     n_out, n_in = weight.shape
     group = GROUPS[bits]

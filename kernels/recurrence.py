@@ -143,7 +143,7 @@ def _is_fast(x: Tensor, name: str) -> bool:
 def _convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, batch: StateBatch
 ) -> Tensor:
-    """Reference for `convolution`, in plain torch."""
+    """Computes `convolution` in plain torch, as the reference."""
     channels, taps = weight.shape
     out = torch.empty_like(x)
     past = x.new_zeros((taps - 1, channels), dtype=torch.float32)
@@ -160,7 +160,7 @@ def _convolution(
 
 
 def _recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
-    """Reference for `recurrence`, in plain torch."""
+    """Computes `recurrence` in plain torch, as the reference."""
     values, beta, rates = inputs.values, inputs.beta, inputs.rates
     heads, n_state, width = values.shape[1], inputs.keys.shape[2], values.shape[2]
     out, times = torch.empty_like(values), heads // inputs.keys.shape[1]

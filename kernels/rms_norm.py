@@ -1,5 +1,5 @@
 """RMS norm, optionally after adding a residual. Values are rounded as in Hugging Face's Llama (normalize in fp32,
-round, multiply) or, with an fp32 weight, as in its Gemma (normalize and multiply in fp32, round).
+round, multiply) or, with an fp32 weight, as in Hugging Face's Gemma (normalize and multiply in fp32, round).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.cpu.selection import count_fallback
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Reference for `rms_norm`, in plain torch."""
+    """Computes `rms_norm` in plain torch, as the reference."""
     summed = x if residual is None else x + residual
     wide = summed.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits: a pure function of (logits row, seed, sample, position).
+"""Sampling of tokens from logits: a pure function of a row of logits, its parameters and (seed, sample, position).
 
 Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011),
 so there is no generator state. Filters are applied in vLLM's order: temperature, min_p, top_k, top_p. A single uniform
@@ -61,7 +61,7 @@ def sample_reference(
     sample_indices: Numbers,
     positions: Numbers,
 ) -> Tensor:
-    """Reference for `sample`, row by row in float64."""
+    """Computes `sample` row by row in float64, as the reference."""
     columns = [_tolist(c) for c in (temperature, top_k, top_p, min_p, seeds, sample_indices, positions)]
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     for i, (heat, k, p, floor, seed, index, position) in enumerate(zip(*columns, strict=True)):
@@ -126,7 +126,7 @@ def sample(
 
 
 def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """Reference for `log_softmax_top`, in plain torch."""
+    """Computes `log_softmax_top` in plain torch, as the reference."""
     logprobs = torch.log_softmax(logits.double(), dim=-1).float()
     chosen = logits.gather(1, token_ids[:, None])
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]

@@ -1,5 +1,5 @@
-"""The elementwise half of SwiGLU: silu(gate) * up. Rounds after silu and after the product, as Hugging Face's Llama
-does.
+"""The elementwise half of SwiGLU: silu(gate) * up. Values are rounded after silu and after the product, as in Hugging
+Face's Llama.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kernels.gated_mul import gated_mul
 
 
 def silu_mul_reference(x: Tensor) -> Tensor:
-    """Reference for `silu_mul`, in plain torch."""
+    """Computes `silu_mul` in plain torch, as the reference."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 

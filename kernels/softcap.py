@@ -9,7 +9,7 @@ from kernels.cpu.loader import current
 
 
 def softcap_reference(x: Tensor, cap: float) -> Tensor:
-    """Reference for `softcap_`, in plain torch. Returns a new tensor."""
+    """Computes `softcap_` in plain torch, as the reference, and returns a new tensor."""
     return cap * torch.tanh(x / cap)
 
 

@@ -32,7 +32,7 @@ def write_blocks_reference(
     value_cache: Tensor,
     cos_sin: Tensor | None,
 ) -> None:
-    """Reference for `write_blocks`, in plain torch."""
+    """Computes `write_blocks` in plain torch, as the reference."""
     if cos_sin is not None:
         q.copy_(_rotate(q, positions, cos_sin))
         k = _rotate(k.float() if key_cache.dtype in EIGHT_BITS else k, positions, cos_sin)  # rounded once

@@ -51,7 +51,7 @@ class AttemptExplanation:
     """The generations of `blocks`."""
     output_tokens: int
     copied_blocks: int
-    """Blocks that decode copied because of sharing (copy-on-write)."""
+    """Number of blocks that decode copied because they were shared or sealed (copy-on-write)."""
     swapped_out_blocks: int
     swapped_in_blocks: int
     num_swaps: int

@@ -1,4 +1,4 @@
-"""`LLM`, a model that is served on this machine for as long as the object exists.
+"""The class `LLM`: a model that is served on this machine until the object is closed.
 
 with LLM("path/to/model") as llm:
     for completion in llm.generate(["Once upon a time", "The wolf"], max_tokens=32):
@@ -128,7 +128,8 @@ def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:
     """
     unknown = sorted(set(given) - set(ServeSettings.model_fields))
     if unknown:
-        raise TypeError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(ServeSettings.model_fields))}")
+        known = ", ".join(sorted(ServeSettings.model_fields))
+        raise TypeError(f"unknown setting {unknown[0]!r}; the settings are {known}")
     try:
         return ServeSettings(**{**dict.fromkeys(_PORTS, 0), "spare": 0, "model": model, **given})
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The options of one generation, and their conversion to a GenerateRequest.
+"""The options of a generation and of an embedding, and their conversion to request messages.
 
 This module checks the names of options: a misspelt name raises TypeError before anything is sent. The gateway checks
 the values against its limits, and its error names the field.
@@ -96,7 +96,7 @@ def check_names(options: Mapping[str, object], known: Collection[str] = Generate
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
+            hint = f"; did you mean {close[0]!r}?" if close else f"; the options are {', '.join(sorted(known))}"
             raise TypeError(f"unknown option {name!r}{hint}")
 
 
@@ -199,6 +199,6 @@ def chat_to_pb(messages: Sequence[Message]) -> pb.Chat:
     turns = []
     for index, message in enumerate(messages):
         if set(message) != {"role", "content"}:
-            raise TypeError(f"message {index} must have the keys 'role' and 'content', it has {sorted(message)}")
+            raise TypeError(f"message {index} must have the keys 'role' and 'content'; it has {sorted(message)}")
         turns.append(pb.ChatMessage(role=message["role"], content=message["content"]))
     return pb.Chat(messages=turns)

@@ -43,7 +43,9 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended the text; None for the model's own end or a length limit."""
+    """The stop token or stop string that ended the text; None if the model's end-of-sequence token or a length limit
+    ended it.
+    """
     usage: Usage | None = None
     timings: Timings | None = None
     beam_score: float | None = None
@@ -109,7 +111,7 @@ class Embedding:
     """The embedding of one text."""
 
     embedding: tuple[float, ...]
-    """A vector of length 1; fp32 values."""
+    """A vector of length 1 with fp32 values."""
     usage: Usage
     timings: Timings
     request_id: str

@@ -1,5 +1,5 @@
 """Turns the logits of complete sequences into the next token of every branch, or into the first candidates of a beam
-search. One sampling call serves all branches of a step, even if their sampling parameters differ.
+search. One sampling call serves all samples of a step, even if their sampling parameters differ.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ Plan = list[tuple[Job, Chunk]]
 
 
 def _tell_back(again: list[int]) -> None:
-    """Logs the sequences that decode has given back. `again` contains the number of tokens of each sequence that are
-    computed again.
+    """Logs the sequences that have come back to prefill with outputs. `again` contains, for each sequence, the number
+    of tokens that are computed again.
     """
     logger.info(
         "%d sequences came back: %d tokens computed again, at most %d of one", len(again), sum(again), max(again)
@@ -95,10 +95,10 @@ class GroupBlocks:
         return True
 
     def _cached_prefixes(self, job: Job) -> list[CachedPrefix]:
-        """Returns the cached prefix of each sequence, which is empty if the sequence takes its first blocks from the
-        trunk. With a window, only the end of a cached prefix is acquired. If a sequence diverges from the trunk before
-        this end and has no separate cached prefix, all sequences start from a shorter prefix, and the trunk computes
-        the shared blocks.
+        """Acquires and returns the cached prefix of each sequence, which is empty if the sequence takes its first
+        blocks from the trunk. With a window, only the end of a cached prefix is acquired. If a sequence diverges from
+        the trunk before this end and has no separate cached prefix, all sequences start from a shorter prefix, and the
+        trunk computes the shared blocks.
         """
         trunk = self._cached_prefix(job, 0, 0)
         cached = [trunk, *(self._cached_prefix(job, i, trunk.num_blocks) for i in range(1, len(job.sequences)))]
@@ -127,9 +127,10 @@ class GroupBlocks:
         return any(len(table) * self._block_size < sequence.num_computed for table in sequence.tables)
 
     def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> CachedPrefix:
-        """Returns the cached prefix of a sequence, without the block of the last position, which must be computed. The
-        result is empty if the sequence shares more than `trunk_blocks` blocks with the trunk, of which only
-        `trunk_blocks` were cached, or if every position must be computed.
+        """Acquires and returns the cached prefix of a sequence, without the block of the last position, which must be
+        computed. `trunk_blocks` is the length of the trunk's cached prefix. The result is empty if the sequence shares
+        more blocks than that with the trunk, if every position must be computed, or if the blocks that the sequence
+        shares with the trunk are not found.
         """
         nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)

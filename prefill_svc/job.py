@@ -26,7 +26,9 @@ class Job:
     """
 
     sequences: list[Sequence]
-    """The sequences to compute. Once the first tokens are drawn, the branches that continue, in the request's order."""
+    """The sequences to compute or, once the first tokens are drawn, the sequences of the branches that continue, in the
+    request's order.
+    """
     priority: int = 0
     arrived_ns: int = 0
     admitting_ns: int = 0
@@ -60,7 +62,7 @@ class Job:
     def of(
         cls, prompt_ids: list[int], branches: Seq[Branch], sampling: SamplingParams, stopping: StoppingParams
     ) -> Job:
-        """Returns a job for these branches of a prompt. The trunk computes the log-probabilities of the prompt."""
+        """Returns a job for these branches of a prompt. Only the trunk computes log-probabilities of prompt tokens."""
         outputs = list(dict.fromkeys(branch.output_ids for branch in branches))
         places = [outputs.index(branch.output_ids) for branch in branches]
         without = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
@@ -112,8 +114,8 @@ class Job:
         return sum(s.num_tokens - max(s.num_computed, common) for s, common in pairs)
 
     def shared_blocks(self, index: int, block_size: int) -> int:
-        """Returns the number of leading full blocks that sequence `index` shares with the trunk. The block of its last
-        token is never shared.
+        """Returns the number of leading full blocks that sequence `index` shares with the trunk, which is 0 for the
+        trunk itself. The block of the sequence's last token is never shared.
         """
         return min(self.common[index], self.sequences[index].num_tokens - 1) // block_size
 

@@ -1,6 +1,6 @@
-"""Pools the hidden states of a prompt into an embedding, chunk by chunk. The bits do not depend on the batch or the
-division into chunks, because a hidden state does not depend on its batch, and the mean adds the states one after the
-other, in fp64, in the order of their positions.
+"""Pools the hidden states of a prompt into an embedding, chunk by chunk. With row-invariant kernels, the embedding's
+bits do not depend on the batch or the division into chunks, because the mean adds the states one after the other, in
+fp64, in the order of their positions.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class RequestLimits:
 
 
 def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
-    """Returns a job for the request, with the current time as its arrival. Raises InvalidArgument, which names the
-    field.
+    """Returns a job for the request, with the current time as its arrival. If a field is invalid, raises
+    InvalidArgument, which names the field.
     """
     prompt = list(request.prompt_token_ids)
     branches = [convert.branch_from_pb(branch) for branch in request.branches]
@@ -54,7 +54,7 @@ def _pool(job: Job, asked: types_pb.Pooling) -> None:
     if pooling is None:
         raise InvalidArgument.of("pooling", f"must be one of Pooling's values, got {asked}")
     if len(job.branches) > 1 or job.trunk.output_ids or job.is_beam_search:
-        raise InvalidArgument.of("branches", "must be one without output tokens for an embedding")
+        raise InvalidArgument.of("branches", "must be a single branch without output tokens for an embedding")
     job.trunk.pooling, job.pool = pooling, Pool(pooling)
 
 
@@ -66,12 +66,14 @@ def _quota(message: types_pb.CacheQuota) -> CacheQuota:
 
 
 def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """Checks the number of branches and their sample indices, and that a beam search has a single empty branch."""
+    """Checks the number of sequences, the sample indices of the branches, and that a beam search has a single empty
+    branch and no grammar.
+    """
     if not branches:
         raise InvalidArgument.of("branches", "must hold at least one branch")
     if sampling.width > limits.max_num_seqs:
         field = "num_sequences" if sampling.beam_width is None else "beam_width"
-        raise InvalidArgument.of(field, f"must be at most {limits.max_num_seqs}, the sequences of a batch")
+        raise InvalidArgument.of(field, f"must be at most {limits.max_num_seqs}, the number of sequences in a batch")
     if sampling.width < sampling.num_sequences or sampling.num_sequences < 1:
         raise InvalidArgument.of("num_sequences", "must be at least 1, and at most beam_width")
     if sampling.beam_width is not None and (len(branches) > 1 or branches[0].output_ids or branches[0].sample_index):

@@ -1,8 +1,7 @@
 """Decides which chunks of which prompts are in the next prefill step. Prompts of one priority are served in order of
 arrival, in chunks under a token budget, with several prompts per step. A prompt is admitted only if blocks are
-available for all branches of its group, except for blocks that it will release while it is computed, which are
-allocated chunk by chunk. While the first prompt of the queue or a running prompt waits for blocks, no other prompt is
-admitted.
+available for its whole group. An exception are the blocks of KV groups with a window, which are allocated chunk by
+chunk. While the first prompt of the queue or a running prompt waits for blocks, no other prompt is admitted.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 self._thread.post(lambda: self._worker.cancel(job))
 
     async def _submit(self, job: Job, request: pb.PrefillRequest, emit: Emit) -> None:
-        """Queues a job, after the store has restored the part of its prefix that is on disk."""
+        """Queues a job, after the store has been asked to restore the part of the job's prefix that is on disk."""
         if self._disk is not None:
             self._worker.begin_chain(job, request.cache_salt, request.public_tokens)
             await self._disk.restore(job.trunk)

@@ -59,7 +59,7 @@ class PrefillWorker:
         if needed > (num_blocks := self._attached.arena.num_blocks):
             emit(
                 InvalidArgument.of(
-                    "prompt", f"needs {needed} blocks of KV with all its branches, the arena has {num_blocks}"
+                    "prompt", f"needs {needed} blocks of KV with all its branches; the arena has {num_blocks}"
                 )
             )
             return

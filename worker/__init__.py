@@ -1,3 +1,3 @@
-"""Code that prefill and decode workers share: the step thread, turns between processes, and the life cycle
-of a role.
+"""Code that prefill and decode workers share, such as the step thread, the locks for taking turns on the cores, and the
+life cycle of a role.
 """

@@ -53,7 +53,8 @@ class AdapterPool:
 
     def follow(self, wanted: AdapterList | None) -> None:
         """Drops the adapters that are not in the list, and loads the adapters in the list, except adapters that have
-        failed to load. Does nothing if the list is lost (None) or damaged, because a gateway will write it again.
+        failed to load. Does nothing if adapters are not enabled, or if the list is lost (None) or damaged, because a
+        gateway will write it again.
         """
         if self._model is None or wanted is None or wanted.damaged:
             return

@@ -60,8 +60,8 @@ class FairFileLock:
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:
-        """Creates the file `path` if it does not exist. Raises OSError if that fails. The process must not open the
-        file again, because closing it would release the locks.
+        """Opens the file `path`, and creates it if it does not exist. Raises OSError if that fails. The process must
+        not open the file a second time, because closing any of its descriptors releases the process's locks.
         """
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._patience_s = patience_s

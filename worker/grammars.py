@@ -52,7 +52,7 @@ class Grammars:
         return len(self._compiled)
 
     def warm(self) -> None:
-        """Loads the tokenizer in the thread, which takes a second for a large vocabulary."""
+        """Loads the tokenizer in the thread, because loading takes a second for a large vocabulary."""
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:
@@ -61,8 +61,8 @@ class Grammars:
             await asyncio.get_running_loop().run_in_executor(self._started(), self.attach, sequences)
 
     def attach_known(self, sequences: Seq[Sequence]) -> bool:
-        """Calls `attach` if the grammar is compiled and at most INLINE_TOKENS must be replayed. Returns False if
-        `attach` must still be called, and True for free text.
+        """Calls `attach` if the grammar is compiled and at most INLINE_TOKENS must be replayed. Returns True if this
+        call was made or, for free text, is not needed. Returns False if `attach` must still be called.
         """
         wanted = _wanted(sequences)
         if wanted is None:

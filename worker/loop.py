@@ -1,4 +1,4 @@
-"""Error handling around a step, for both roles, and the reader rule. Runs in the step thread."""
+"""Handles the errors of a step, for both roles, and applies the reader rule. This code runs in the step thread."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
     except LedgerUnavailable as error:  # nothing is lost: `HeldBlocks` continues without the ledger as long as possible
         logger.warning("a step ended early: %s", error)
     except (LedgerError, ArenaError) as error:
-        logger.error("the ledger refused: %s", error)
+        logger.error("the ledger or the arena reported an error: %s", error)
         role.start_over("the ledger refused an operation")
     return False
 
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
     """Calls `run`, the computation of a step. If it raises an error other than LedgerError and ArenaError, calls
-    `fail`, which fails the requests of the step. Raises LedgerError and ArenaError. Also raises errors of the device,
-    which end the thread; the worker then keeps its blocks until its lease has expired and its process has ended.
+    `fail`, which fails the requests of the step. Raises LedgerError and ArenaError. Also raises the error if the device
+    is no longer usable or a rank is lost. Such an error ends the thread; the worker then keeps its blocks until its
+    lease has expired and its process has ended.
     """
     try:
         run()
@@ -59,8 +60,8 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
 
 
 def stale_owners(arena: Arena, owners: Iterable[T], step: Step) -> set[T]:
-    """Applies the reader rule (docs/design.md, Ledger): returns the owners of a block whose generation in the header
-    differs from that in the block table. `owners` has one entry per row of the step.
+    """Applies the reader rule (docs/design.md, Ledger): returns the owners of blocks whose generation in the header
+    differs from the generation in the block table. `owners` has one entry per row of the step.
     """
     tables = zip(step.batch.block_tables, step.generations, strict=True)
     stale = [table for table in tables if not arena.check(*table)]

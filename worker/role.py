@@ -60,7 +60,9 @@ def domain_of(model: Model) -> bytes:
 
 
 def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSettings) -> WorkerRecord:
-    """Returns the registry's record of a role, without its address, load and epoch."""
+    """Returns the registry's record of a role, without the values that become known later or change, such as the
+    address and the load.
+    """
     domain = domain_of(model).hex()
     return WorkerRecord(
         needs.worker_id,
@@ -91,8 +93,8 @@ class WorkerRole:
         turns: AnyFairLock | None,
         adapters: AdapterPool,
     ) -> None:
-        """Creates the step thread. Roles that share `turns`, in one process or in several, step one at a time. If it is
-        None, the role steps independently.
+        """Creates the step thread. Roles that share `turns`, in one process or in several, step one at a time. If
+        `turns` is None, the role steps independently.
         """
         self.thread = StepThread(step, turns)
         self.weights_bytes = attached.weights_bytes

@@ -8,6 +8,6 @@ from engine.sequence import Sequence
 
 
 def seal_items(sequence: Sequence, block: int) -> list[SealItem]:
-    """Returns the items that publish full block `block`, one per KV group. The block's hash must be known."""
+    """Returns the items, one per KV group, that publish the full block with index `block`. Its hash must be known."""
     block_hash, quota = sequence.block_hash(block), sequence.quota_of(block)
     return [SealItem(table[block], group_hash(block_hash, g), quota) for g, table in enumerate(sequence.tables)]

@@ -1,4 +1,4 @@
-"""The thread that runs a worker's model, and its inbox. The thread does no I/O except with the ledger."""
+"""The thread that runs a worker's model, and its inbox. The ledger is the only other service that the thread calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepThread:
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread after the current step. Returns False if something may still write into blocks, because the
-        thread is still running, or because an exception ended it while work was queued on a device.
+        thread is still running, or because an exception ended it, perhaps while work was queued on a device.
         """
         self._inbox.put(None)
         self._thread.join(timeout_s)

@@ -23,7 +23,7 @@ ALIGNMENT = 64
 class Linear(ctypes.Structure):
     """A packed linear layer. `entry` is its C function (for AMX tiles or for integers), or null for `ll_linear`. If its
     inputs are divided, `parts` contains the weights of `num_parts` parts, and `packed` is not used. `site` is the
-    number of its site for adapters, or -1.
+    layer's index in the tables of adapters, or -1 if no adapter can change the layer.
     """
 
     _fields_ = [(name, PTR) for name in ("packed", "bias", "entry", "parts")] + [
@@ -107,7 +107,7 @@ def entry(library: CpuLibrary) -> Entry | None:
 
 
 def scratch_bytes(model: Model, num_tokens: int, num_rows: int) -> int:
-    """Returns the number of bytes of scratch memory that a pass needs. Must agree with forward.cpp."""
+    """Returns the number of bytes of scratch memory that a pass needs. The rule must agree with forward.cpp."""
     size = 2 if model.is_bf16 else 4
     hidden, q_width, most = model.hidden, model.heads * model.d, max(num_tokens, num_rows)
     qkv_width = q_width + 2 * model.kv_heads * model.d

@@ -46,7 +46,7 @@ def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | 
     dtype.
     """
     if x.dtype != packed.dtype:
-        raise ValueError(f"x is {x.dtype}, the weight {packed.dtype}")
+        raise ValueError(f"x is {x.dtype}, but the weight is {packed.dtype}")
     out = x.new_empty((x.shape[0], n_out))
     bias_at = None if bias is None else bias.data_ptr()
     is_bf16 = int(x.dtype == torch.bfloat16)

@@ -105,7 +105,7 @@ def packed_product(
 
     def product(x: Tensor) -> Tensor:
         if x.dtype != dtype:
-            raise ValueError(f"x is {x.dtype}, the weight was packed for {dtype}")
+            raise ValueError(f"x is {x.dtype}, but the weight was packed for {dtype}")
         return linear(function, x if x.stride(1) == 1 else x.contiguous(), packed, bias, n_out)
 
     return packed, product

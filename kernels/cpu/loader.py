@@ -55,13 +55,15 @@ def _find(isa: str) -> Path | None:
 
 @functools.cache
 def _open(isa: Isa) -> CpuLibrary:
-    """Loads one build. Raises ValueError if this CPU or installation does not have it, and OSError if loading fails."""
+    """Loads one build. Raises ValueError if the build is not installed or this CPU cannot run it, and OSError if
+    loading fails.
+    """
     if isa in ("reference", "triton"):
-        return CpuLibrary(isa, None, "asked for")
+        return CpuLibrary(isa, None, "requested")
     path = _find(isa)
     if isa not in supported_isas() or path is None:
-        raise ValueError(f"kernels for {isa!r} are not built or not supported by this CPU; have {supported_isas()}")
-    return CpuLibrary(isa, ctypes.CDLL(str(path)), "best of this CPU")
+        raise ValueError(f"kernels for {isa!r} are not built or cannot run on this CPU; usable: {supported_isas()}")
+    return CpuLibrary(isa, ctypes.CDLL(str(path)), "best for this CPU")
 
 
 def amx_library() -> Path | None:
@@ -71,8 +73,8 @@ def amx_library() -> Path | None:
 
 def load(isa: Isa | None = None) -> CpuLibrary:
     """Chooses the process's kernels: `isa`, or the best build for this CPU. Returns the build now in use. Raises
-    ValueError if `isa` is given but cannot run on this CPU. If `isa` is None, the torch reference replaces a build that
-    cannot be loaded; this is logged and counted under "library".
+    ValueError if `isa` is given but is not installed, cannot run on this CPU or cannot be loaded. If `isa` is None, the
+    torch reference replaces a build that is missing or cannot be loaded; this is logged and counted under "library".
     """
     from kernels.cpu.ops import register  # needs torch, unlike the queries above
 
@@ -110,5 +112,7 @@ def using(isa: Isa) -> Iterator[CpuLibrary]:
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
-    """Returns whether to use the Triton kernels for a tensor: it is on a GPU, or they are rehearsed on the CPU."""
+    """Returns whether to use the Triton kernels for a tensor, because it is on a GPU or because they are rehearsed on
+    the CPU.
+    """
     return tensor.is_cuda or current().isa == "triton"

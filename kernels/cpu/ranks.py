@@ -16,7 +16,9 @@ class Ranks(ctypes.Structure):
 
     @classmethod
     def of(cls, sockets: Sequence[int], rank: int) -> Ranks:
-        """Returns the structure for these sockets, which are file descriptors in the order of the ranks."""
+        """Returns the structure for these sockets, which are file descriptors in the order of the ranks. It rehearses
+        until `rehearses` is set to 0.
+        """
         numbers = (ctypes.c_int64 * len(sockets))(*sockets)
         found = cls(ctypes.addressof(numbers), len(sockets), rank, 1)
         found._kept = numbers  # type: ignore[attr-defined]  # keeps the memory behind the address alive

@@ -50,5 +50,5 @@ def count_fallback(what: str, why: str, instead: str = "on the torch reference")
 
 
 def fallbacks() -> dict[str, int]:
-    """Returns the number of fallbacks of each kernel."""
+    """Returns the number of fallbacks of each kind, by name."""
     return dict(selection().fallbacks)

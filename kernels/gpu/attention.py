@@ -113,7 +113,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def plan(a: Attention, chip: Chip, max_q_len: int | None) -> tuple[Tiling, int]:
-    """Returns a call's (tiling, splits)."""
+    """Returns the tiling of a call and the number of parts into which its keys are split."""
     shape = (a.head_dim, a.group, a.fp8)
     varlen = a.cu_seqlens_q is not None
     fp32 = tiles.fp32_tiling(*shape[:2]) if a.q.dtype == torch.float32 and not INTERPRETED else None

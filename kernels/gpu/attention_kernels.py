@@ -25,7 +25,7 @@ NOT_SPECIALIZED = ["block_table", "context_lens", "cu_seqlens_q", "num_seqs", "n
 
 @triton.jit
 def find_sequence(cu_seqlens_q, program, num_seqs, QUERIES: tl.constexpr):
-    """Returns a program's (sequence, tile). Sequence i's programs begin at cu_seqlens_q[i] // QUERIES + i."""
+    """Returns a program's sequence and tile. The programs of sequence i begin at cu_seqlens_q[i] // QUERIES + i."""
     low = 0
     high = num_seqs
     while high - low > 1:

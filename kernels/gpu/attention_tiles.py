@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from kernels.gpu.launch import power_of_2
 
 PIECE = 512
-"""Number of keys per piece in deterministic mode. Bits depend on it."""
+"""Number of keys per piece in deterministic mode. It influences the bits of results."""
 MAX_SPLITS = 64
 """Maximum number of splits in fast mode, because the merge keeps a partial row of every split in registers (64 x 128
 fp32 over 4 warps: 64 per thread).
@@ -133,10 +133,10 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
     """Returns the number of splits in fast mode, which depends only on shapes.
 
     programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if the programs fill at
-    least 80 % of the places on the chip (as in FlashAttention-3). Otherwise, enough splits are used to fill them.
-    Context lengths are unknown here, so a single program per KV head may have to read a long context among many short
-    ones. A minimum of keys per split for wide tables would fix that, but every step would then need a merge. The
-    benchmark's skewed batch will decide.
+    least 80 % of the places on the chip (as in FlashAttention-3). Otherwise, enough splits are used to fill the places,
+    within the limits MAX_SPLITS and MIN_SPLIT_KEYS. Context lengths are unknown here, so a single program per KV head
+    may have to read a long context among many short ones. A maximum of keys per split for wide tables would fix that,
+    but every step would then need a merge. The benchmark's skewed batch will show which is better.
     """
     places = chip.num_sms * tiling.programs_per_sm
     if programs >= 0.8 * places:

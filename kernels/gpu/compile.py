@@ -135,7 +135,7 @@ def _cuobjdump() -> str:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Returns (registers, stack + local bytes) per thread of the only kernel in `cubin`."""
+    """Returns the registers, and the bytes of stack and local memory, per thread of the only kernel in `cubin`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -97,8 +97,8 @@ def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor 
 
 
 def uses_engines(src: Tensor, dst: Tensor, n: int) -> bool:
-    """Returns whether to copy n blocks with the copy engines: the copy is between host and device, and the blocks are
-    not small, many and pinned.
+    """Returns whether to copy n blocks with the copy engines. This is so for copies between host and device, unless the
+    blocks are many and small and the host memory is pinned.
     """
     if src.is_cuda == dst.is_cuda:
         return False

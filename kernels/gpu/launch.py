@@ -17,7 +17,7 @@ def power_of_2(n: int) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Returns the number of warps for a tile that is read once. If there are several, each thread
-    gets at least 16 elements.
+    """Returns the number of warps for a tile that is read once. With several warps, each thread gets at least 16
+    elements.
     """
     return min(16, max(1, elements // 512))

@@ -1,7 +1,7 @@
 """RMS norm in Triton, optionally after adding a residual. Contract: `kernels.rms_norm.rms_norm`, which checks shapes.
 
-A whole row is in one tile, whose shape depends only on the row's width, so its bits depend only on the row. Memory
-traffic: x, the residual and both outputs, once each.
+A whole row is in one tile, whose shape depends only on the row's width, so the bits of a row's result depend only on
+the row. Memory traffic: x, the residual and both outputs, once each.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ def middle_of(low, high, step):
 
 @triton.jit
 def after_tie(x_ptr, vocab, key, limit, nth, TILE: tl.constexpr):
-    """Returns the id after the nth (from 1) token with this key and an id below limit, or limit if there are fewer than
-    n such tokens.
+    """Returns 1 plus the id of the nth token (counted from 1) with this key and an id below limit, or limit if there
+    are fewer than n such tokens.
     """
     seen, found, start = nth * 0, limit, vocab * 0
     while (seen < nth) & (start < vocab):
@@ -229,7 +229,7 @@ def filter_kernel(
 
 @triton.jit
 def uniform(seed, sample, position):
-    """Returns the number of `kernels.sampling.uniform`: 53 bits of Philox-4x32-10 in [0, 1)."""
+    """Returns the same number as `kernels.sampling.uniform`: 53 bits of Philox-4x32-10 in [0, 1)."""
     mask: tl.constexpr = 0xFFFFFFFF
     high, low, _, _ = tl.philox(
         seed,

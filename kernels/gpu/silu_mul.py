@@ -27,7 +27,7 @@ def silu_mul_kernel(out_ptr, x_ptr, width, x_row, TILE: tl.constexpr, GELU: tl.c
     up = tl.load(x_ptr + row * x_row + width + col, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
     z = wide
-    if GELU:  # as kernels/cpu/layer.cpp
+    if GELU:  # as in kernels/cpu/layer.cpp
         z = wide * (1.59576912161 + 0.0713548162726 * wide * wide)
     activated = (wide / (1.0 + tl.exp(-z))).to(gate.dtype).to(tl.float32)
     tl.store(out_ptr + row * width + col, (activated * up.to(tl.float32)).to(gate.dtype), mask=mask)

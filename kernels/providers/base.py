@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Unavailable(ValueError):
-    """Raised if a provider is not available here or does not support the model. The message is one sentence."""
+    """The error for a provider that is not available or does not support the model. The message is one sentence."""
 
 
 def cannot_load(provider: str, what: str, error: Exception) -> Unavailable:

@@ -34,10 +34,10 @@ def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) ->
 
     "auto" chooses the C++ kernels on a CPU. On a GPU, it chooses Triton if results must be deterministic or
     FlashAttention-3 is not available, and FlashAttention-3 otherwise. Raises Unavailable if the provider does not
-    support the model.
+    support the model, or if FlashAttention-3 is needed for `library` but is not available.
     """
     if backend != "auto":
-        provider, why = open_provider(backend, spec, library), "asked for"
+        provider, why = open_provider(backend, spec, library), "requested"
     else:
         provider, why = _best(spec, library)
     _LOG.info("attention: %s %s (%s)", provider.name, provider.version, why)

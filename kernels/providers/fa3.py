@@ -66,8 +66,8 @@ class Fa3Attention:
     deterministic = False
 
     def __init__(self, spec: AttentionSpec, library: str | None = None) -> None:
-        """Loads the provider. Raises Unavailable if the module or file is missing or the GPU or model is
-        not supported.
+        """Loads the provider. Raises Unavailable if the module or file is missing or does not fit, or if the GPU or the
+        model is not supported.
         """
         if (why := self.supports(spec)) is not None:
             raise Unavailable(f"attention provider fa3 {why}")
@@ -88,7 +88,7 @@ class Fa3Attention:
     def supports(cls, spec: AttentionSpec) -> str | None:
         if spec.compute_capability != (9, 0):
             have = "none" if spec.compute_capability is None else "{}.{}".format(*spec.compute_capability)
-            return f"needs a GPU of compute capability 9.0, this is {have}"
+            return f"needs a GPU of compute capability 9.0; this is {have}"
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
@@ -132,7 +132,7 @@ class Fa3Attention:
 
     def _most_splits(self, batch: AttentionBatch) -> int:
         """Returns the maximum number of splits of a sequence's keys. It depends only on shapes, so that profiling
-        measures its memory. The device decides how many splits are used.
+        measures the memory for the splits' results. The device decides how many splits are used.
         """
         if self._spec.deterministic:
             return 1
@@ -161,7 +161,9 @@ class Fa3Attention:
 
 
 def _open(library: str | None) -> tuple[Any, str]:
-    """Returns the namespace of the operators, and a version that identifies the build. Raises Unavailable."""
+    """Returns the namespace of the operators, and a version that identifies the build. Raises Unavailable if there is
+    no build or it has no such operators.
+    """
     if library is not None:
         try:
             torch.ops.load_library(library)

@@ -91,9 +91,9 @@ class TritonAttention:
             return f"has no {type_name(spec.kv_dtype)} cache; --kv-cache-dtype takes auto and fp8 on a GPU"
         capability = spec.compute_capability
         if capability is not None and capability < OLDEST_COMPUTE_CAPABILITY:
-            return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+            return f"needs compute capability 8.0; this GPU has {capability[0]}.{capability[1]}"
         if spec.kv_dtype == torch.float8_e4m3fn and capability is not None and capability < FP8_COMPUTE_CAPABILITY:
-            return f"needs compute capability 8.9 for an fp8 cache, this GPU has {capability[0]}.{capability[1]}"
+            return f"needs compute capability 8.9 for an fp8 cache; this GPU has {capability[0]}.{capability[1]}"
         if spec.head_dim > 256:
             return f"takes head dimensions up to 256, not {spec.head_dim}"
         return None

@@ -16,7 +16,9 @@ class SchemaCall:
     """
 
     def __init__(self, op: Any, required: frozenset[str], optional: frozenset[str], neutral: Mapping[str, Any]) -> None:
-        """Reads the operator's schema. Raises ValueError if it lacks a required argument or requires an unknown one."""
+        """Reads the operator's schema. Raises ValueError if the schema lacks an argument in `required`, or demands an
+        argument without a known value.
+        """
         overload = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
         arguments = overload._schema.arguments
         names = {argument.name for argument in arguments}

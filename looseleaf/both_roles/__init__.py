@@ -1,1 +1,1 @@
-"""A worker process that runs prefill and decode side by side, on one model and one device."""
+"""A worker process that runs prefill and decode side by side, with one copy of the model."""

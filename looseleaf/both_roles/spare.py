@@ -57,7 +57,7 @@ def load(settings: SpareSettings) -> Loaded:
 
 def behind_others(settings: SpareSettings) -> Future[Loaded]:
     """Runs `load` in a thread with the lowest priority (nice 19), which takes little CPU time from other threads. Until
-    it is done, garbage collection is off in the whole process. Returns the future of its result.
+    `load` is done, garbage collection is off in the whole process. Returns the future of the result.
     """
     loaded: Future[Loaded] = Future()
 

@@ -41,7 +41,7 @@ class CertsSettings(Settings):
 
     directory: CliPositionalArg[Path]
     host: list[str] = Field([], description="names and addresses of the gateway, in addition to those of this machine")
-    days: int = Field(365, ge=1, le=3650, description="how long the certificates are valid")
+    days: int = Field(365, ge=1, le=3650, description="number of days for which the certificates are valid")
     missing: bool = Field(False, description="change nothing if all files exist")
 
 

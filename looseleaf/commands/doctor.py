@@ -203,7 +203,7 @@ def port(host: str, number: int, answers: Callable[[str, int], bool]) -> str:
 
 
 def http_answers(host: str, number: int) -> bool:
-    """Returns whether a ready gateway answers at this address."""
+    """Returns whether a server at this address answers /health with status 200, as a ready gateway does."""
     connection = HTTPConnection(host, number, timeout=1.0)
     try:
         connection.request("GET", "/health")

@@ -16,8 +16,8 @@ from common.settings import Settings, settings_config
 
 
 class FsckSettings(Settings):
-    """Flags of `looseleaf fsck`, which prints every difference. Its exit status is 0 if there is no difference or if
-    all have been repaired.
+    """Flags of `looseleaf fsck`, which prints every difference. Its exit status is 0 if there are no differences or if
+    all differences have been repaired.
     """
 
     model_config = settings_config("LOOSELEAF_FSCK_", "looseleaf fsck")

@@ -121,7 +121,7 @@ def _hosts(settings: PlanSettings, weights: int, sequence: int) -> Iterator[str]
     where = "" if settings.memory else " available here"
     yield f"host     {sizing.gib(memory)}{where} - weights = {sizing.gib(max(0, room))} for KV"
     if room < sequence:
-        yield "         too little for one such sequence, whose blocks all live in the arena of one host"
+        yield "         too little for one such sequence, whose blocks must all be in the arena of one host"
         return
     each = room // sequence
     hosts = math.ceil(settings.sequences / each)

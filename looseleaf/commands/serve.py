@@ -114,5 +114,5 @@ def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str
 
 
 def one_line(text: str) -> str:
-    """Returns the text with each run of white space as one blank, and unprintable characters as escapes."""
+    """Returns the text with each run of white space as one space, and unprintable characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))

@@ -1,5 +1,5 @@
-"""`looseleaf simulate TRACE`: predicts latencies of a trace, or the number of workers that it needs, without a model.
-The schedulers, the admission and the router are the real ones; the times of steps come from a measurement.
+"""`looseleaf simulate TRACE`: predicts the latencies of a trace, or the number of workers that the trace needs, without
+running a model. The schedulers, the admission and the router are the real ones; the times of steps were measured.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class SimulateSettings(Settings):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Fits or reads the costs, and prints the prediction. Returns 1 if no number of workers meets the SLO."""
+    """Fits or reads the costs, and prints the prediction. Returns 1 if no number of workers that --workers auto tries
+    meets the SLO, otherwise 0.
+    """
     settings = SimulateSettings.load(argv)
     costs = _costs(settings)
     if settings.trace is None:

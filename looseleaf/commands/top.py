@@ -52,7 +52,7 @@ class Snapshot:
     """The state that a gateway reported at one time."""
 
     at_s: float
-    """The time of `time.monotonic`."""
+    """The time at which the state was read, from `time.monotonic`."""
     model: str
     workers: list[dict[str, Any]]
     arenas: list[dict[str, Any]]

@@ -1,6 +1,6 @@
 """The launcher's child processes: start, logs, readiness, limited restarts, orderly shutdown.
 
-Does not depend on which services the processes run.
+This module does not depend on which services the processes run.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Launcher:
         return self._addresses(ready, source.notice)
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
-        """Starts a spare worker if `standby.wanted` returns True. `flags` are the flags of all workers."""
+        """Starts a spare worker if `standby.wanted` decides so. `flags` are the flags that all workers share."""
         from block_store.server.sizing import (
             available_memory,  # imported here, so that services are started before numpy is loaded
         )
@@ -160,8 +160,8 @@ class Launcher:
         self._standby.check()
 
     def _addresses(self, ready: Sequence[tuple[str, ...]], notice: str | None) -> Addresses:
-        """Reads the addresses from the ready lines of all services. The gateway's lines are the addresses of HTTP, of
-        gRPC and of vLLM's protocol.
+        """Reads the addresses from the ready lines of all services, and adds the ports to the flags of services that
+        must keep them after a restart. The gateway's lines are the addresses of HTTP, of gRPC and of vLLM's protocol.
         """
         lines = {child.name: lines for child, lines in zip(self._children, ready, strict=True)}
         for child in self._children:
@@ -272,8 +272,9 @@ class Launcher:
             self._redis.kill()
 
     def stop(self, most_s: float | None = None) -> None:
-        """Ends the spare worker, the gateway, the workers, the store and Redis, in this order. A second call does
-        nothing. Kills services that do not end in `most_s` seconds (default: drain delay, grace period and a margin).
+        """Ends the spare worker, the gateway, the workers, the store and Redis, in this order. Each of the first four
+        has `most_s` seconds to end (default: drain delay, grace period and a margin), and is then killed. A second call
+        does nothing.
         """
         if most_s is None:
             most_s = self._settings.drain_delay + self._settings.grace_s + _ENDING_S

@@ -37,7 +37,7 @@ class ModelSource:
 def resolve(given: str | None, *, dummy: bool = False) -> ModelSource:
     """Returns the directory of the model `given` (a directory, a GGUF file or a name on the Hugging Face Hub). If
     `given` is None, returns the directory of the built-in model or, if there is none, of a small random model. Raises
-    StartupError if there is no model or the download fails.
+    StartupError if the model cannot be found, downloaded or created.
 
     With `dummy` weights, the directory needs only a config.json. The small random model's tokenizer replaces a missing
     tokenizer.
@@ -74,8 +74,8 @@ def cache_directory() -> Path:
 
 
 def tiny_checkpoint(cache: Path) -> Path:
-    """Returns a small random Llama below `cache`. On first use, a separate process creates it, because that needs
-    torch. Raises StartupError if the model cannot be created.
+    """Returns the directory of a small random Llama below `cache`. On first use, a separate process creates the model,
+    because this needs torch. Raises StartupError if the model cannot be created.
     """
     target = cache / f"tiny-llama-{_VERSION}"
     if (target / "config.json").is_file():
@@ -96,8 +96,8 @@ def tiny_checkpoint(cache: Path) -> Path:
 
 
 def gguf_directory(file: Path, cache: Path) -> Path:
-    """Returns a model directory below `cache` for a GGUF file. A separate process creates it, because that needs
-    transformers.
+    """Returns a model directory below `cache` for a GGUF file. On first use, a separate process creates the directory,
+    because this needs transformers.
 
     The weights stay in the file. A different file with the same name gets a different directory. Raises StartupError
     if the directory cannot be created.

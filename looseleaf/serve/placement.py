@@ -112,7 +112,8 @@ def numbered(name: str, count: int) -> list[str]:
 
 def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
     """Returns `--threads`, or else the user's OMP_NUM_THREADS, or else an even share of the cores that this process may
-    use. If there are few cores, each role may use all of them, because one role often waits while the other is busy.
+    use. If there are few cores, the workers of each role share all of them, because one role often waits while the
+    other is busy.
     """
     if settings.threads:
         return settings.threads

@@ -52,8 +52,8 @@ class ServeSettings(VllmGrpcSettings):
     )
     roles: Literal["auto", "both", "split"] = Field(
         "auto",
-        description="both: prefill and decode in one process; auto: both on a GPU or with fewer than 8 "
-        "cores, else split",
+        description="both: prefill and decode in one process; auto: if the numbers of workers allow it, both on a GPU "
+        "or with fewer than 8 cores, else split",
     )
     prefill: int = Field(
         1, ge=1, le=64, description="number of prefill workers; with --roles both, the same as for decode"
@@ -65,16 +65,16 @@ class ServeSettings(VllmGrpcSettings):
         None,
         ge=0,
         le=1,
-        description="number of spare workers, loaded in advance to replace one that dies; default: 1 if "
-        "there is enough free memory",
+        description="number of spare workers, loaded in advance to replace one that dies; default: 1 on a CPU with "
+        "enough free memory",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if torch can use a GPU")
     threads: int = Field(
         0,
         ge=0,
         le=1024,
-        description="number of threads per worker; 0: OMP_NUM_THREADS, else an even share of the cores "
-        "(all cores if there are fewer than 8)",
+        description="number of threads per worker; 0: OMP_NUM_THREADS, else an even share of the cores (with fewer "
+        "than 8 cores, of all cores for each role)",
     )
     tensor_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=TENSOR_PARALLEL_SIZE)
     prefill_tensor_parallel_size: int | None = Field(

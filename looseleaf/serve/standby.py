@@ -1,6 +1,6 @@
 """The spare worker of a launch: whether there is one, its process, and the worker that it replaces.
 
-Does not depend on models; `looseleaf.both_roles.spare` is the process.
+This module does not depend on models. `looseleaf.both_roles.spare` is the program of the process.
 """
 
 from __future__ import annotations

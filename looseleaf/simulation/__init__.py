@@ -1,1 +1,1 @@
-"""A simulator: the real schedulers, admission and router, with a clock and workers of its own."""
+"""A simulator: the real schedulers, admission and router, with a simulated clock and simulated workers."""

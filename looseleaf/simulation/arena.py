@@ -1,7 +1,8 @@
-"""A simulated arena: how many blocks are free, in use and cached, and which prefixes are cached. Holds no KV.
+"""A simulated arena: how many blocks are free, in use and cached, and which prefixes are cached. There is no KV.
 
 The rules are those of the ledger (docs/design.md): free blocks are taken before the coldest cached ones, no holder
-takes what others need of their floors, and a full block that is indexed already is used instead of an equal new one.
+takes blocks from the unused parts of other holders' floors, and a full block that is indexed already is used instead of
+an equal new one.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Arena:
         return found
 
     def alloc(self, holder: Holder, num_blocks: int) -> bool:
-        """Takes blocks, all or none, and returns whether it did. Evicts cached blocks if necessary."""
+        """Takes blocks, all or none, and returns whether it took them. Evicts cached blocks if necessary."""
         if num_blocks > self.available(holder):
             return False
         for _ in range(num_blocks - self.num_free):

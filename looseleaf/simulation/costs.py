@@ -15,8 +15,8 @@ Points = tuple[tuple[float, float], ...]
 
 
 def at(points: Points, x: float) -> float:
-    """Returns y at `x` on straight lines through `points`, which ascend in x. The first and the last line continue
-    beyond the points.
+    """Returns y at `x` on straight lines through `points`, which ascend in x, but at least 0. The first and the last
+    line continue beyond the points. With a single point, y is the same everywhere.
     """
     if len(points) == 1:
         return points[0][1]

@@ -83,7 +83,7 @@ class DecodeWorker(Worker):
         self._forward_s = 0.0
 
     def submit(self, running: Running, source: Holder, priority: int) -> asyncio.Future[str]:
-        """Queues a group whose blocks another holder has in this arena. Raises ResourceExhausted if full."""
+        """Queues a group whose blocks `source` holds in this arena. Raises ResourceExhausted if the queue is full."""
         if self.scheduler.is_full():
             raise ResourceExhausted("the decode queue is full", retry_after_s=1.0)
         loop, sample = asyncio.get_running_loop(), running.sample
@@ -141,7 +141,7 @@ class DecodeWorker(Worker):
     def release(self, group: Group) -> None:
         self.arena.release(self.holder, self.running[group].table)
 
-    # --- one step, as `decode_svc.worker.DecodeWorker`
+    # --- one step, as in `decode_svc.worker.DecodeWorker`
 
     def _schedule(self) -> None:
         while (group := self.scheduler.in_the_way()) is not None:

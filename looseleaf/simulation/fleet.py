@@ -1,4 +1,4 @@
-"""Simulated hosts behind the gateway's real admission, gate and router, and the way of each request through them."""
+"""Simulated hosts behind the gateway's real admission, gate and router, and the path of each request through them."""
 
 from __future__ import annotations
 
@@ -70,16 +70,18 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of each token after the first, or 0.0 if there is only one."""
+        """Mean time per token after the first, or 0.0 if there is only one token."""
         return (self.token_times[-1] - self.token_times[0]) / max(1, len(self.token_times) - 1)
 
 
 def simulate(requests: Sequence[TraceRequest], costs: Costs, options: FleetOptions) -> list[Outcome]:
-    """Returns the outcome of each request, in the order of the trace. Raises StartupError if a request is too long."""
+    """Returns the outcome of each request, in the order of the trace. Raises StartupError if a request is too long, or
+    if an arena has too few blocks for its workers' floors.
+    """
     for number, request in enumerate(requests):
         if (length := request.prompt_len + request.output_len) > options.workers.max_model_len:
             raise StartupError(
-                f"request {number} of the trace has {length:,} tokens, the limit is --max-model-len "
+                f"request {number} of the trace has {length:,} tokens, more than --max-model-len "
                 f"{options.workers.max_model_len:,}; --divide makes all requests shorter"
             )
     return virtual_time.run(_serve(requests, costs, options))
@@ -145,7 +147,9 @@ class Fleet:
         return Setting(record, arena, arena.join(floor), options, self._costs, turns, self._report)
 
     def _floor(self, role: Role) -> int:
-        """Returns a worker's floor. A decode worker gets a part of what the floors leave (`sizing.granted_floor`)."""
+        """Returns a worker's floor. A decode worker also gets a part of the blocks that the requested floors leave, as
+        in `sizing.granted_floor`.
+        """
         options = self._options.workers
         rules = KvRules(options.block_size, prefill_step=options.max_num_batched_tokens)
         asked = floor_of(role, options.max_model_len, rules)
@@ -189,7 +193,9 @@ class Fleet:
         )  # fmt: skip
 
     async def _produce(self, running: Running, place: Place) -> int:
-        """Prefills and decodes, again if decode gives the group back. Returns the number of copied tokens."""
+        """Prefills and decodes a request, and does both again if decode gives the group back. Returns the number of
+        tokens that were copied between hosts.
+        """
         copied = 0
         while True:
             route = self._pick_prefill(running)
@@ -198,7 +204,7 @@ class Fleet:
                 self.arenas[route.prefill.arena_id].release(self._tickets[route.prefill.arena_id], running.table)
                 return copied
             pick = self.router.pick_decode(route, self._clock(), self._usable(running))
-            assert pick is not None  # a pair was there at the choice of the prefill worker
+            assert pick is not None  # there was a usable pair when the prefill worker was chosen
             began = self._clock()
             pick.worker.dispatched_sequences += 1
             try:
@@ -241,7 +247,9 @@ class Fleet:
         return await worker.submit(running, self._tickets[pick.record.arena_id], place.rank)
 
     async def _copy(self, running: Running, source: str, pick: Pick) -> int:
-        """Copies blocks to the decode worker's arena if it is another one, and returns the number of copied tokens."""
+        """Copies blocks to the decode worker's arena if prefill used a different arena. Returns the number of copied
+        tokens.
+        """
         destination = pick.record.arena_id
         if source == destination:
             return 0
@@ -275,7 +283,7 @@ class Fleet:
         return lambda record: self._rooms[record.worker_id].holds(need)
 
     def _has_room(self, running: Running) -> bool:
-        """Returns whether a group that was given back may be prefilled, as `Workers.promise`."""
+        """Returns whether a group that was given back may be prefilled, by the rule of `Workers.promise`."""
         needed = blocks_of(running.sample.num_tokens, self._options.workers.block_size)
         if not any(s.dispatched_sequences or s.dispatched_tokens for s in self.router.workers.values()):
             return True

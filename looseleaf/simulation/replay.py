@@ -25,7 +25,7 @@ NUM_LONG = 4
 
 
 async def replay(address: str, requests: Sequence[TraceRequest], vocab_size: int, seed: int = 0) -> list[Outcome]:
-    """Sends each request at its time, whatever has become of the others. Returns what the client saw."""
+    """Sends each request at its time, regardless of the state of the others. Returns what the client saw."""
     prompts = [request.token_ids(vocab_size, seed) for request in requests]
     async with AsyncClient(address) as client:
         began = time.perf_counter()
@@ -62,7 +62,7 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
     """Measures an idle server with prompts one at a time and with batches of equal requests, in about a minute.
 
     `longest` is the length of the longest prompt. A second fit on the same server needs another seed, because prompts
-    must not be cached. The time of a step is a line through medians, and each position that
+    must not be cached. The fitted times of steps lie on straight lines through medians. In addition, each position that
     attention reads adds a constant.
     """
     async with AsyncClient(address) as client:
@@ -88,7 +88,10 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
 
 
 def _prefill_position_s(prefill_s: dict[int, float], longest: int) -> float:
-    """Returns the time of one pair of positions: a prompt of several full steps against as many steps of 512 tokens."""
+    """Returns the time that attention takes per pair of positions, or 0.0 if `longest` has fewer than two full steps.
+    The time is the difference between the longest prompt and as many single steps of 512 tokens, per pair that only the
+    longest prompt has.
+    """
     steps = longest // 512
     pairs = longest**2 / 2 - steps * 512**2 / 2
     return max(0.0, (prefill_s[longest] - steps * prefill_s[512]) / pairs) if steps > 1 else 0.0
@@ -106,7 +109,7 @@ class _Probe:
 
 
 class _Prober:
-    """Sends probes. No two prompts share a prefix."""
+    """A sender of probes, of which no two have prompts with a common prefix."""
 
     def __init__(self, client: AsyncClient, vocab_size: int, seed: int) -> None:
         self._client = client

@@ -21,7 +21,7 @@ class Slo:
     share: float = 0.9
 
     def attained(self, outcomes: Sequence[Outcome]) -> float:
-        """Returns the share of the requests that meet both limits. A refused request does not."""
+        """Returns the share of the requests that meet both limits. A refused request does not meet them."""
         met = [not o.refusal and o.ttft_s <= self.ttft_s and o.tpot_s <= self.tpot_s for o in outcomes]
         return sum(met) / len(met)
 
@@ -35,7 +35,7 @@ class Summary:
     itl_p50: float
     itl_p99: float
     tokens_per_s: float
-    """Output tokens from the first arrival to the last token."""
+    """Output tokens per second, from the first arrival to the last token. NaN if there are no tokens."""
     num_refused: int
 
     @classmethod
@@ -58,7 +58,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A number of workers of each host, and what it achieves."""
+    """The numbers of prefill and decode workers per host, and the results with these numbers."""
 
     prefill: int
     decode: int

@@ -1,4 +1,4 @@
-"""Reads traces of requests: arrival times, lengths, and which prompts share a prefix. Knows no server.
+"""Reads traces of requests: arrival times, lengths, and which prompts share a prefix.
 
 A trace is a file in Mooncake's format (JSON lines) or in Azure's (CSV). Lines that begin with # are comments.
 """
@@ -21,7 +21,9 @@ MOONCAKE_BLOCK = 512
 _FIRST_TOKEN_ID = 16
 """Smaller ids, which are usually special tokens, are not drawn."""
 BlockKey = tuple[int, int]
-"""The content of a full block and of everything before it: the id of the run with its last token, and its index."""
+"""A key for the content of a full block and of everything before it: the id of the run that contains the block's last
+token, and the block's index.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,9 @@ def read(
 ) -> list[TraceRequest]:
     """Returns the first `count` requests of a trace, in order of arrival.
 
-    Each length is divided by `divisor`, but is at least 1; so are the lengths of shared prefixes. `rate` scales the
-    arrival times so that this many requests arrive per second on average. Raises StartupError if the file cannot be
-    read, with the line and the field that are wrong.
+    Each length, also that of a shared prefix, is divided by `divisor`, but is at least 1. `rate` scales the arrival
+    times so that this many requests arrive per second on average. Raises StartupError if the file cannot be read, or if
+    it has no requests or an invalid line; the message names the line and the field.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -84,7 +86,9 @@ def read(
 
 
 def paced(requests: Sequence[TraceRequest], rate: float | None) -> list[TraceRequest]:
-    """Returns the requests with arrival times that begin at 0, at a mean rate per second if one is given."""
+    """Returns the requests with arrival times that begin at 0 and, if `rate` is given, have this mean rate per second.
+    Raises StartupError if all requests arrive at the same time and therefore cannot have a rate.
+    """
     first, last = requests[0].at_s, requests[-1].at_s
     pace = 1.0
     if rate is not None:
@@ -108,7 +112,7 @@ def mooncake_line(request: TraceRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request as a file has it, before lengths are divided."""
+    """A request as it is in the file, before its lengths are divided."""
 
     at_s: float
     prompt_len: int

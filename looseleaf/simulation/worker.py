@@ -28,7 +28,7 @@ GIVEN_BACK = "given back"
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The options of all workers, named like the flags of `looseleaf serve`."""
+    """The options of all workers, most of which are named like the flags of `looseleaf serve`."""
 
     block_size: int = 16
     num_blocks: int = 8192
@@ -82,7 +82,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a worker is built with."""
+    """The parameters with which a worker is built."""
 
     record: WorkerRecord
     arena: Arena
@@ -105,7 +105,7 @@ class Worker(ABC):
         self._work = asyncio.Event()
 
     async def run(self) -> None:
-        """Steps until it is cancelled."""
+        """Steps whenever there is work, until the task is cancelled."""
         clock = asyncio.get_running_loop()
         while True:
             await self._work.wait()

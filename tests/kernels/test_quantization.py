@@ -153,7 +153,7 @@ def test_groups_that_kernels_cannot_take_are_refused(group: int) -> None:
     values = torch.zeros(2, 24, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"group is .*, but must be a multiple of 8"):
         QuantizedWeight(values, torch.zeros(2, 6), None, 4, group)
-    with pytest.raises(ValueError, match=r"scales are torch.float32 \[2, 6\], want \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"scales are torch.float32 \[2, 6\], but must be torch.float32 \[2, 3\]"):
         QuantizedWeight(values, torch.zeros(2, 6), None, 4, 8)
 
 

@@ -131,7 +131,7 @@ def test_a_plan_ends_with_the_fewest_workers_that_meet_the_slo() -> None:
 
 
 def test_a_request_that_is_too_long_is_named() -> None:
-    with pytest.raises(StartupError, match="request 1 of the trace has 600 tokens, the limit is --max-model-len 512"):
+    with pytest.raises(StartupError, match="request 1 of the trace has 600 tokens, more than --max-model-len 512"):
         simulate([TraceRequest(0, ((0, 5),), 1), TraceRequest(0, ((1, 590),), 10)], COSTS, FleetOptions(workers=SMALL))
 
 
