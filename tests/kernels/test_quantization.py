@@ -169,5 +169,5 @@ def test_without_c_kernels_it_is_a_matrix_of_floats_which_is_counted(caplog: pyt
 
 def test_inputs_of_another_dtype_are_refused() -> None:
     linear = PackedLinear([quantize(torch.randn(16, 64), 8)], dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"x is torch.float32, the weight was packed for torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"x is torch.float32, but the weight was packed for torch.bfloat16"):
         linear(torch.randn(2, 64))
