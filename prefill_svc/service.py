@@ -101,8 +101,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 def _load_with(job: Job, load: WorkerLoad) -> WorkerLoad:
-    """Returns a load to which a job in the queue is added. The step thread may take the job only after its current
-    step, and the gateway must know before that the request has been accepted.
+    """Returns a load to which a job in the queue has been added. The step thread may not see the job before its current
+    step ends, but the gateway must learn at once that the request has been accepted.
     """
     num_waiting, waiting_tokens = load.num_waiting + job.width, load.waiting_tokens + job.num_uncomputed
     return replace(load, num_waiting=num_waiting, waiting_tokens=waiting_tokens)
