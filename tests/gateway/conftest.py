@@ -131,7 +131,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             assets.tokenizer,
             metrics,
             max_attempts=3,
-            recover_s=options.pop("recover_s", 2.0),
+            recover_s=options.pop("recover_s", 20.0),
             used=admission.used,
             explanations=Explanations(options.pop("explain_requests", 100)),
         )
@@ -158,7 +158,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             records,
         )
         rigs.append((rig, task, pool))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not workers.ready:
                 await asyncio.sleep(0.01)
         return rig

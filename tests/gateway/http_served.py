@@ -22,7 +22,7 @@ class Served:
 
     def __init__(self, rig: Rig, server: HttpServer, url: str) -> None:
         self.rig, self.server, self.url = rig, server, url
-        self.client = httpx.AsyncClient(base_url=url, timeout=20)
+        self.client = httpx.AsyncClient(base_url=url, timeout=60)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body)

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from gateway.fleet.liveness import OWN_PAUSE_S, Liveness, LivenessLimits
+from testing.virtual_time import in_virtual_time
 
 
 class Watch:
@@ -18,6 +19,7 @@ class Watch:
         self.liveness.start()
 
 
+@in_virtual_time
 async def test_silence_is_told_once_after_its_limit() -> None:
     watch = Watch(0.2)
     for _ in range(8):
@@ -28,6 +30,7 @@ async def test_silence_is_told_once_after_its_limit() -> None:
     assert watch.told == [(0.2, "has been silent")]
 
 
+@in_virtual_time
 async def test_a_worker_without_steps_is_told_only_while_it_has_work() -> None:
     busy, idle = Watch(0.4, 0.2, busy=True), Watch(0.4, 0.2)
     for _ in range(10):
@@ -38,6 +41,7 @@ async def test_a_worker_without_steps_is_told_only_while_it_has_work() -> None:
     idle.liveness.stop()
 
 
+@in_virtual_time
 async def test_nothing_is_told_after_the_end() -> None:
     watch = Watch(0.05)
     watch.liveness.stop()
@@ -45,6 +49,7 @@ async def test_nothing_is_told_after_the_end() -> None:
     assert not watch.told
 
 
+@in_virtual_time
 async def test_our_own_pause_is_no_silence() -> None:
     watch = Watch(0.3)
     await asyncio.sleep(0.01)

@@ -22,6 +22,7 @@ from gateway.request.outlet import FEW_STREAMS, Outlet
 from protos.v1 import decode_pb2 as pb
 from protos.v1.types_pb2 import Timings, WorkerLoad
 from testing.gateway.parts import Fault, Script, expected_ids, make_record
+from testing.virtual_time import in_virtual_time
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import PROMPT, until
 
@@ -82,6 +83,7 @@ def add(outlet: Outlet, sample: int, *token_ids: int) -> None:
     delta.text += "".join(f"<{token}>" for token in token_ids)
 
 
+@in_virtual_time
 async def test_what_comes_while_a_write_is_under_way_follows_it_merged() -> None:
     client = Client(slow=True)
     async with Outlet(client.write) as outlet:
@@ -103,6 +105,7 @@ async def test_what_comes_while_a_write_is_under_way_follows_it_merged() -> None
     assert client.deltas[1].text == "<8><9>"
 
 
+@in_virtual_time
 async def test_a_write_that_need_not_wait_is_done_before_flush_returns() -> None:
     client = Client(instant=True)
     async with Outlet(client.write) as outlet:
@@ -111,6 +114,7 @@ async def test_a_write_that_need_not_wait_is_done_before_flush_returns() -> None
         assert client.got == [(0, (7,))]
 
 
+@in_virtual_time
 async def test_nothing_is_written_where_nothing_is_new() -> None:
     client = Client(instant=True)
     async with Outlet(client.write) as outlet:
@@ -119,6 +123,7 @@ async def test_nothing_is_written_where_nothing_is_new() -> None:
     assert client.messages == 0
 
 
+@in_virtual_time
 async def test_a_failed_write_is_raised_by_all_that_follows() -> None:
     client = Client(slow=True)
     async with Outlet(client.write) as outlet:
@@ -135,6 +140,7 @@ async def test_a_failed_write_is_raised_by_all_that_follows() -> None:
     assert client.got == []
 
 
+@in_virtual_time
 async def test_within_an_interval_tokens_wait_and_go_out_as_one_message() -> None:
     client = Client(instant=True)
     async with Outlet(client.write) as outlet:
@@ -159,6 +165,7 @@ async def test_within_an_interval_tokens_wait_and_go_out_as_one_message() -> Non
 
 
 @pytest.mark.parametrize("fails", ["leaves", "write"])
+@in_virtual_time
 async def test_a_failure_when_an_interval_is_over_is_raised_by_the_next_flush(fails: str) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
@@ -177,6 +184,7 @@ async def test_a_failure_when_an_interval_is_over_is_raised_by_the_next_flush(fa
 
 
 @pytest.mark.parametrize(("error", "told"), [(Unavailable("over"), True), (asyncio.CancelledError(), False)])
+@in_virtual_time
 async def test_after_an_error_its_client_is_sent_what_came_before_it(error: BaseException, told: bool) -> None:
     client = Client(instant=True)
     with pytest.raises(type(error)):
@@ -191,6 +199,7 @@ async def test_after_an_error_its_client_is_sent_what_came_before_it(error: Base
     assert client.got == [(0, (1,)), (0, (2,))][: 1 + told]
 
 
+@in_virtual_time
 async def test_a_client_that_does_not_read_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outlet_module, "LAST_WORD_S", 0.05)
     client = Client(slow=True)
@@ -256,6 +265,7 @@ class Session:
         self.session._dispatch(message)
 
 
+@in_virtual_time
 async def test_what_a_message_brings_a_group_is_flushed_together() -> None:
     session, clients = Session(), [Client(instant=True), Client(instant=True)]
     receivers = [Receiver(Outlet(client.write)) for client in clients]
@@ -266,6 +276,7 @@ async def test_what_a_message_brings_a_group_is_flushed_together() -> None:
     assert clients[0].got == [(0, (5,)), (1, (7,)), (0, (99,))] and clients[1].got == [(0, (6,)), (1, (8,))]
 
 
+@in_virtual_time
 async def test_outputs_of_another_attempt_or_of_no_group_are_dropped() -> None:
     session, client = Session(), Client(instant=True)
     session.submit(Receiver(Outlet(client.write)))
@@ -274,6 +285,7 @@ async def test_outputs_of_another_attempt_or_of_no_group_are_dropped() -> None:
     assert client.got == []
 
 
+@in_virtual_time
 async def test_a_receiver_that_fails_ends_its_group_and_no_other() -> None:
     session, client = Session(), Client(instant=True)
     wrong = Receiver(Outlet(client.write), RuntimeError("a bug"))
@@ -284,6 +296,7 @@ async def test_a_receiver_that_fails_ends_its_group_and_no_other() -> None:
     assert client.got == [(0, (7,))] and not right.is_over and wrong.flushes == 1
 
 
+@in_virtual_time
 async def test_a_session_that_ends_fails_its_groups_once() -> None:
     session = Session()
     group = session.submit(Receiver(Outlet(lambda deltas: None)))
@@ -294,6 +307,7 @@ async def test_a_session_that_ends_fails_its_groups_once() -> None:
         await group.wait()
 
 
+@in_virtual_time
 async def test_an_end_that_comes_when_the_interval_is_over_ends_the_request() -> None:
     """The timer is due in the same turn of the loop in which the end arrives."""
     session, client = Session(), Client(instant=True)
@@ -332,7 +346,7 @@ def ids(items: list[Item], sample: int = 0) -> list[int]:
 
 
 async def test_with_few_streams_every_step_is_a_message_and_all_tokens_are_counted(make_rig: MakeRig) -> None:
-    rig, client = await make_rig(Script(step_s=0.01)), Client()
+    rig, client = await make_rig(Script(step_s=0.05)), Client()
     assert ids(await answer(rig, client)) == expected_ids(PROMPT, 12) and len(client.got) == 12
     assert rig.metric("vllm:generation_tokens_total") == 12
     assert rig.metric("vllm:inter_token_latency_seconds_count") == 11

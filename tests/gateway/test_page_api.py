@@ -79,7 +79,7 @@ async def test_a_watcher_gets_all_states_and_then_the_changes(
     monkeypatch.setattr(http_fleet, "MOST_WATCHERS", 1)
     served = await serve(view=view_of(host))
     states, num_events = [0] * NUM_BLOCKS, 0
-    async with asyncio.timeout(20), served.client.stream("GET", "/v1/blocks") as reply:
+    async with asyncio.timeout(60), served.client.stream("GET", "/v1/blocks") as reply:
         assert (await served.client.get("/v1/blocks")).status_code == 429, "there is one watcher already"
         async for line in reply.aiter_lines():
             if not line:

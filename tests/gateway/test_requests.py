@@ -31,6 +31,8 @@ from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.conftest import MakeRig, Rig
 
 PROMPT = [1, 50, 60, 70]
+SILENCE_S = 1.5
+"""A limit on the silence of a worker that is longer than any pause of this process that `Liveness` overlooks."""
 
 
 async def deltas_of(rig: Rig, request: ResolvedRequest) -> list[Delta]:
@@ -56,7 +58,7 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -167,33 +169,33 @@ async def test_a_silent_decode_worker_ends_at_the_deadline_and_is_told(make_rig:
     rig = await make_rig(Script(submits=[Fault("silence", 2)]))
     began = asyncio.get_running_loop().time()
     with pytest.raises(DeadlineExceeded):
-        await run(rig, timeout_s=0.5)
-    assert asyncio.get_running_loop().time() - began < 1.0
+        await run(rig, timeout_s=4.0)
+    assert asyncio.get_running_loop().time() - began < 30.0, "the limits on its silence are 60 s"
     await until(lambda: rig.script.cancelled == [1])
-    assert rig.script.submitted[0].timeout_ms <= 500
+    assert rig.script.submitted[0].timeout_ms <= 4000
 
 
 async def test_a_silent_decode_worker_is_given_up_after_the_stall_time(make_rig: MakeRig) -> None:
-    rig = await make_rig(Script(submits=[Fault("silence", 2)]), stall_s=0.3)
+    rig = await make_rig(Script(submits=[Fault("silence", 2)]), stall_s=SILENCE_S)
     assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
     assert rig.metric("looseleaf_requests_retried_total") == 1
 
 
 async def test_a_frozen_decode_worker_is_given_up_when_its_heartbeats_stop(make_rig: MakeRig) -> None:
-    rig = await make_rig(Script(submits=[Fault("freeze", 2)]), silence_s=0.6, num_decode=2)
+    rig = await make_rig(Script(submits=[Fault("freeze", 2)]), silence_s=SILENCE_S, num_decode=2)
     assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
     assert rig.metric('looseleaf_requests_retried_total{model_name="tiny",reason="session_silent"}') == 1
 
 
 async def test_a_frozen_prefill_worker_is_given_up_when_its_heartbeats_stop(make_rig: MakeRig) -> None:
-    rig = await make_rig(Script(prefills=[15.0], prefill_heartbeats=False), silence_s=0.6)
+    rig = await make_rig(Script(prefills=[600.0], prefill_heartbeats=False), silence_s=SILENCE_S)
     assert ids_of(await run(rig)) == expected_ids(PROMPT, 12)
     assert rig.metric('looseleaf_requests_retried_total{model_name="tiny",reason="prefill_silent"}') == 1
     await until(lambda: rig.script.prefills_cancelled == 1)
 
 
 async def test_slow_workers_whose_hearts_beat_are_waited_for(make_rig: MakeRig) -> None:
-    rig = await make_rig(Script(prefills=[1.5], step_s=1.0), silence_s=0.6)
+    rig = await make_rig(Script(prefills=[2.0], step_s=2.0), silence_s=SILENCE_S)
     assert ids_of(await run(rig, max_tokens=3)) == expected_ids(PROMPT, 3)
     assert rig.metric("looseleaf_requests_retried_total") == 0
 
@@ -223,14 +225,14 @@ async def test_a_request_that_completes_after_a_death_is_forgotten(make_rig: Mak
 
 
 async def test_a_slow_prefill_ends_at_the_deadline(make_rig: MakeRig) -> None:
-    rig = await make_rig(Script(prefills=[5.0]))
+    rig = await make_rig(Script(prefills=[600.0]))
     with pytest.raises(DeadlineExceeded):
-        await run(rig, timeout_s=0.4)
+        await run(rig, timeout_s=4.0)
     await until(lambda: rig.script.prefills_cancelled == 1)
 
 
 async def test_a_reader_that_goes_away_cancels_prefill_or_decode(make_rig: MakeRig) -> None:
-    rig = await make_rig(Script(prefills=[5.0]))
+    rig = await make_rig(Script(prefills=[600.0]))
     task = asyncio.create_task(run(rig))
     await until(lambda: rig.script.prefilled)
     task.cancel()

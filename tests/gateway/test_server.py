@@ -43,7 +43,7 @@ async def test_fallbacks_of_workers_are_metrics_while_they_are_there(make_rig: M
         return rig.metric(f'looseleaf_fallbacks{{fallback="elsewhere",model_name="tiny",service="{service}')
 
     async def becomes(count: float) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while noted() != count:
                 await asyncio.sleep(0.05)
 

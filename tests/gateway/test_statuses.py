@@ -84,7 +84,7 @@ CASES: dict[str, Case] = {
     "pair incompatible": Case("FAILED_PRECONDITION", 500, {}, prefill_says(errors.FailedPrecondition)),
     "not supported": Case("UNIMPLEMENTED", 400, {}, prefill_says(errors.Unimplemented)),
     "deadline in prefill": Case("DEADLINE_EXCEEDED", 504, {}, prefill_says(errors.DeadlineExceeded)),
-    "deadline": Case("DEADLINE_EXCEEDED", 504, {}, lambda: Script(prefills=[5.0, 5.0]), options={"timeout_s": 0.4}),
+    "deadline": Case("DEADLINE_EXCEEDED", 504, {}, lambda: Script(prefills=[600.0, 600.0]), options={"timeout_s": 0.4}),
     "a worker fails": Case("INTERNAL", 500, {}, prefill_says(errors.Internal)),
     "decode fails": Case("INTERNAL", 500, {}, decode_says(decode_pb2.REJECTION_INTERNAL), mid_stream=True),
 }
@@ -95,7 +95,7 @@ class Fronts:
 
     def __init__(self, rig: Rig, http: HttpServer, rpc: RpcServer, port: int) -> None:
         self._http, self._rpc = http, rpc
-        self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20)
+        self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60)
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{rpc.port}")
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 

@@ -116,7 +116,7 @@ def fallbacks(served: Served) -> dict[str, int]:
 
 
 async def test_a_stream_has_chunks_and_a_last_message_with_its_last_tokens(serve: Any) -> None:
-    served = await serve(Script(step_s=0.01))
+    served = await serve(Script(step_s=0.05))
     tokens, ends = await replies(served.regular.Generate(request(logprobs=1, prompt_logprobs=1)))
     assert tokens == {0: expected_ids(PROMPT, 8)} and list(ends[0].output_ids) == tokens[0][-1:]
     end = ends[0]
@@ -404,7 +404,7 @@ async def test_a_router_learns_what_it_asks_for(serve: Any) -> None:
 
 
 async def test_embeddings_are_those_of_our_own_api(serve: Any) -> None:
-    served = await serve(Script(prefills=[0.0, 0.0, 5.0]))
+    served = await serve(Script(prefills=[0.0, 0.0, 600.0]))
     asked = pb.EmbedRequest(request_id="e", tokenized=pb.TokenizedInput(input_ids=[5, 6, 7]))
     for stub in (served.regular, served.prefill):
         reply = await stub.Embed(asked)

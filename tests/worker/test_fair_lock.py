@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def test_one_at_a_time() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert most == 1 and inside == 0
 
 
@@ -53,12 +53,12 @@ def test_who_waits_comes_before_who_was_just_served() -> None:
     with turns:
         thread.start()
         waiting.wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while turns.num_waiting == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
     with turns:
         order.append("holder")
-    thread.join(10)
+    thread.join(60)
     assert order == ["other", "holder"]
 
 
@@ -78,7 +78,7 @@ STEPPING = """
 import sys, time
 from pathlib import Path
 from worker.fair_lock import FairFileLock
-turns = FairFileLock(Path(sys.argv[1]))
+turns = FairFileLock(Path(sys.argv[1]), patience_s=60.0)
 while True:
     with turns:
         print(time.monotonic(), flush=True)
@@ -87,8 +87,11 @@ while True:
 """
 
 
+Stepping = Callable[[], subprocess.Popen[str]]
+
+
 @pytest.fixture
-def stepping(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def stepping(tmp_path: Path) -> Iterator[Stepping]:
     """Returns a function that starts processes, which run steps of 20 ms as often as possible and print when each step
     began and ended.
     """
@@ -108,32 +111,34 @@ def stepping(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
         process.wait()
 
 
-def test_processes_step_one_at_a_time_and_by_turns(stepping: Callable[[], subprocess.Popen[str]]) -> None:
+def test_processes_step_one_at_a_time_and_by_turns(stepping: Stepping) -> None:
     processes = [stepping(), stepping()]
-    time.sleep(1.5)
-    killed = time.monotonic()
+    outputs = [process.stdout for process in processes]
+    begun = [outputs[1].readline() for _ in range(121)]  # from its first step's end
     for process in processes:
         process.kill()
     steps: list[tuple[float, float, int]] = []
-    for which, process in enumerate(processes):
-        times = [float(line) for line in process.communicate()[0].splitlines()][1:]  # from the first step's end
+    for which, lines in enumerate([outputs[0].readlines(), begun + outputs[1].readlines()]):
+        times = [float(line) for line in lines if line.endswith("\n")][1:]
         steps += [(begin, end, which) for begin, end in zip(times[::2], times[1::2], strict=False)]
     steps.sort()
-    both = [step for step in steps if killed - 1.2 < step[0] < killed - 0.1]  # the last one to die may step once more
-    assert len(both) > 20
-    assert all(one[1] <= other[0] for one, other in pairwise(both))
-    assert all(one[2] != other[2] for one, other in pairwise(both))
+    assert all(one[1] <= other[0] for one, other in pairwise(steps))
+    begins = [next(i for i, step in enumerate(steps) if step[2] == which) for which in range(2)]
+    ends = [max(i for i, step in enumerate(steps) if step[2] == which) for which in range(2)]
+    both = [which for _, _, which in steps[max(begins) : min(ends)]]
+    turns = [len(list(steps)) for _, steps in groupby(both)]
+    assert len(turns) > 60
+    assert turns.count(1) > 0.8 * len(turns), "a process that did not run at its turn is passed over"
 
 
-def test_the_turn_of_a_dead_process_is_free(stepping: Callable[[], subprocess.Popen[str]], tmp_path: Path) -> None:
-    other, turns = stepping(), FairFileLock(tmp_path / "turns")
+def test_the_turn_of_a_dead_process_is_free(stepping: Stepping, tmp_path: Path) -> None:
+    other, turns = stepping(), FairFileLock(tmp_path / "turns", patience_s=60.0)
     other.kill()
-    began = time.monotonic()
     with turns:
-        assert time.monotonic() - began < 1.0 and not turns.fallbacks.counts
+        assert not turns.fallbacks.counts
 
 
-def test_a_frozen_process_is_waited_for_once(stepping: Callable[[], subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_frozen_process_is_waited_for_once(stepping: Stepping, tmp_path: Path) -> None:
     other, turns = stepping(), FairFileLock(tmp_path / "turns", patience_s=0.3)
     while True:
         os.kill(other.pid, signal.SIGSTOP)
@@ -141,13 +146,14 @@ def test_a_frozen_process_is_waited_for_once(stepping: Callable[[], subprocess.P
             break
         os.kill(other.pid, signal.SIGCONT)
     waits = []
-    for _ in range(3):
+    for _ in range(10):
         began = time.monotonic()
         with turns:
             waits.append(time.monotonic() - began)
-    assert waits[0] >= 0.3 > 0.1 > waits[1] and turns.fallbacks.counts == {"turn": 3}
+    assert waits[0] >= 0.3 > 0.1 > min(waits[1:]) and turns.fallbacks.counts == {"turn": 10}
+    turns._patience_s = 60.0
     os.kill(other.pid, signal.SIGCONT)
-    wait_for(lambda: is_in_turn(turns), bool, 10.0, "it has no turn any more")
+    wait_for(lambda: is_in_turn(turns), bool, 60.0, "it has no turn any more")
     for _ in range(20):  # waits for the other process each time, which steps continuously
         assert is_in_turn(turns)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from common.rpc import HEARTBEAT_S
+from testing.virtual_time import in_virtual_time
 from worker.heartbeat import Outgoing
 
 
+@in_virtual_time
 async def test_where_no_items_come_there_are_heartbeats_and_where_they_come_there_are_none() -> None:
     with Outgoing[int]() as outgoing:
         async with asyncio.timeout(10 * HEARTBEAT_S):
@@ -18,6 +20,7 @@ async def test_where_no_items_come_there_are_heartbeats_and_where_they_come_ther
             assert await outgoing.get() == [i]
 
 
+@in_virtual_time
 async def test_what_was_not_read_comes_together_and_before_the_end() -> None:
     with Outgoing[int](every_s=60.0) as outgoing:
         for i in range(3):
@@ -26,6 +29,7 @@ async def test_what_was_not_read_comes_together_and_before_the_end() -> None:
         assert await outgoing.get() == [0, 1, 2] and await outgoing.get() is None
 
 
+@in_virtual_time
 async def test_a_reader_that_waits_is_woken_by_an_item_and_by_the_end() -> None:
     with Outgoing[int](every_s=60.0) as outgoing:
         for act, expected in ((lambda: outgoing.put(1), [1]), (outgoing.end, None)):
@@ -36,6 +40,7 @@ async def test_a_reader_that_waits_is_woken_by_an_item_and_by_the_end() -> None:
                 assert await reading == expected
 
 
+@in_virtual_time
 async def test_no_timer_is_left() -> None:
     with Outgoing[int](every_s=0.01) as outgoing:
         await asyncio.sleep(0.02)

@@ -32,10 +32,10 @@ def test_steps_overlap_only_without_turns(by_turns: bool) -> None:
     for thread in threads:
         thread.start(lambda: None)
         thread.post(lambda: None)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while min(done) < 50 and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert all(thread.stop(10) for thread in threads)
+    assert all(thread.stop(60) for thread in threads)
     assert min(done) >= 50
     assert most == (1 if by_turns else 2)
 
@@ -45,17 +45,17 @@ def test_commands_run_while_another_thread_steps() -> None:
 
     def long_step() -> None:
         stepping.set()
-        go_on.wait(30)
+        go_on.wait(60)
 
     busy, other = StepThread(long_step, turns), StepThread(lambda: None, turns)
     busy.start(lambda: None)
     other.start(lambda: None)
     busy.post(lambda: None)
-    assert stepping.wait(10)
+    assert stepping.wait(60)
     other.post(ran.set)
-    assert ran.wait(10)
+    assert ran.wait(60)
     go_on.set()
-    assert busy.stop(10) and other.stop(10)
+    assert busy.stop(60) and other.stop(60)
 
 
 def test_a_step_that_fails_is_told_and_gives_its_turn_back() -> None:
@@ -67,7 +67,7 @@ def test_a_step_that_fails_is_told_and_gives_its_turn_back() -> None:
     thread = StepThread(fail, turns)
     thread.start(failed.set)
     thread.post(lambda: None)
-    assert failed.wait(10)
+    assert failed.wait(60)
     with turns:
         pass
-    assert not thread.stop(10), "what the failed step had started may still write"
+    assert not thread.stop(60), "what the failed step had started may still write"

@@ -46,7 +46,7 @@ def assets(request: pytest.FixtureRequest) -> ModelAssets:
 class Served:
     def __init__(self, script: Script, assets: ModelAssets, url: str) -> None:
         self._script, self._tokenizer = script, assets.tokenizer
-        self.client = httpx.AsyncClient(base_url=url, timeout=20)
+        self.client = httpx.AsyncClient(base_url=url, timeout=60)
         self.openai = openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
 
     def will_say(self, text: str) -> None:
