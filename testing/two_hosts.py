@@ -242,7 +242,7 @@ class TwoHosts:
         trust = Trust(read_secret(self._secret))
         with open_blocking_channel(self.block_stores[host], trust) as channel:
             stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
-            response: pb.InspectResponse = stub.Inspect(pb.InspectRequest(), timeout=10, metadata=trust.metadata)
+            response: pb.InspectResponse = stub.Inspect(pb.InspectRequest(), timeout=60, metadata=trust.metadata)
             return response
 
     def _inspected(self, host: int) -> pb.InspectResponse | None:
@@ -254,7 +254,7 @@ class TwoHosts:
                 raise
             return None
 
-    def assert_nothing_held(self, within_s: float = 20.0) -> None:
+    def assert_nothing_held(self, within_s: float = 60.0) -> None:
         """Waits until every block of both arenas is FREE, CACHED or RESERVED. Raises AssertionError if this takes
         longer than `within_s` for a host.
         """

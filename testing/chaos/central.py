@@ -40,7 +40,7 @@ def store_kill_on(run: Run, stack: Stack) -> Report:
     report, rng = run.report("store-kill"), run.rng
     before, kills, back = stack.arena.fixed, list[float](), list[float]()
     with run.traffic(stack) as traffic:
-        traffic.wait_for(run.concurrency, timeout_s=60)
+        traffic.wait_for(run.concurrency, timeout_s=120)
         for trial in range(run.trials):
             kill, store_back = _kill_store(stack, rng, with_decode=trial % 2 == 1)
             kills.append(kill)
@@ -92,7 +92,7 @@ def gateway_kill_on(run: Run, stack: Stack) -> Report:
     _cached(stack)  # caches the prompt's blocks
     outages, cached = list[tuple[float, float]](), list[int]()
     with run.traffic(stack) as traffic:
-        traffic.wait_for(run.concurrency, timeout_s=60)
+        traffic.wait_for(run.concurrency, timeout_s=120)
         for _ in range(run.trials):
             time.sleep(rng.random() * 0.3)
             outages.append(_kill_gateway(stack))
@@ -111,7 +111,7 @@ def gateway_kill_on(run: Run, stack: Stack) -> Report:
 
 
 def _wait_complete(traffic: Traffic, count: int) -> None:
-    wait_for(lambda: traffic.num_complete, lambda found: found >= count, 60.0, "requests do not complete")
+    wait_for(lambda: traffic.num_complete, lambda found: found >= count, 120.0, "requests do not complete")
 
 
 def _kill_gateway(stack: Stack) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def garble_on(run: Run, stack: Stack) -> Report:
     garbler = Garbler(stack.redis.client, run.rng)
     rebuilds = stack.arena.rebuild_count
     with run.traffic(stack) as traffic:
-        traffic.wait_for(run.concurrency, timeout_s=60)
+        traffic.wait_for(run.concurrency, timeout_s=120)
         for first in range(0, run.trials, BURST):
             garbler.burst(min(BURST, run.trials - first))
             traffic.wait_for(len(traffic.answers) + run.concurrency // 2, ANSWERS_S)

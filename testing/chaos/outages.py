@@ -100,7 +100,7 @@ def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) 
     """Disturbs Redis `trials` times under load on an existing stack. `lose` returns when Redis answers again."""
     report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
     with run.traffic(stack) as traffic:
-        traffic.wait_for(run.concurrency, timeout_s=60)
+        traffic.wait_for(run.concurrency, timeout_s=120)
         for _ in range(run.trials):
             time.sleep(0.5 + rng.random())
             lose(stack)

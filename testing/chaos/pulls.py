@@ -35,7 +35,7 @@ SLACK_S = 1.0
 IDLE_S = 16.0
 """The time in seconds within which a host must release all blocks: two leases of a ticket."""
 RETRIED = "looseleaf_requests_retried_total"
-HIT_S = 20.0
+HIT_S = 60.0
 """The longest wait, in seconds, for the first blocks under way."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from block_store.redis.private_redis import find_server
 from block_store.redis.redis_server import open_client
 
-START_S = 10.0
+START_S = 60.0
 
 
 class RedisProcess:

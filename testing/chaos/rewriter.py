@@ -26,7 +26,7 @@ WRONG = 0x3D
 """The byte with which blocks are overwritten. Two of these bytes are 0.046 as bfloat16, which is finite, but not KV
 that a model computes.
 """
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 def main(directory: str, redis_url: str) -> None:

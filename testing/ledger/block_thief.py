@@ -27,7 +27,7 @@ class Thief:
         assert line(self._process) == "taken"
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
 
 def main() -> None:

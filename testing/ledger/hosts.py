@@ -30,7 +30,7 @@ class Host:
         self.stub: Any = self.store.stub
         self.arena = Arena.open(reply.directory, layout.fingerprint)
         slot = self.arena.acquire_writer_slot()
-        ledger = LedgerScripts.attach(open_client(reply.redis_url, self.arena.fixed.run_id), self.arena)
+        ledger = LedgerScripts.attach(open_client(reply.redis_url, self.arena.fixed.run_id, 60.0), self.arena)
         self.held = HeldBlocks(LedgerClient.register(ledger, "worker", writer_slot=slot.number), self.arena, slot)
         self._lock = threading.Lock()
         """A lock for `HeldBlocks`, which only one thread at a time may use."""
@@ -62,7 +62,7 @@ class Host:
 
     def pull(self, source: Host, ticket: Ticket) -> pb.PullResponse:
         """Pulls a ticket's blocks to this host."""
-        response: pb.PullResponse = self.stub.Pull(self.request(source, ticket), timeout=20)
+        response: pb.PullResponse = self.stub.Pull(self.request(source, ticket), timeout=60)
         return response
 
     def bytes_of(self, ticket: Ticket) -> list[list[bytes]]:

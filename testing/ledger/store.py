@@ -152,7 +152,7 @@ class StoreProcess:
             ],
             stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not ready.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()[1]
             time.sleep(0.02)
@@ -169,31 +169,31 @@ class StoreProcess:
             peak_activation_bytes=1 << 20, max_model_len=64, floor_blocks=floor,
             device_uuid=device_uuid,
         )  # fmt: skip
-        reply: pb.AttachResponse = self.stub.Attach(request, timeout=20)
+        reply: pb.AttachResponse = self.stub.Attach(request, timeout=60)
         return reply
 
     def inspect(self, blocks: bool = False) -> pb.InspectResponse:
-        reply: pb.InspectResponse = self.stub.Inspect(pb.InspectRequest(include_blocks=blocks), timeout=5)
+        reply: pb.InspectResponse = self.stub.Inspect(pb.InspectRequest(include_blocks=blocks), timeout=60)
         return reply
 
     def read(self, arena_id: str, ticket: TicketId, refs: Sequence[BlockRef]) -> list[pb.ReadBlocksResponse]:
         request = pb.ReadBlocksRequest(
             arena_id=arena_id, table=convert.table_to_pb(refs), ticket_epoch=ticket.epoch, ticket_secret=ticket.secret
         )
-        return list(self.stub.ReadBlocks(request, timeout=5))
+        return list(self.stub.ReadBlocks(request, timeout=60))
 
     def kill(self) -> None:
         """Sends SIGKILL, and waits until the process has ended."""
         self.channel.close()
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=60)
 
     def stop(self) -> str:
         """Sends SIGTERM, and waits until the process has ended. Returns the log."""
         self.channel.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        log = self.process.communicate(timeout=10)[1]
+        log = self.process.communicate(timeout=60)[1]
         return log
 
 
@@ -210,7 +210,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def wait_until(holds: Callable[[], object], within_s: float = 5.0) -> None:
+def wait_until(holds: Callable[[], object], within_s: float = 60.0) -> None:
     """Returns when `holds()` is true. Raises AssertionError if that takes too long."""
     deadline = time.monotonic() + within_s
     while not holds():

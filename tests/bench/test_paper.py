@@ -54,10 +54,10 @@ def test_all_measurements_end_within_40_minutes() -> None:
 
 def test_a_command_is_ended_at_its_limit() -> None:
     started = time.monotonic()
-    assert not run_bounded([sys.executable, "-c", "import time; time.sleep(60)", "sleeper"], 0.5)
-    assert time.monotonic() - started < 30
-    assert not run_bounded([sys.executable, "-c", "raise SystemExit(3)"], 30)
-    assert run_bounded([sys.executable, "-c", "pass"], 30)
+    assert not run_bounded([sys.executable, "-c", "import time; time.sleep(600)", "sleeper"], 0.5)
+    assert time.monotonic() - started < 120
+    assert not run_bounded([sys.executable, "-c", "raise SystemExit(3)"], 120)
+    assert run_bounded([sys.executable, "-c", "pass"], 120)
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:

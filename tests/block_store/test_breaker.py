@@ -16,7 +16,6 @@ import pytest
 
 from block_store.errors import LedgerUnavailable
 from block_store.holder.held_blocks import HeldBlocks
-from block_store.ledger.breaker import BUDGET_S
 from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.inspection import HolderView
@@ -30,6 +29,8 @@ from common.types import BlockRef
 from testing.ledger.store import TestStore, chain, content, indexed, wait_until
 
 T = TypeVar("T")
+PATIENCE_S = 4.0
+"""Seconds after which a call counts as unanswered. A Redis that merely waits for a core answers sooner."""
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Silenceable:
         return HeldBlocks(holder, arena, slot, reserve)
 
     def client(self) -> redis_server.redis.Redis:
-        return redis_server.open_client(self.handle.url, lambda: self.store.arena.fixed.run_id, BUDGET_S)
+        return redis_server.open_client(self.handle.url, lambda: self.store.arena.fixed.run_id, PATIENCE_S)
 
     def freeze(self) -> None:
         assert self.handle.process is not None
@@ -62,7 +63,7 @@ class Silenceable:
         assert self.handle.process is not None
         old = self.handle.process
         old.kill()
-        wait_until(lambda: self.handle.process is not old, 15)
+        wait_until(lambda: self.handle.process is not old)
 
     def build_anew(self) -> None:
         assert self.handle.follow()
@@ -73,6 +74,7 @@ class Silenceable:
 def silenceable(shm: Path) -> Iterator[Silenceable]:
     directory = Path(tempfile.mkdtemp(prefix="ll-redis-"))
     handle = redis_server.connect(None, directory)
+    handle.client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
     yield Silenceable(handle, TestStore(handle.client, shm / "arena", num_blocks=24))
     handle.close()
     shutil.rmtree(directory)
@@ -92,7 +94,7 @@ def tables_of(refs: list[BlockRef]) -> tuple[tuple[tuple[BlockRef, ...], ...], .
 
 def reconnect(*workers: HeldBlocks) -> None:
     for held in workers:
-        wait_until(lambda held=held: held.holder.lease.probe() or not held.holder.breaker.is_open, 15)  # type: ignore[misc]
+        wait_until(lambda held=held: held.holder.lease.probe() or not held.holder.breaker.is_open)  # type: ignore[misc]
 
 
 def test_a_silent_redis_stops_nothing_that_needs_no_ledger(silenceable: Silenceable) -> None:

@@ -246,7 +246,7 @@ def test_restores_continue_after_redis_has_lost_everything(
     host = make_host(redis_url=redis_handle.url)
     assert restored(host, hashes[:2]) == 2
     redis_handle.client.flushall()
-    wait_until(lambda: restored(host, hashes) == 4, 30)  # the others are in the arena's header
+    wait_until(lambda: restored(host, hashes) == 4)  # the others are in the arena's header
     [refs] = host.held.acquire([hashes])
     assert [host.arena.read(ref.block) for ref in refs] == content
     host.held.release(refs)
@@ -268,7 +268,7 @@ def test_without_redis_nothing_is_restored_and_no_prompt_waits_for_it(
     finally:
         redis_handle.process.send_signal(signal.SIGCONT)
     assert answers == [0, 0, 0]
-    wait_until(lambda: restored(host, hashes) == 5, 30)
+    wait_until(lambda: restored(host, hashes) == 5)
     host.assert_idle()
     host.stop()
 

@@ -82,7 +82,7 @@ def test_nothing_comes_between_the_two_halves_of_a_rejoining(store: TestStore) -
             waiting = [pool.submit(call) for call in calls]
             time.sleep(0.2)
             assert not any(call.done() for call in waiting)
-        wait(waiting, 10)
+        wait(waiting, 60)
     assert all(call.done() for call in waiting)
 
 

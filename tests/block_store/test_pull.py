@@ -84,14 +84,14 @@ def test_a_pull_waits_for_room_and_holds_nothing_meanwhile(hosts: tuple[Host, Ho
     blocks, _ = a.fill(chain("waiting", 6))
     ticket = a.hand_over([[blocks]])
     taken = b.held.alloc(NUM_BLOCKS - 2)
-    call = b.stub.Pull.future(b.request(a, ticket), timeout=20)
+    call = b.stub.Pull.future(b.request(a, ticket), timeout=60)
     time.sleep(0.3)
     assert not call.done() and b.held.num_held == NUM_BLOCKS - 2 == b.store.inspect().reserved
     b.held.release(taken)
     b.claim_and_release(convert.ticket_from_pb(call.result().ticket))
 
     taken = b.held.alloc(NUM_BLOCKS - 2)
-    call = b.stub.Pull.future(b.request(a, ticket), timeout=20)
+    call = b.stub.Pull.future(b.request(a, ticket), timeout=60)
     time.sleep(0.1)
     call.cancel()
     b.held.release(taken)
@@ -105,10 +105,10 @@ def test_the_sources_ticket_lives_while_it_is_read(hosts: tuple[Host, Host]) -> 
     blocks, _ = a.fill(chain("kept", 2))
     ticket = a.hand_over([[blocks]])
     taken = b.held.alloc(NUM_BLOCKS)
-    call = b.stub.Pull.future(b.request(a, ticket), timeout=30)
+    call = b.stub.Pull.future(b.request(a, ticket), timeout=60)
     time.sleep(1.0)
     before = a.lease_ms(ticket)
-    wait_until(lambda: a.lease_ms(ticket) > before, within_s=5)
+    wait_until(lambda: a.lease_ms(ticket) > before)
     b.held.release(taken)
     b.claim_and_release(convert.ticket_from_pb(call.result().ticket))
     a.end(ticket)
@@ -122,7 +122,7 @@ def test_a_source_that_dies_or_freezes_ends_the_pull_and_leaves_nothing(hosts: t
         blocks, _ = a.fill(chain(f"dying-{number}", 4))
         ticket = a.hand_over([[blocks]])
         a.store.process.send_signal(how)
-        assert refusal(b, a, ticket, within_s=12) is grpc.StatusCode.UNAVAILABLE
+        assert refusal(b, a, ticket) is grpc.StatusCode.UNAVAILABLE
         b.assert_idle()
         a.store.process.send_signal(signal.SIGCONT)
         a.stop()
@@ -134,7 +134,7 @@ def test_a_pull_that_waits_for_room_notices_that_its_source_is_gone(hosts: tuple
     blocks, _ = a.fill(chain("gone", 2))
     ticket = a.hand_over([[blocks]])
     taken = b.held.alloc(NUM_BLOCKS)
-    call = b.stub.Pull.future(b.request(a, ticket), timeout=20)
+    call = b.stub.Pull.future(b.request(a, ticket), timeout=60)
     time.sleep(0.3)
     a.store.process.kill()
     assert call.code() is grpc.StatusCode.UNAVAILABLE and b.held.num_held == NUM_BLOCKS
@@ -162,14 +162,14 @@ def test_many_pulls_at_once_copy_what_their_tickets_name(hosts: tuple[Host, Host
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     for ticket in tickets:
         a.end(ticket)
     b.assert_idle()
 
 
-def refusal(b: Host, a: Host, ticket: Ticket, within_s: float = 10.0) -> grpc.StatusCode:
+def refusal(b: Host, a: Host, ticket: Ticket) -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as found:
-        b.stub.Pull(b.request(a, ticket), timeout=within_s)
+        b.stub.Pull(b.request(a, ticket), timeout=60)
     return found.value.code()

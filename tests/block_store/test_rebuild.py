@@ -43,16 +43,16 @@ class Running:
     def worker(self, reserve: int = 0, beat_s: float | None = 0.05, floor: int = 0) -> HeldBlocks:
         slot, client = (
             self.arena.acquire_writer_slot(),
-            redis_server.open_client(self.handle.url, lambda: self.arena.fixed.run_id, 0.5),
+            redis_server.open_client(self.handle.url, lambda: self.arena.fixed.run_id, 5.0),
         )
         ledger = LedgerScripts.attach(client, self.arena)
         holder = LedgerClient.register(ledger, "worker", writer_slot=slot.number, floor=floor, beat_s=beat_s)
         return HeldBlocks(holder, self.arena, slot, reserve)
 
     def wait_for_rebuild(self, number: int, *workers: HeldBlocks) -> None:
-        wait_until(lambda: self.arena.rebuild_count == number, 15)
-        wait_until(lambda: all(w.holder.ledger.dataset == self.arena.fixed.dataset for w in workers), 15)
-        wait_until(lambda: not any(w.holder.breaker.is_open for w in workers), 15)
+        wait_until(lambda: self.arena.rebuild_count == number)
+        wait_until(lambda: all(w.holder.ledger.dataset == self.arena.fixed.dataset for w in workers))
+        wait_until(lambda: not any(w.holder.breaker.is_open for w in workers))
 
     def check(self) -> None:
         assert not (found := invariants.check(self.ledger)), found
@@ -224,7 +224,7 @@ def test_restarted_with_everything(shm: Path) -> None:
 
     def start() -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command)
-        wait_until(lambda: private_redis._answers(socket), 15)
+        wait_until(lambda: private_redis._answers(socket))
         return process
 
     process = start()
@@ -459,7 +459,8 @@ def test_sweeps_keep_their_distance_also_while_no_ledger_can_be_built(
         time.sleep(2.5 * SWEEP_S)
         store.ledger.distrust()
         time.sleep(2.5 * SWEEP_S)
-    wait_until(lambda: store.arena.fixed.dataset != record.dataset, 10)
+        wait_until(lambda: "the next sweep tries again" in caplog.text)
+    wait_until(lambda: store.arena.fixed.dataset != record.dataset)
     reaper.stop()
     tries = caplog.text.count("the next sweep tries again")
     assert 1 <= tries < len(swept) <= (swept[-1] - swept[0]) / SWEEP_S + 2, "one at once after it is built"

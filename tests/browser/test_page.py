@@ -112,7 +112,7 @@ def test_a_killed_worker_is_seen_as_a_second_attempt(visit: Any, llm: LLM) -> No
         target=llm.client.generate, args=([7, 8, 9],), kwargs={"request_id": "killed", **LONG}, daemon=True
     )
     sent.start()
-    worker = wait_for(lambda: decode_worker_of(llm, "killed"), lambda name: name != "", 20, "decode has not begun")
+    worker = wait_for(lambda: decode_worker_of(llm, "killed"), lambda name: name != "", 60, "decode has not begun")
     os.kill(llm.pids[worker.removesuffix(".decode")], signal.SIGKILL)
     sent.join()
     row = page.locator(".request").filter(has_text="killed (length)")
@@ -146,7 +146,7 @@ def test_a_preemption_and_a_copy_on_write_are_seen(visit: Any) -> None:
         shoot(page, "preempted")
         page.click("#tab-workers")
         page.locator("#plots .u-legend").nth(1).filter(has_text="cached").wait_for()
-        wait_for(lambda: page.locator("#plots canvas").last.evaluate(HAS_LINE), bool, 20, "no line is drawn")
+        wait_for(lambda: page.locator("#plots canvas").last.evaluate(HAS_LINE), bool, 60, "no line is drawn")
         shoot(page, "plots")
         page.close()
 

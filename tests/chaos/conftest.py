@@ -6,9 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
+from testing.chaos import central, garbled, held, kills, outages
 from testing.chaos.book import make_book, make_model
 from testing.chaos.run import Run
 from testing.chaos.stack import Stack
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make chaos` judges times, on a quiet machine. These tests run on any machine."""
+    monkeypatch.setattr(kills, "GAP_MOST_S", 60.0)
+    monkeypatch.setattr(held, "MERCY_S", 60.0)
+    monkeypatch.setattr(outages, "WHOLE_S", 60.0)
+    monkeypatch.setattr(garbled, "WHOLE_S", 60.0)
+    monkeypatch.setattr(central, "BACK_MOST_S", 60.0)
+    monkeypatch.setattr(central, "RECONNECT_S", 20.0)
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def blocking_code_of(port: int, method: str, message: bytes, secret: str | None)
     metadata = () if secret is None else ((SECRET_HEADER, secret),)
     with grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_send_message_length", -1)]) as channel:
         try:
-            next(channel.stream_stream(method)(iter([message]), metadata=metadata, timeout=10), None)
+            next(channel.stream_stream(method)(iter([message]), metadata=metadata, timeout=60), None)
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK

@@ -53,7 +53,7 @@ async def serve(certs: Path) -> AsyncIterator[Callable[[CertificateFiles | None]
 async def answers(channel: grpc.aio.Channel) -> bool:
     async with channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3)
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         except grpc.aio.AioRpcError as error:
             assert error.code() is grpc.StatusCode.UNAVAILABLE, error
             return False
@@ -95,7 +95,7 @@ async def test_new_connections_see_new_certificates(certs: Path, tmp_path: Path,
     address = f"127.0.0.1:{server.port}"
     kept = open_channel(address, old)
     health = health_pb2_grpc.HealthStub(kept)
-    await health.Check(health_pb2.HealthCheckRequest(), timeout=3)
+    await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
     other = tmp_path / "other"
     other.mkdir()
     make(other, [], DAY)
@@ -109,7 +109,7 @@ async def test_new_connections_see_new_certificates(certs: Path, tmp_path: Path,
     for name in ("inside.pem", "ca.pem"):
         (certs / name).write_bytes((other / name).read_bytes())
     assert await answers(open_channel(address, trust_in(other)))
-    await health.Check(health_pb2.HealthCheckRequest(), timeout=3)  # open connections stay open
+    await health.Check(health_pb2.HealthCheckRequest(), timeout=60)  # open connections stay open
     await kept.close()
 
 

@@ -61,7 +61,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
 
 async def status(channel: grpc.aio.Channel, method: str, messages: list[bytes], *, let_in: bool = True) -> Any:
     """Returns (code, details, number of answers) of a call that sends these messages, one after each answer."""
-    call = channel.stream_stream(method)(metadata=(("let-me", "in" if let_in else "out"),), timeout=10)
+    call = channel.stream_stream(method)(metadata=(("let-me", "in" if let_in else "out"),), timeout=60)
     num_answers = 0
     try:
         for message in messages:

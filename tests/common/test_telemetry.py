@@ -76,6 +76,6 @@ def test_a_burst_is_told_at_once_and_the_next_one_by_itself() -> None:
     burst = Burst(told.put, wait_s=0.2)
     for item in range(50):
         burst.note(item)
-    assert told.get(timeout=10) == list(range(50))
+    assert told.get(timeout=60) == list(range(50))
     burst.note(50)
-    assert told.get(timeout=10) == [50] and told.empty()
+    assert told.get(timeout=60) == [50] and told.empty()

@@ -168,7 +168,7 @@ def test_without_an_answer_every_span_is_counted_and_the_outage_logged_once(
     assert isinstance(tracer, OtlpTracer)
     for number in range(50):
         tracer.begin("request", number, NO_CONTEXT).end(number + 1)
-    wait_for(lambda: caplog.messages, bool, 10, "no warning")
+    wait_for(lambda: caplog.messages, bool, 60, "no warning")
     tracer.close()
-    wait_for(lambda: tracer.num_dropped, lambda count: count == 50, 10, "not counted")
+    wait_for(lambda: tracer.num_dropped, lambda count: count == 50, 60, "not counted")
     assert [(r.name, r.levelno) for r in caplog.records if r.name != "asyncio"] == [("traces", logging.WARNING)]

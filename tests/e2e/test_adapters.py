@@ -80,7 +80,7 @@ async def run(llm: LLM, salt: str, disturb: Any = None, max_tokens: int = 40) ->
     async with AsyncClient(llm.addresses.grpc) as client:
         tasks = [asyncio.create_task(one(client, index, name)) for index, name in enumerate(names())]
         if disturb is not None:
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60)
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 200)
             await asyncio.to_thread(disturb)
         return list(await asyncio.gather(*tasks))
 
@@ -186,7 +186,7 @@ async def test_killed_workers_come_back_with_their_adapters(llm: LLM, model: Pat
     for name in ("decode", "prefill"):
         pid = llm.pids[name]
         assert await run(llm, name, lambda p=pid: os.kill(p, signal.SIGKILL), max_tokens=200) == expected
-        wait_for(lambda n=name: llm.pids[n], lambda now, old=pid: now != old, 20, "not started again")
+        wait_for(lambda n=name: llm.pids[n], lambda now, old=pid: now != old, 60, "not started again")
     assert llm.client.generate(PROMPTS[0], **{**options, "cache_salt": "again"}).token_ids == late
     assert_nothing_held(llm.addresses.block_store)
 
@@ -206,4 +206,4 @@ async def test_requests_that_decode_gives_back_keep_their_adapters(
 def test_a_start_with_an_adapter_that_cannot_be_loaded_fails_with_its_reason(model: Path, tmp_path: Path) -> None:
     large = make_adapter(tmp_path, model, rank=17)
     with pytest.raises(StartupError, match="max-lora-rank is 16"):
-        serve(model, {"large": large}, startup_timeout_s=60)
+        serve(model, {"large": large}, startup_timeout_s=120)

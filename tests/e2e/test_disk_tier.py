@@ -46,7 +46,7 @@ def test_a_later_launch_computes_only_tails_and_gives_the_same_tokens(
         block_store = llm.addresses.block_store
         if end == "killed":
             full = {bytes(b.prefix_hash) for b in inspect(block_store, include_blocks=True).blocks if b.prefix_hash}
-            wait_for(lambda: inspect(block_store).disk_tier, lambda d: d.num_blocks >= len(full), 10, "not stored")
+            wait_for(lambda: inspect(block_store).disk_tier, lambda d: d.num_blocks >= len(full), 60, "not stored")
             for pid in llm.pids.values():
                 os.kill(pid, signal.SIGKILL)
     with launch(checkpoint, tmp_path) as llm:

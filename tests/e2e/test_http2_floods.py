@@ -57,7 +57,7 @@ def flood(address: str, attack: Callable[[int], bytes]) -> int:
     sent = connections = 0
     while sent < FLOOD:
         connections += 1
-        with socket.create_connection((host, int(port)), timeout=30) as raw, contextlib.suppress(OSError):
+        with socket.create_connection((host, int(port)), timeout=120) as raw, contextlib.suppress(OSError):
             threading.Thread(target=swallow, args=(raw,), daemon=True).start()
             raw.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
             for number in range(FLOOD - sent):
@@ -87,7 +87,7 @@ def test_a_stream_that_is_not_reset_is_answered(llm: LLM) -> None:
     """Shows that the server accepts the frames of this file. Otherwise the floods would prove nothing."""
     host, port = llm.addresses.grpc.rsplit(":", 1)
     empty_message = frame(DATA, END_STREAM, 1, bytes(5))
-    with socket.create_connection((host, int(port)), timeout=30) as raw:
+    with socket.create_connection((host, int(port)), timeout=120) as raw:
         raw.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, CALL) + empty_message)
         stream = raw.makefile("rb")
         kinds = []
@@ -106,7 +106,7 @@ def test_others_are_served_and_nothing_grows(llm: LLM, attack: Callable[[int], b
     attacker.start()
     num_served = 0
     while attacker.is_alive() or not num_served:
-        again = llm.client.generate(prompt, max_tokens=8, ignore_eos=True, temperature=0.0, timeout=30.0)
+        again = llm.client.generate(prompt, max_tokens=8, ignore_eos=True, temperature=0.0, timeout=120.0)
         assert again.token_ids == right
         num_served += 1
     attacker.join()

@@ -23,7 +23,7 @@ PROMPT = list(range(20, 60))
 def code_of(address: str, method: str, shown: tuple[tuple[str, str], ...] = ()) -> grpc.StatusCode:
     with grpc.insecure_channel(address) as channel:
         try:
-            next(channel.stream_stream(method)(iter([b""]), metadata=shown, timeout=5), None)
+            next(channel.stream_stream(method)(iter([b""]), metadata=shown, timeout=60), None)
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK
@@ -75,7 +75,7 @@ def test_a_worker_that_comes_again_knows_the_secret(llm: LLM) -> None:
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.1)
     assert llm.client.generate(PROMPT, max_tokens=8, temperature=0.0).token_ids == before
-    wait_for(lambda: llm.pids["decode"], lambda now: now != pid, 20, "not started again")
+    wait_for(lambda: llm.pids["decode"], lambda now: now != pid, 60, "not started again")
 
 
 def test_nothing_of_it_is_left_behind(checkpoint: Path) -> None:

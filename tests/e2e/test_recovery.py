@@ -62,7 +62,7 @@ async def test_killed_workers_cost_no_token(checkpoint: Path, roles: str, worker
             pid = llm.pids[name + first]
             kill = partial(os.kill, pid, signal.SIGKILL)
             assert await run(llm, salt=name, disturb=kill) == expected, name
-            wait_for(lambda n=name: llm.pids[n + first], lambda now, old=pid: now != old, 10, "not started again")
+            wait_for(lambda n=name: llm.pids[n + first], lambda now, old=pid: now != old, 60, "not started again")
         assert (await run(llm, salt="afterwards")) == expected
         assert_nothing_held(llm.addresses.block_store)
 
@@ -86,7 +86,7 @@ async def test_a_worker_that_sleeps_past_its_lease_wakes_up_fenced_and_costs_no_
         pid = llm.pids[name]
         assert await run(llm, salt="frozen", disturb=freeze) == expected
         health = f"http://{llm.addresses.http}/health"
-        wait_for(lambda: httpx.get(health).status_code, lambda status: status == 200, 10, "not ready again")
+        wait_for(lambda: httpx.get(health, timeout=60).status_code, lambda status: status == 200, 60, "not ready again")
         assert await run(llm, salt="afterwards") == expected
         assert llm.pids[name] == pid, "the worker should have survived"
         assert_nothing_held(llm.addresses.block_store)

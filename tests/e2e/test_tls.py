@@ -47,16 +47,16 @@ async def test_answers_over_grpc_and_https_and_none_without_tls(llm: LLM, certs:
     async with AsyncClient(llm.addresses.grpc, tls_ca=certs / "ca.pem") as client:
         assert (await client.generate(PROMPT, max_tokens=8, temperature=0.0)).token_ids == expected.token_ids
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-    with httpx.Client(verify=ssl.create_default_context(cafile=str(certs / "ca.pem")), timeout=30) as https:
+    with httpx.Client(verify=ssl.create_default_context(cafile=str(certs / "ca.pem")), timeout=60) as https:
         reply = https.post(f"https://{llm.addresses.http}/v1/completions", json=body)
         assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == expected.text
         with https.stream("POST", f"https://{llm.addresses.http}/v1/completions", json=body | {"stream": True}) as s:
             assert list(s.iter_lines())[-2:] == ["data: [DONE]", ""]
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-        httpx.get(f"https://{llm.addresses.http}/v1/models", timeout=10)
+        httpx.get(f"https://{llm.addresses.http}/v1/models", timeout=60)
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://{llm.addresses.http}/v1/models", timeout=10)
-    with Client(llm.addresses.grpc, timeout=5) as plain, pytest.raises(Unavailable):
+        httpx.get(f"http://{llm.addresses.http}/v1/models", timeout=60)
+    with Client(llm.addresses.grpc, timeout=60) as plain, pytest.raises(Unavailable):
         plain.generate(PROMPT, max_tokens=1)
     assert_nothing_held(llm.addresses.block_store)
 
@@ -68,7 +68,7 @@ def test_inside_nobody_without_a_certificate_gets_a_connection(llm: LLM, certs: 
         override = (("grpc.ssl_target_name_override", "looseleaf.internal"),)
         for channel in (grpc.insecure_channel(address), grpc.secure_channel(address, ca, override)):
             with channel, pytest.raises(grpc.RpcError) as refusal:
-                channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=3)
+                channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
             assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -89,8 +89,8 @@ def test_all_certificates_are_replaced_while_it_runs(llm: LLM, certs: Path) -> N
     expected = llm.client.generate(PROMPT, max_tokens=8, temperature=0.0).token_ids
     before = shown_certificate(llm.addresses.http), shown_certificate(llm.addresses.grpc)
     make(certs, [], timedelta(days=1))
-    wait_for(lambda: shown_certificate(llm.addresses.http), lambda now: now != before[0], 15, "HTTPS shows the old one")
-    assert shown_certificate(llm.addresses.grpc) != before[1]
+    wait_for(lambda: shown_certificate(llm.addresses.http), lambda now: now != before[0], 60, "HTTPS shows the old one")
+    wait_for(lambda: shown_certificate(llm.addresses.grpc), lambda now: now != before[1], 60, "gRPC shows the old one")
     for _ in range(5):
         with Client(llm.addresses.grpc, tls_ca=certs / "ca.pem") as client:
             assert client.generate(PROMPT, max_tokens=8, temperature=0.0).token_ids == expected

@@ -38,7 +38,7 @@ PARENTS = {
 """The spans that every request of this system has, each with its parent. Short waits have none."""
 SLACK_NS = 2_000_000
 """Clocks of processes are read one after the other."""
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 from common.types import SamplingParams, StoppingParams
 from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import AsyncClient, Completion
+from testing.chaos import pulls
 from testing.chaos.book import Case
 from testing.chaos.pulls import FAULTS, PACKAGES, PulledHosts, trial
 from testing.oracle import Oracle
@@ -99,8 +100,13 @@ async def test_a_second_turn_finds_its_prefix_where_it_was_decoded(hosts: Pulled
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "freeze-30"])
-async def test_a_fault_that_hits_a_pull_costs_a_pause(hosts: PulledHosts, oracle: Oracle, fault: str) -> None:
-    """`python -m testing.chaos --scenario pull-FAULT` repeats this, and has a slower fault."""
+async def test_a_fault_that_hits_a_pull_costs_a_pause(
+    hosts: PulledHosts, oracle: Oracle, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m testing.chaos --scenario pull-FAULT` repeats this, and has a slower fault. On a machine that pauses,
+    the pulls may be over when the fault comes, and then there is another trial.
+    """
+    monkeypatch.setattr(pulls, "IDLE_S", 60.0)
     if fault == "link-cut" and hosts.spaces is None:
         pytest.skip("no network namespaces here")
     greedy = SamplingParams(temperature=0.0)
@@ -108,9 +114,13 @@ async def test_a_fault_that_hits_a_pull_costs_a_pause(hosts: PulledHosts, oracle
         Case(tuple(prompt), greedy, 24, (tuple(oracle.generate(prompt, greedy, STOPPING)),))
         for prompt in prompts(6, seed=70 + len(fault), lengths=(60, 150))
     ]
-    done = await trial(hosts, cases, fault, deadline_s=60)
-    assert done.num_under_way > 0, "the fault hit no pull"
-    assert all(answer.right and answer.error is None for answer in done.answers), done.answers
-    assert done.idle_after_s < float("inf"), "blocks stay held"
-    if fault in ("lapse", "flip", "source-kill"):
-        assert done.num_lost > 0, "a pull of these blocks must not succeed"
+    num_lost = 0
+    for _ in range(3):
+        done = await trial(hosts, cases, fault, deadline_s=200)
+        assert done.num_under_way > 0, "the fault hit no pull"
+        assert all(answer.right and answer.error is None for answer in done.answers), done.answers
+        assert done.idle_after_s < float("inf"), "blocks stay held"
+        num_lost += done.num_lost
+        if num_lost or fault not in ("lapse", "flip", "source-kill"):
+            return
+    raise AssertionError("a pull of these blocks must not succeed")

@@ -159,7 +159,7 @@ def test_a_writer_slot_is_locked_until_every_rank_has_dropped_it(together: Model
         os.kill(pid, signal.SIGCONT)
     leader.guard(1, second.fileno())
     second.close()
-    wait_for(lambda: slots.is_alive(first.number), lambda is_alive: not is_alive, 20.0, "the old slot stays locked")
+    wait_for(lambda: slots.is_alive(first.number), lambda is_alive: not is_alive, 60.0, "the old slot stays locked")
     assert slots.is_alive(second.number)
 
 

@@ -65,7 +65,7 @@ def test_bodies_that_hypothesis_makes(llm: LLM, path: str) -> None:
     @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(BODIES)
     def send(body: dict[str, Any]) -> None:
-        connection = http.client.HTTPConnection(llm.addresses.http, timeout=30)
+        connection = http.client.HTTPConnection(llm.addresses.http, timeout=120)
         right = {"model": "tiny", "prompt": [5, 6], "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         right |= {"input": "Hi", "max_output_tokens": 2, "text_1": "a", "text_2": "b"}
         connection.request("POST", path, json.dumps(right | body))

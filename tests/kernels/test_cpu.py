@@ -51,4 +51,4 @@ def test_an_unsupported_dtype_is_counted(native_isa: str) -> None:
 
 def test_importing_loads_nothing() -> None:
     code = "import kernels.cpu, sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=200)

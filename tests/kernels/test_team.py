@@ -46,7 +46,7 @@ def test_callers_at_once_each_get_their_own() -> None:
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(60.0)
+        caller.join(200.0)
     assert not any(caller.is_alive() for caller in callers)
     assert not wrong
 
