@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from block_store.arena.cuda import Cuda, CudaDevice
 from block_store.arena.header import Memory
 from block_store.arena.placement import create_on_device, has_live_memory, place_name
 from block_store.arena.prefault import Prefault
-from block_store.errors import ArenaError, LedgerUnavailable
+from block_store.errors import ArenaError, LedgerUnavailable, StaleDataset
 from block_store.ledger.reaper import Reaper
 from block_store.ledger.rebuild import open_ledger
 from block_store.ledger.scripts import LedgerScripts
@@ -30,6 +31,8 @@ from common.errors import StartupError
 from common.types import KvLayout
 
 _LOG = logging.getLogger(__name__)
+PATIENCE_S = 10.0
+"""Time for which a Redis that does not answer is asked again when the ledger is opened. A call waits for a second."""
 
 
 class ArenaOwner:
@@ -147,7 +150,7 @@ class ArenaOwner:
             self._lose(self.arena)
 
     def _begin(self, arena: Arena) -> None:
-        ledger = open_ledger(self._redis.client, arena)
+        ledger = self._open_patiently(arena)
         if self.disk is not None:
             self.disk.begin(arena)
         pulls = self._settings.pull_blocks and arena.placement.memory is Memory.HOST
@@ -158,6 +161,20 @@ class ArenaOwner:
         self._reaper = Reaper(ledger, arena, self._redis, record)
         self._reaper.start()
         self.arena, self.ledger = arena, ledger
+
+    def _open_patiently(self, arena: Arena) -> LedgerScripts:
+        """Opens the ledger. Retries while Redis does not answer, because at startup this error would end the launch.
+        Raises the last error after PATIENCE_S.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return open_ledger(self._redis.client, arena)
+            except (LedgerUnavailable, StaleDataset) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                _LOG.warning("the ledger cannot be opened yet: %s", error)
+                time.sleep(0.2)
 
     def _lose(self, arena: Arena) -> None:
         """Ends an arena: processes that have mapped it may no longer use it, and its ledger refuses every call."""

@@ -37,6 +37,9 @@ MAX_UNANSWERED = 3
 """Number of consecutive unanswered lookups that opens the breaker. A single unanswered lookup may only mean that Redis
 is busy.
 """
+CHECKS = 5
+CHECK_PAUSE_S = 0.3
+"""Seconds between two calls of `check`, each of which waits for an answer for a second."""
 FIRST_POLL_S = 0.05
 """Interval between polls while there is no worker. It is short, because startup is complete when the first worker
 joins.
@@ -103,8 +106,17 @@ class Discovery:
             await asyncio.sleep(self._poll_s if self._known else min(self._poll_s, FIRST_POLL_S))
 
     async def check(self) -> None:
-        """Makes one call to the registry. Raises LedgerUnavailable if Redis cannot be reached."""
-        await self._in_thread(self._registry.list)
+        """Makes one call to the registry, and repeats it if it fails, because Redis may have to wait for a core. Raises
+        LedgerUnavailable if Redis cannot be reached.
+        """
+        for tries_left in reversed(range(CHECKS)):
+            try:
+                await self._in_thread(self._registry.list)
+                return
+            except LedgerUnavailable:
+                if not tries_left:
+                    raise
+            await asyncio.sleep(CHECK_PAUSE_S)
 
     @property
     def skipped(self) -> Mapping[str, int]:

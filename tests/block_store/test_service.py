@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from block_store.ledger.client import LedgerClient
 from block_store.ledger.codec import SealItem
 from block_store.ledger.lane import Attempt
 from block_store.ledger.scripts import LedgerScripts
-from block_store.redis.redis_server import open_client
+from block_store.redis.redis_server import CALL_TIMEOUT_S, open_client
 from block_store.redis.registry import WorkerRegistry
 from block_store.transfer.block_source import BlockSource
 from common import convert
@@ -33,6 +34,7 @@ from common.ticket import TicketId
 from common.types import BlockRef, KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import types_pb2
+from testing.chaos.redis_process import RedisProcess
 from testing.ledger.store import LAYOUT, StoreProcess, chain, wait_until
 
 OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "int8"),))
@@ -182,6 +184,20 @@ def test_attachments_that_cannot_work_are_refused(shm: Path) -> None:
         slow.attach("alone")
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE and "1 of 2 expected" in refusal.value.details()
     slow.stop()
+
+
+def test_a_worker_attaches_although_redis_pauses(shm: Path, tmp_path: Path) -> None:
+    redis = RedisProcess(tmp_path)
+    store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--redis-url", redis.url)
+    with ThreadPoolExecutor(1) as pool:
+        redis.freeze()
+        call = pool.submit(store.attach, "w")
+        time.sleep(2 * CALL_TIMEOUT_S)
+        assert not call.done()
+        redis.thaw()
+        assert call.result(60).num_blocks == 8
+    store.stop()
+    redis.close()
 
 
 def test_a_kept_arena_is_mapped_again(shm: Path) -> None:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from block_store.ledger.prefix_hash import chain_start, hash_blocks
-from block_store.redis.redis_server import RedisHandle, connect
+from block_store.redis.redis_server import CALL_TIMEOUT_S, RedisHandle, connect
 from block_store.redis.registry import StoreRecord, WorkerRegistry
 from common.types import SamplingParams, StoppingParams, WorkerRecord
 from gateway.fleet.discovery import MAX_UNANSWERED, Discovery
@@ -119,6 +119,20 @@ async def test_without_redis_the_last_list_stays_and_nothing_hangs(tmp_path: Pat
         assert await discovery.cached_tokens(seen[-1], asking([1, 2, 3])) == {}
         task.cancel()
         discovery.close()
+
+
+async def test_a_start_waits_for_a_redis_that_pauses(tmp_path: Path) -> None:
+    handle = connect(None, tmp_path)
+    assert handle.process is not None
+    discovery = Discovery(handle.url, 0.02, lambda records: None)
+    handle.process.send_signal(signal.SIGSTOP)
+    checking = asyncio.create_task(discovery.check())
+    await asyncio.sleep(2 * CALL_TIMEOUT_S)
+    assert not checking.done()
+    handle.process.send_signal(signal.SIGCONT)
+    await checking
+    discovery.close()
+    handle.close()
 
 
 async def test_while_redis_is_frozen_only_the_first_lookups_wait_for_it(tmp_path: Path) -> None:
