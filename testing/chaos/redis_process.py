@@ -23,7 +23,7 @@ class RedisProcess:
         self._directory = directory
         self._socket = directory / "redis.sock"
         self.url = f"unix://{self._socket}"
-        self.client = open_client(self.url, call_timeout_s=5.0)
+        self.client = open_client(self.url, call_timeout_s=20.0)
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

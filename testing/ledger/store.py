@@ -53,6 +53,15 @@ def indexed(ledger: LedgerScripts, hashes_by_group: Sequence[Sequence[bytes]]) -
     return min(len(list(takewhile(bool, group))) for group in marks)
 
 
+def patient(client: redis.Redis) -> redis.Redis:
+    """Makes a client wait for a minute for each answer. On a busy machine, Redis may not run for seconds, and a late
+    answer would count as a refusal.
+    """
+    client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
+    client.connection_pool.disconnect()
+    return client
+
+
 @dataclass(slots=True)
 class Caller:
     """A holder without beats, whose calls a test makes directly."""
@@ -78,7 +87,7 @@ class TestStore:
     __test__ = False
 
     def __init__(self, client: redis.Redis, directory: Path, num_blocks: int = 12) -> None:
-        self.client = client
+        self.client = patient(client)
         self.arena = Arena.create(directory, LAYOUT, num_blocks)
         self.ledger = open_ledger(client, self.arena)
 

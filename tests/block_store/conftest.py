@@ -14,7 +14,7 @@ import pytest
 from block_store.arena.cuda import Cuda
 from block_store.redis import redis_server
 from block_store.redis.redis_server import RedisHandle
-from testing.ledger.store import TestStore
+from testing.ledger.store import TestStore, patient
 
 
 @pytest.fixture
@@ -29,8 +29,7 @@ def shm() -> Iterator[Path]:
 def redis_handle() -> Iterator[RedisHandle]:
     directory = tempfile.mkdtemp(prefix="ll-redis-")
     handle = redis_server.connect(None, directory, confined=False)
-    # On a busy machine, Redis may not run for seconds. With a shorter timeout, a late answer would count as a refusal.
-    handle.client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
+    patient(handle.client)
     yield handle
     handle.close()
     shutil.rmtree(directory, ignore_errors=True)

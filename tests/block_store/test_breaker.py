@@ -74,7 +74,6 @@ class Silenceable:
 def silenceable(shm: Path) -> Iterator[Silenceable]:
     directory = Path(tempfile.mkdtemp(prefix="ll-redis-"))
     handle = redis_server.connect(None, directory)
-    handle.client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
     yield Silenceable(handle, TestStore(handle.client, shm / "arena", num_blocks=24))
     handle.close()
     shutil.rmtree(directory)

@@ -182,8 +182,9 @@ def test_a_frozen_redis_delays_calls_and_repeats_none_twice(shm: Path) -> None:
     directory = tempfile.mkdtemp(prefix="ll-redis-")
     redis = redis_server.connect(None, directory)
     assert redis.process is not None
-    redis.client.connection_pool.connection_kwargs["socket_timeout"] = 0.2
     store = TestStore(redis.client, shm / "arena")
+    redis.client.connection_pool.connection_kwargs["socket_timeout"] = 0.2
+    redis.client.connection_pool.disconnect()
     held, refs = store.held(), list[BlockRef]()
     os.kill(redis.process.pid, signal.SIGSTOP)
     wake = threading.Timer(0.7, os.kill, (redis.process.pid, signal.SIGCONT))

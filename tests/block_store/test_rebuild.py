@@ -27,7 +27,7 @@ from block_store.redis import private_redis, redis_server
 from block_store.redis.redis_server import RedisHandle
 from block_store.redis.registry import StoreRecord
 from common.types import BlockRef
-from testing.ledger.store import LAYOUT, TestStore, chain, content, indexed, wait_until
+from testing.ledger.store import LAYOUT, TestStore, chain, content, indexed, patient, wait_until
 
 NUM_BLOCKS = 24
 
@@ -79,7 +79,7 @@ def running(shm: Path) -> Iterator[Running]:
 
 def run(handle: RedisHandle, shm: Path) -> Iterator[Running]:
     arena = Arena.create(shm / "arena", LAYOUT, NUM_BLOCKS)
-    ledger = open_ledger(handle.client, arena)
+    ledger = open_ledger(patient(handle.client), arena)
     record = StoreRecord(arena.arena_id, "h:1", ledger.dataset, handle.run_id, "x", NUM_BLOCKS, 16)
     reaper = Reaper(ledger, arena, handle, record)
     reaper.start()

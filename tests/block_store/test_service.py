@@ -69,7 +69,7 @@ def attach_both(store: StoreProcess) -> pb.AttachResponse:
 def held_by(reply: pb.AttachResponse, name: str) -> HeldBlocks:
     arena = Arena.open(reply.directory, LAYOUT.fingerprint)
     slot = arena.acquire_writer_slot()
-    ledger = LedgerScripts.attach(open_client(reply.redis_url, arena.fixed.run_id), arena)
+    ledger = LedgerScripts.attach(open_client(reply.redis_url, arena.fixed.run_id, 60.0), arena)
     return HeldBlocks(LedgerClient.register(ledger, name, writer_slot=slot.number), arena, slot)
 
 
@@ -140,7 +140,7 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
         running.read(reply.arena_id, ticket, refs[:1])
     assert refusal.value.code() is grpc.StatusCode.ABORTED, "the ticket is over"
 
-    record = WorkerRegistry(open_client(reply.redis_url)).get_store(reply.arena_id)
+    record = WorkerRegistry(open_client(reply.redis_url)).get_store(reply.arena_id, fresh_s=60.0)
     assert record is not None and record.address == running.address and record.num_blocks == reply.num_blocks
     held.close()
     log = running.stop()

@@ -13,6 +13,7 @@ from block_store.redis import redis_server
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.decode import DecodeBench
+from testing.ledger.store import patient
 
 NewRunner = Callable[[int], ModelRunner]
 
@@ -38,7 +39,7 @@ def ordinary_runner(model: Path) -> ModelRunner:
 def redis_client() -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
         redis = redis_server.connect(None, directory)
-        yield redis.client
+        yield patient(redis.client)
         redis.close()
 
 

@@ -31,6 +31,7 @@ from prefill_svc.events import Done, Event
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.worker import PrefillWorker
+from testing.ledger.store import patient
 
 PROMPT = list(range(5, 25))
 GREEDY, STOPPING = SamplingParams(temperature=0.0), StoppingParams(max_tokens=8)
@@ -92,7 +93,7 @@ def pair(runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
         redis = redis_server.connect(None, directory)
         arena = Arena.create(tmp_path, runner.layout, 8)
-        ledger = open_ledger(redis.client, arena)
+        ledger = open_ledger(patient(redis.client), arena)
         held: list[HeldBlocks] = []
         for name in ("prefill", "decode"):
             slot = arena.acquire_writer_slot()

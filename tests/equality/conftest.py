@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from block_store.redis import redis_server
+from testing.ledger.store import patient
 
 
 @pytest.fixture
@@ -25,5 +26,5 @@ def shm() -> Iterator[Path]:
 def redis_client() -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
         redis = redis_server.connect(None, directory)
-        yield redis.client
+        yield patient(redis.client)
         redis.close()

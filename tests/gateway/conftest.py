@@ -34,6 +34,7 @@ from gateway.request.explanations import Explanations
 from gateway.request.request_runner import RequestRunner
 from testing.gateway.parts import Script, make_assets
 from testing.gateway.scripted_workers import ScriptedWorker
+from testing.ledger.store import patient
 
 
 @dataclass
@@ -78,6 +79,7 @@ def redis_handle() -> Iterator[RedisHandle]:
     """A real Redis."""
     with tempfile.TemporaryDirectory(prefix="gw") as directory:
         handle = connect(None, directory, confined=False)
+        patient(handle.client)
         yield handle
         handle.close()
 

@@ -38,10 +38,11 @@ async def test_workers_are_found_and_missed(redis_handle: RedisHandle) -> None:
     discovery = Discovery(redis_handle.url, 0.05, seen.append)
     registry = WorkerRegistry(redis_handle.client)
     task = asyncio.create_task(discovery.run())
-    registry.publish(make_record("prefill", "p0"))
-    await until(lambda: seen and [r.worker_id for r in seen[-1]] == ["p0"])
-    registry.publish(replace(make_record("prefill", "p0"), draining=True))
-    await until(lambda: seen[-1][0].draining)
+    await seen_alone(registry, seen, "p0")
+    async with asyncio.timeout(60):
+        while not seen[-1] or not seen[-1][0].draining:
+            registry.publish(replace(make_record("prefill", "p0"), draining=True))
+            await asyncio.sleep(0.01)
     registry.withdraw("p0")
     await until(lambda: seen[-1] == [])
     task.cancel()
@@ -67,7 +68,7 @@ async def seen_alone(registry: WorkerRegistry, seen: list[list[WorkerRecord]], n
     """Publishes a worker's record until the discovery knows this worker and no other."""
     async with asyncio.timeout(60):
         while not seen or [record.worker_id for record in seen[-1]] != [name]:
-            registry.publish(make_record("decode", name))
+            registry.publish(make_record("prefill", name))
             await asyncio.sleep(0.01)
 
 

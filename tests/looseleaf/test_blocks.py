@@ -21,7 +21,7 @@ def test_the_map_and_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["blocks", store.address]) == 0 and "no arena yet" in capsys.readouterr().out
     reply = store.attach("w")
     arena = Arena.open(reply.directory)
-    slot, client = arena.acquire_writer_slot(), open_client(reply.redis_url, lambda: arena.fixed.run_id)
+    slot, client = arena.acquire_writer_slot(), open_client(reply.redis_url, lambda: arena.fixed.run_id, 60.0)
     held = HeldBlocks(
         LedgerClient.register(LedgerScripts.attach(client, arena), "w", writer_slot=slot.number), arena, slot
     )

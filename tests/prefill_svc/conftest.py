@@ -26,6 +26,7 @@ from prefill_svc.events import Done, Event
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.worker import PrefillWorker
+from testing.ledger.store import patient
 from testing.oracle import Oracle
 
 
@@ -79,6 +80,7 @@ class World:
 def redis() -> Iterator[redis_server.RedisHandle]:
     with tempfile.TemporaryDirectory(prefix="ll-redis-") as directory:
         server = redis_server.connect(None, directory)
+        patient(server.client)
         yield server
         server.close()
 
