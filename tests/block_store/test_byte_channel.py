@@ -239,7 +239,7 @@ async def test_a_silent_source_ends_the_copy_and_a_cancelled_one_is_quiescent_so
 async def test_a_request_that_is_none_ends_its_connection_alone(ends: Any, junk: bytes) -> None:
     pair = ends()
     for has_secret in (False, True):
-        with socket.create_connection(("127.0.0.1", pair.server.listen()), timeout=10) as connection, suppress(OSError):
+        with socket.create_connection(("127.0.0.1", pair.server.listen()), timeout=60) as connection, suppress(OSError):
             nonce = byte_channel.receive(connection, byte_channel.NONCE_BYTES)
             connection.sendall((byte_channel.proof(None, nonce) if has_secret else bytes(32)) + junk)
             connection.shutdown(socket.SHUT_WR)
@@ -256,7 +256,7 @@ async def test_a_table_with_a_block_without_a_generation_is_refused(ends: Any) -
         arena_id=pair.store.arena.arena_id, table=table, ticket_epoch=pair.ticket.epoch,
         ticket_secret=pair.ticket.secret,
     ).SerializeToString()  # fmt: skip
-    with socket.create_connection(("127.0.0.1", pair.server.listen()), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", pair.server.listen()), timeout=60) as connection:
         nonce = byte_channel.receive(connection, byte_channel.NONCE_BYTES)
         connection.sendall(byte_channel.proof(None, nonce) + byte_channel.SIZE.pack(len(request)) + request)
         assert connection.recv(2) == bytes([byte_channel.Mark.NOT_HELD])

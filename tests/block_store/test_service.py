@@ -77,8 +77,8 @@ def assert_uneven_tables_are_refused(running: StoreProcess, arena_id: str, ticke
     table = types_pb2.BlockTable(blocks=[ref.block, ref.block], generations=[ref.generation])
     asked: dict[str, Any] = {"table": table, "ticket_epoch": ticket.epoch, "ticket_secret": ticket.secret}
     for call in (
-        lambda: list(running.stub.ReadBlocks(pb.ReadBlocksRequest(arena_id=arena_id, **asked), timeout=5)),
-        lambda: running.stub.KeepTicket(pb.KeepTicketRequest(arena_id=arena_id, **asked), timeout=5),
+        lambda: list(running.stub.ReadBlocks(pb.ReadBlocksRequest(arena_id=arena_id, **asked), timeout=60)),
+        lambda: running.stub.KeepTicket(pb.KeepTicketRequest(arena_id=arena_id, **asked), timeout=60),
     ):
         with pytest.raises(grpc.RpcError) as refusal:
             call()
