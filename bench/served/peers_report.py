@@ -13,7 +13,7 @@ PEERS = ("vllm", "llamacpp", "openvino")
 SERVERS = ("vllm", "llamacpp")
 """The peers that answer over HTTP. OpenVINO runs inside the client's process."""
 QUANTIZED = {"int8": ("looseleaf-int8", "llamacpp-q8"), "int4": ("looseleaf-int4", "llamacpp-q4")}
-"""Our server and llama.cpp's, with the same weights in Q8_0 or Q4_0, by the value of `--quantization`."""
+"""Our server with `--quantization`, and llama.cpp's with the same model in Q8_0 or Q4_0, by the value of the flag."""
 UNQUANTIZED = "looseleaf-bfloat16"
 """Our server with unquantized weights, in the rounds with quantized weights."""
 MEASURES = (

@@ -170,7 +170,7 @@ class RoughWorld:
             request.handle = None
 
     def cancel(self, request: Request) -> None:
-        """Cancels a request in any phase. If its ticket is not claimed yet, the ticket ends with its lease."""
+        """Cancels a request in any phase. If its ticket has not been sent to decode, the ticket ends with its lease."""
         request.is_cancelled, phase = True, self.phase(request)
         self.seen[f"cancel while {phase}"] += 1
         if request.job is not None:

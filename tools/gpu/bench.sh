@@ -2,7 +2,8 @@
 # Measures this GPU: kernels, decode steps and served runs of the Llama-3-8B shape, compared with transformers. Results
 # go to the given folder (default docs/benchmarks/gpu/DATE-DEVICE-COMMIT): results.txt for people, results.jsonl, and
 # errors.txt with the output to stderr. The most important stages run first, and all end within 440 s. This script has
-# not run on a GPU yet. REHEARSE=1 runs the same commands at toy sizes on a CPU, without limits.
+# not run on a GPU yet. REHEARSE=1 runs the same commands, except those for FlashAttention-3 and fp8, at toy sizes on a
+# CPU, without limits.
 set -uo pipefail
 python=${PYTHON:-python3}
 model=models/configs/llama-3.1-8b at_once=64 requests=256 prompt=512 output=128 batches="1 16 64" context=4096
