@@ -184,8 +184,7 @@ class Attached:
     def announce(
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
     ) -> None:
-        """Publishes `record`, with the current load and other current values, every second until `withdraw` is called
-        or the arena is lost.
+        """Publishes `record` with its current values every second, until `withdraw` is called or the arena is lost.
 
         If the arena is lost, calls `on_lost` once, so that an idle worker also notices.
         """
@@ -236,7 +235,7 @@ def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> lis
     """Attaches all roles of one process to the store at `address`, with one mapping of the arena.
 
     All requests are sent at once, because the store answers only when it has a request from every expected worker.
-    Raises StartupError if the store refuses or does not answer, or if the arena or the ledger cannot be used.
+    Raises StartupError if the store refuses or does not answer, or if the arena or ledger cannot be used.
     """
     replies = _ask(address, [_request_of(need) for need in needs], trust)
     directory, redis_url = replies[0].directory, replies[0].redis_url
