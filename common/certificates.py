@@ -107,7 +107,7 @@ class _Fetch:
 
 
 class Changed:
-    """A callable that returns True once for each new version of the files, provided that the version can be used."""
+    """A callable that returns True once for each new version of the files that passes `CertificateFiles.check`."""
 
     def __init__(self, files: CertificateFiles) -> None:
         self._files = files

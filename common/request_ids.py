@@ -1,5 +1,5 @@
 """The ids of requests. A client may choose the id of its request; a long id is truncated, and characters that are not
-allowed are removed from it. The log lines about a request contain its id.
+allowed are removed from it. The log lines of a request's task contain the id.
 """
 
 from __future__ import annotations

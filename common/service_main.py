@@ -50,15 +50,19 @@ class Role(Protocol):
         """Makes gateways stop sending new requests."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new work, allows running work at most `timeout_s` to finish, and sends the remaining work back."""
+        """Refuses new work, and allows running work at most `timeout_s` to finish. A decode role then rejects the
+        remaining groups, so that gateways continue them elsewhere.
+        """
 
     def close(self, timeout_s: float) -> None:
-        """Ends the step thread, waits at most `timeout_s` for a running step, and gives up all blocks."""
+        """Ends the step thread, and waits at most `timeout_s` for a running step. Gives up all blocks if the thread has
+        ended.
+        """
 
 
 def internal_server(settings: ServerSettings) -> RpcServer:
     """Returns a server for calls within the deployment. Raises StartupError if other machines could reach the server
-    and no secret is required.
+    and no secret is required, or if a file of credentials cannot be used.
     """
     trust = trust_of(settings)
     door = None if trust.secret is None else Door(trust.secret)

@@ -200,7 +200,7 @@ class WorkerSettings(ServerSettings):
     reduction_parts: int | None = Field(None, ge=1, le=MOST_RANKS, description=REDUCTION_PARTS)
     turns_file: Path | None = Field(
         None,
-        description="worker processes on the same cores that have the same file step one at a time",
+        description="worker processes that have the same file take turns in stepping, with all cores",
     )
     attention_backend: AttentionBackend = Field("auto", description="auto: fa3 if it is available, else triton")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")

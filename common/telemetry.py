@@ -1,4 +1,4 @@
-"""Logs and fallback counts of every service. Log lines contain no prompts. A line that belongs to a request contains
+"""Logs and fallback counts of every service. Log lines contain no prompts. A line that a request's task logs contains
 the request's id. A JSON line also has the service's name, and the trace's id if there is one.
 """
 

@@ -73,7 +73,7 @@ _NAMES = {TRACEPARENT, TRACESTATE, TRACEPARENT.encode(), TRACESTATE.encode()}
 NO_CONTEXT = TraceContext()
 CURRENT: ContextVar[TraceContext] = ContextVar("trace", default=NO_CONTEXT)
 """The context of the span that the current task works for: the caller's span, until a span of this process replaces it.
-Log lines show its trace, and calls to other services carry it.
+JSON log lines show the trace's id, and calls to other services carry the context.
 """
 
 

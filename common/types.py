@@ -32,7 +32,7 @@ KvCacheDType = Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"]
 
 
 def kv_dtype(chosen: KvCacheDType, dtype: DType) -> DType:
-    """Returns the type of the KV of a model that computes in `dtype`."""
+    """Returns the type in which keys and values are stored, for a model that computes in `dtype`."""
     named: dict[str, DType] = {"auto": dtype, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
     return named.get(chosen) or cast(DType, chosen)
 
@@ -301,7 +301,9 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A report of a worker's queues, sent with every step and with the worker's registration."""
+    """A report of a worker's queues. Gateways receive it in messages about their requests, and through the worker's
+    entry in the registry.
+    """
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,4 +1,4 @@
-"""A decode worker's messages to its gateways: one for each session and step."""
+"""A decode worker's messages to its gateways. The outputs of a step go to each session in one message."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
 
 
 class Outbox:
-    """A collector of outputs that sends one message to each session at the end of a step."""
+    """A collector of outputs, which `flush` sends to each session in one message at the end of a step."""
 
     def __init__(self) -> None:
         self._sessions: dict[Group, Session] = {}

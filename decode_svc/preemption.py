@@ -24,7 +24,7 @@ calls.
 
 
 class HostTier(Protocol):
-    """The memory for swapped blocks (`decode_svc.swap.SwapSpace`, or that of a simulation)."""
+    """The interface of the memory for swapped blocks: `decode_svc.swap.SwapSpace`, or its simulation."""
 
     block_bytes: int
     num_groups: int

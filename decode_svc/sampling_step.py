@@ -78,7 +78,7 @@ class SamplingStep:
         return Drawn(taken, _steps([rows[row] for row in beams], logits[beams] if others else logits))
 
     def publish(self, drawn: Drawn) -> None:
-        """Emits the tokens, ends sequences and forks beams. The blocks that the step filled have been sealed."""
+        """Emits the tokens, ends sequences and forks beams. The blocks that the step filled must have been sealed."""
         ended: list[Sequence] = []
         emit = self._outbox.emit
         try:

@@ -157,8 +157,8 @@ def build_embed_request(text: str | Sequence[int], options: EmbedOptions) -> pb.
 
 
 def _set(message: object, name: str, values: Mapping[str, object], option: str | None = None) -> None:
-    """Fills the field `name` with the value of `option` (default: the option of the same name), if the option is given.
-    Raises TypeError or ValueError if the field does not accept the value.
+    """Fills the field `name` with the value of `option` (default: the option of the same name), unless the option is
+    absent or None. Raises TypeError or ValueError if the field does not accept the value.
     """
     option = option or name
     value = values.get(option)

@@ -52,7 +52,7 @@ class Grammars:
         return len(self._compiled)
 
     def warm(self) -> None:
-        """Loads the tokenizer in the thread, because loading takes a second for a large vocabulary."""
+        """Starts to load the tokenizer in the thread, because loading takes a second for a large vocabulary."""
         self._started().submit(self._load)
 
     async def prepare(self, sequences: Seq[Sequence]) -> None:

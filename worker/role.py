@@ -93,7 +93,7 @@ class WorkerRole:
         turns: AnyFairLock | None,
         adapters: AdapterPool,
     ) -> None:
-        """Creates the step thread. Roles that share `turns`, in one process or in several, step one at a time. If
+        """Creates the step thread. Roles that share `turns`, in one process or in several, take turns in stepping. If
         `turns` is None, the role steps independently.
         """
         self.thread = StepThread(step, turns)

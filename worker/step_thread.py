@@ -22,8 +22,8 @@ class StepThread:
     """
 
     def __init__(self, step: Callable[[], float | None], turns: AnyFairLock | None = None) -> None:
-        """Creates the thread. If threads or processes share `turns`, only one of them steps at a time. Commands do not
-        wait for turns.
+        """Creates the thread. Threads and processes that share `turns` take turns in stepping. Commands do not wait for
+        a turn.
         """
         self._step = step
         self._turns = turns or nullcontext()

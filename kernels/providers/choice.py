@@ -1,5 +1,5 @@
-"""Chooses an attention provider for a runner or for some of its layers: the requested provider, or the best provider
-that supports the model.
+"""Chooses an attention provider for a runner or for some of its layers: the requested provider, or the default for the
+device.
 """
 
 from __future__ import annotations

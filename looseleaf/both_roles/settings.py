@@ -17,5 +17,5 @@ class BothSettings(DecodeSettings):
     steps: Literal["auto", "turns", "free"] = Field(
         "auto",
         description="turns: one role steps at a time, with all threads; free: both step at the same time; "
-        "auto: depends on the device",
+        "auto: turns on a CPU, free on a GPU",
     )

@@ -65,7 +65,7 @@ _PORT_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of a launch, each in the form host:port, by which a client on this machine can reach it."""
+    """The addresses, each in the form host:port, at which a client on this machine can reach a launch."""
 
     http: str
     grpc: str

@@ -1,4 +1,4 @@
-"""The flags and variables that a launch passes to its services. Starts nothing."""
+"""The flags and variables that a launch passes to its services. This module starts nothing."""
 
 from __future__ import annotations
 
