@@ -107,7 +107,7 @@ def send(address: str, path: str, body: bytes) -> tuple[int, float, str]:
 
 def largest(address: str, path: str) -> int:
     """Returns the size of the largest accepted body in bytes, from the error message for a larger body."""
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=60)
     connection.putrequest("POST", path)
     connection.putheader("content-length", str(1 << 40))
     connection.endheaders()

@@ -49,7 +49,7 @@ class Prometheus:
 
     def series(self, query: str) -> list[dict[str, Any]]:
         """Returns the series of an expression whose value is a number."""
-        reply = httpx.get(f"{self.url}/api/v1/query", params={"query": query}).json()
+        reply = httpx.get(f"{self.url}/api/v1/query", params={"query": query}, timeout=60).json()
         assert reply["status"] == "success", (query, reply)
         return [series for series in reply["data"]["result"] if series["value"][1] != "NaN"]
 

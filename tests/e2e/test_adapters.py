@@ -122,7 +122,7 @@ def test_samples_share_a_prefill_and_do_not_depend_on_their_number(llm: LLM) -> 
 
 
 def test_models_are_listed_with_their_parent_and_answers_name_them(llm: LLM) -> None:
-    listed = httpx.get(f"http://{llm.addresses.http}/v1/models").json()["data"]
+    listed = httpx.get(f"http://{llm.addresses.http}/v1/models", timeout=60).json()["data"]
     assert {(entry["id"], entry.get("parent")) for entry in listed} == {
         (BASE, None), ("one", BASE), ("two", BASE), ("three", BASE),
     }  # fmt: skip
@@ -198,7 +198,7 @@ async def test_requests_that_decode_gives_back_keep_their_adapters(
     expected = await run(llm, "roomy", max_tokens=100)
     with serve(model, adapters, num_blocks=45, max_model_len=256, preemption="give-back") as small:
         assert await run(small, "tight", max_tokens=100) == expected
-        page = httpx.get(f"http://{small.addresses.http}/metrics").text
+        page = httpx.get(f"http://{small.addresses.http}/metrics", timeout=60).text
         [count] = re.findall(r"looseleaf_requests_given_back_total\{.*\} (\S+)", page)
         assert float(count) > 0
 

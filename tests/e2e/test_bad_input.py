@@ -60,9 +60,9 @@ HTTP: list[tuple[dict[str, Any] | str, int, str]] = [
 def test_http(llm: LLM, body: dict[str, Any] | str, status: int, names: str) -> None:
     url = f"http://{llm.addresses.http}/v1/completions"
     if isinstance(body, str):
-        reply = httpx.post(url, content=body, headers={"content-type": "application/json"})
+        reply = httpx.post(url, content=body, headers={"content-type": "application/json"}, timeout=60)
     else:
-        reply = httpx.post(url, json=body)
+        reply = httpx.post(url, json=body, timeout=60)
     assert reply.status_code == status
     error = reply.json()["error"]
     assert names in error["message"]

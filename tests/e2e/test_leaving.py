@@ -50,7 +50,8 @@ def test_a_request_id_is_in_the_logs_of_the_workers(checkpoint: Path, capfd: pyt
 
     with LLM(str(checkpoint), **settings) as llm:  # type: ignore[arg-type]
         body = {"prompt": [11, 12, 13], "max_tokens": 3}
-        reply = httpx.post(f"http://{llm.addresses.http}/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+        url, headers = f"http://{llm.addresses.http}/v1/completions", {"x-request-id": "mine-1"}
+        reply = httpx.post(url, json=body, headers=headers, timeout=60)
         assert reply.headers["x-request-id"] == "mine-1"
         with Client(llm.addresses.grpc) as client:
             client.generate([11, 12, 13], max_tokens=3, request_id="mine-2")

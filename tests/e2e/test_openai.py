@@ -105,10 +105,10 @@ def test_a_stop_string_never_leaks(llm: LLM, model: str) -> None:
 
 def test_tokenize_round_trip_health_and_metrics(llm: LLM, model: str) -> None:
     base = f"http://{llm.addresses.http}"
-    tokens = httpx.post(f"{base}/tokenize", json={"model": model, "prompt": "héllo wörld"}).json()["tokens"]
+    tokens = httpx.post(f"{base}/tokenize", json={"model": model, "prompt": "héllo wörld"}, timeout=60).json()["tokens"]
     assert llm.client.detokenize(tokens) == "héllo wörld"
-    assert httpx.get(f"{base}/health").status_code == 200
-    metrics = httpx.get(f"{base}/metrics").text
+    assert httpx.get(f"{base}/health", timeout=60).status_code == 200
+    metrics = httpx.get(f"{base}/metrics", timeout=60).text
     for name in (
         "looseleaf_time_to_first_token_seconds",
         "vllm:time_to_first_token_seconds",
