@@ -3,7 +3,8 @@
 python tests/third_party/install.py [NAME ...]    # all clients, or these
 
 The directories are below $LOOSELEAF_CLIENTS (default: ~/.cache/looseleaf-clients), so nothing enters the project's
-own environment. A directory is created once, and again if its pinned versions change.
+own environment. A directory is created once, and again if its pinned versions change. With
+LOOSELEAF_CLIENTS_OFFLINE=1, nothing is installed, and only clients that are there are available.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ def install(client: Client) -> None:
     stamp, wanted = client.directory / ".installed", "\n".join(client.packages)
     if stamp.exists() and stamp.read_text() == wanted:
         return
+    if os.environ.get("LOOSELEAF_CLIENTS_OFFLINE") == "1":
+        raise NotInstalled("LOOSELEAF_CLIENTS_OFFLINE is set")
     shutil.rmtree(client.directory, ignore_errors=True)
     client.directory.mkdir(parents=True)
     {"pip": _pip, "npm": _npm, "deb": _deb}[client.kind](client)
