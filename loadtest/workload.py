@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 AZURE_TRACE = Path(__file__).parent / "traces" / "azure_conversation_2023_1000.csv"
+MOONCAKE_TRACE = AZURE_TRACE.with_name("mooncake_conversation.jsonl.xz")
 
 
 @dataclass(frozen=True, slots=True)

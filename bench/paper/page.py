@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.paper.parts import DISTSERVE, ORCA, PARTS, SARATHI, VLLM, Section, load, table
+from bench.paper.parts import DISTSERVE, MOONCAKE, ORCA, PARTS, SARATHI, VLLM, Section, load, table
 
 INTRODUCTION = """\
 # The measurements of the literature, made here
@@ -36,7 +36,6 @@ LEFT_OUT: Mapping[str, str] = {
     "throughput against request rate": "there is no measurement that raises the rate until the latency doubles",
     "interference of prefill and decode, time of a hand-over, goodput under SLO (DistServe, Sarathi-Serve)": "there is "
     "no measurement with their definitions; `python -m loadtest.roles` compares arrangements of the roles",
-    "prefix hit rates on request traces": "there is no measurement that replays a trace against the prefix index",
 }
 """The measurements that are not made, with the reasons."""
 
@@ -73,7 +72,7 @@ def render(sections: Mapping[str, Section], origins: Mapping[str, Mapping[str, A
     missing = {name: "it has not been run yet" for name in PARTS if name not in sections}
     if left_out := {**missing, **LEFT_OUT}:
         parts += ["## Not measured", "\n".join(f"* **{name}**: {why}." for name, why in left_out.items())]
-    parts += ["## Sources", "\n".join(f"* {source}" for source in (VLLM, ORCA, DISTSERVE, SARATHI))]
+    parts += ["## Sources", "\n".join(f"* {source}" for source in (VLLM, ORCA, DISTSERVE, SARATHI, MOONCAKE))]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

@@ -10,12 +10,13 @@ from typing import Any, Protocol, cast
 
 from common.errors import StartupError
 
-PARTS = ("worked_example", "memory", "sharing")
+PARTS = ("worked_example", "memory", "sharing", "hit_rates")
 """The modules of this package that are measurements, in the order of the page."""
 
 VLLM = "Kwon et al., *Efficient Memory Management for LLM Serving with PagedAttention*, SOSP 2023"
 ORCA = "Yu et al., *Orca: A Distributed Serving System for Transformer-Based Generative Models*, OSDI 2022"
 DISTSERVE = "Zhong et al., *DistServe: Disaggregating Prefill and Decoding*, OSDI 2024"
+MOONCAKE = "Qin et al., *Mooncake: Trading More Storage for Less Computation*, FAST 2025"
 SARATHI = "Agrawal et al., *Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve*, OSDI 2024"
 
 

@@ -1,12 +1,14 @@
 """Reads traces of requests: arrival times, lengths, and which prompts share a prefix.
 
-A trace is a file in Mooncake's format (JSON lines) or in Azure's (CSV). Lines that begin with # are comments.
+A trace is a file in Mooncake's format (JSON lines) or in Azure's (CSV), compressed if its name ends in .xz. Lines that
+begin with # are comments.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import lzma
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,9 +71,10 @@ def read(
     it has no requests or an invalid line; the message names the line and the field.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        opened = lzma.open if path.suffix == ".xz" else open
+        with opened(path, "rt", encoding="utf-8") as file:
             lines = [line for line in file if line.strip() and not line.startswith("#")]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise StartupError(f"trace {path}: {error}") from None
     if not lines:
         raise StartupError(f"trace {path}: has no requests")
