@@ -24,6 +24,7 @@ from common.types import KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.hosts import Host
 from testing.ledger.store import LAYOUT, chain, wait_until
+from testing.system import wait_for
 
 MakeHost = Callable[..., Host]
 BLOCK_BYTES = 8192
@@ -247,7 +248,7 @@ def test_restores_continue_after_redis_has_lost_everything(
     assert restored(host, hashes[:2]) == 2
     redis_handle.client.flushall()
     wait_until(lambda: restored(host, hashes) == 4)  # the others are in the arena's header
-    [refs] = host.held.acquire([hashes])
+    refs = wait_for(lambda: host.held.acquire([hashes])[0], bool, 60, "the worker has not rejoined")
     assert [host.arena.read(ref.block) for ref in refs] == content
     host.held.release(refs)
     host.assert_idle()
