@@ -28,8 +28,6 @@ files.
 LEFT_OUT: Mapping[str, str] = {
     "contiguous reservation in the engine": "it is simulated only; no worker of ours reserves contiguous memory",
     "time by block size, from 4 to 256": "only the share of unused slots is measured, not the bytes that a step reads",
-    "preemption by swap against recomputation": "`make bench-preemption` measures it "
-    "([results](../benchmarks/sequence-groups/README.md)), but this page does not include it",
     "throughput against batch, static and continuous batching (Orca)": "`python -m loadtest.batching` compares 16 "
     "requests at once with one at a time; there is no arm with static batches",
     "decoding without a KV cache": "there is no arm that computes all keys and values again for each token",

@@ -1,4 +1,4 @@
-"""`make paper`: two quick measurements, the allocator of the contiguous arms, and the page."""
+"""`make paper`: three quick measurements, the allocator of the contiguous arms, and the page."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from common.errors import StartupError
 from looseleaf.serve.model_source import REPOSITORY
 
 
-def test_two_quick_measurements_and_their_page(tmp_path: Path) -> None:
+def test_three_quick_measurements_and_their_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.paper", "--quick", "--folder", str(tmp_path)]
-    subprocess.run([*command, "--only", "worked_example", "--only", "memory"], check=True, cwd=REPOSITORY)
+    command += ["--only", "worked_example", "--only", "memory", "--only", "hit_rates"]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
     example = json.loads((tmp_path / "worked_example.json").read_text())["result"]
     assert [stage["table"] for stage in example["runs"]["one worker"]] == [[7, 1], [7, 1], [7, 1, 3]]
     arms = json.loads((tmp_path / "memory.json").read_text())["result"]["arms"]
@@ -31,6 +32,10 @@ def test_two_quick_measurements_and_their_page(tmp_path: Path) -> None:
         assert sum(row[use] for use in ("tokens", "reserved", "rounded", "free")) == pytest.approx(100, abs=0.3)
     shares = [arms[name]["tokens"] for name in ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged, 16")]
     assert shares == sorted(shares)
+    rates = json.loads((tmp_path / "hit_rates.json").read_text())["result"]["rates"]
+    assert {capacity: rate["ledger"] for capacity, rate in rates.items()} == {
+        capacity: pytest.approx(rate["lru"], abs=0.2) for capacity, rate in rates.items()
+    }
     text = (tmp_path / "README.md").read_text()
     assert "## Shares of KV memory" in text and "* **sharing**: it has not been run yet." in text
     assert "](memory.svg)" in text and (tmp_path / "memory.svg").exists()
