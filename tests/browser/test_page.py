@@ -28,6 +28,13 @@ HAS_LINE = """(canvas) => {
 }"""
 """Whether a plot has the blue line of the cached blocks."""
 
+WATCH_LENGTHS = """() => {
+  window.lengths = new Set();
+  const add = () => document.querySelectorAll(".said.assistant.busy").forEach((s) => lengths.add(s.textContent.length));
+  new MutationObserver(add).observe(document.body, { subtree: true, childList: true, characterData: true });
+}"""
+"""Records the lengths of answers that are not complete."""
+
 LONG = {"max_tokens": 450, "n": 4, "temperature": 1.0, "ignore_eos": True}
 
 
@@ -46,9 +53,10 @@ def answered(page: Any, count: int) -> None:
 def test_chat_streams_an_answer_and_explains_it_with_the_keyboard_alone(visit: Any) -> None:
     page = visit()
     page.locator("#model").get_by_text("storyteller").wait_for()
+    page.evaluate(WATCH_LENGTHS)
     say(page, STORY, max_tokens="120", seed="3")
-    page.locator(".said.assistant.busy").filter(has_text=" ").first.wait_for()
     answered(page, 1)
+    assert page.evaluate("lengths.size") > 2, "the answer grew"
     say(page, "And then?", samples="3", max_tokens="60")
     answered(page, 2)
     assert page.locator(".turn").nth(1).locator(".said").count() == 3
