@@ -49,6 +49,7 @@ from gateway.api.server import (
 )
 from gateway.api.wrong_keys import WrongKeys
 from gateway.fleet.adapters import Adapters
+from gateway.fleet.block_feed import BlockFeed, prefill_arenas
 from gateway.fleet.block_maps import BlockMaps
 from gateway.fleet.discoveries import Discoveries
 from gateway.fleet.liveness import LivenessLimits
@@ -142,6 +143,10 @@ async def main(settings: GatewaySettings) -> None:
     )
     adapters = adapters_of(settings, workers, assets.name)
     validator.use_adapters(adapters.find)
+    feed = BlockFeed(
+        lambda: prefill_arenas((state.record for state in workers.states.values()), discovery.ledgers),
+        lambda tenant: salts.derive(tenant, None),
+    )
     runner = RequestRunner(
         workers,
         gate,
@@ -150,6 +155,7 @@ async def main(settings: GatewaySettings) -> None:
         max_attempts=settings.max_attempts,
         recover_s=settings.recover_s,
         used=admission.used,
+        computed=feed.computed,
         using=adapters.using,
         explanations=Explanations(settings.explain_requests),
         tracer=tracer,
@@ -162,7 +168,7 @@ async def main(settings: GatewaySettings) -> None:
         "looseleaf.v1.InferenceService",
     )
     if vllm_ports is not None:
-        vllm_ports.add_services(front, workers, settings.model)
+        vllm_ports.add_services(front, workers, settings.model, feed)
     grpc_servers = [grpc_server, *(vllm_ports.servers if vllm_ports else ())]
     is_leaving = asyncio.Event()
     has_begun = asyncio.Event()
@@ -212,6 +218,7 @@ async def main(settings: GatewaySettings) -> None:
     await announce_shutdown(grpc_servers, settings.drain_delay)
     logger.info("draining: at most %.0f s", settings.drain_s)
     admission.draining = True
+    feed.close()
     await drain(admission.answers, [*grpc_servers, http_server], settings.drain_s)
     for task in tasks:
         task.cancel()

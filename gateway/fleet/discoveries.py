@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from block_store.errors import BlockStoreError
+from block_store.ledger.scripts import LedgerScripts
 from common.telemetry import Fallbacks
 from common.ticket import Ticket
 from common.types import WorkerRecord
@@ -73,6 +74,11 @@ class Discoveries:
         """Ends a ticket that no worker will claim, if a server lists a worker of the ticket's arena."""
         if (number := self._server_of(ticket.arena_id)) is not None:
             await self._parts[number].end_ticket(ticket)
+
+    @property
+    def ledgers(self) -> Mapping[str, LedgerScripts]:
+        """Read-only views of the ledgers of all known arenas, by arena id."""
+        return {arena_id: ledger for part in self._parts for arena_id, ledger in part.ledgers.items()}
 
     def close(self) -> None:
         for part in self._parts:

@@ -123,6 +123,11 @@ class Discovery:
         """The counts of unreadable registry entries. An entry is counted again at every poll."""
         return self._registry.fallbacks.counts
 
+    @property
+    def ledgers(self) -> Mapping[str, LedgerScripts]:
+        """Read-only views of the ledgers of the known arenas, by arena id."""
+        return self._ledgers
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from gateway.fleet.pending_ticket import PendingTicket, tokens_of
 from gateway.fleet.routing import Route
 from gateway.fleet.worker_lost import WorkerLost, incarnation, too_late
 from gateway.fleet.workers import Workers
+from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
 from gateway.request.group_receiver import GroupReceiver
 from gateway.request.head_start import HeadStart
@@ -31,6 +33,8 @@ from protos.v1 import inference_pb2, prefill_pb2
 
 logger = logging.getLogger("requests")
 WAIT_FOR_WORKERS_S = 0.05
+Computed = Callable[[ResolvedRequest, Sequence[Sequence[int]]], None]
+"""Called with a request and the outputs that workers have computed after its prompt."""
 NO_PAIR = "no pair of prefill and decode workers is ready"
 
 
@@ -47,13 +51,15 @@ class Attempts:
     """A runner of attempts. An attempt consists of a prefill, a hand-over and a decode of a request."""
 
     def __init__(
-        self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, *, recover_s: float
-    ) -> None:
+        self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, computed: Computed,
+        *, recover_s: float,
+    ) -> None:  # fmt: skip
         """`recover_s` is the time for which a request waits for a worker that can accept it."""
         self._workers = workers
         self._gate = gate
         self._isolation = isolation
         self._metrics = metrics
+        self._computed = computed
         self._recover_s = recover_s
 
     async def run(self, state: RequestState, place: Place) -> None:
@@ -158,6 +164,7 @@ class Attempts:
             raise
         state.explanation.prefilled(done)
         _account_prefill(state, done)
+        self._computed(state.request, [()])
         if again:
             lengths = [len(sample.output_ids) for sample in state.open_samples]
             logger.debug("request %s continues at token %s", state.request.request_id, lengths)

@@ -32,7 +32,7 @@ from gateway.fleet.worker_lost import WorkerLost, too_late
 from gateway.fleet.workers import Workers
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
-from gateway.request.attempt import NO_PAIR, Attempts
+from gateway.request.attempt import NO_PAIR, Attempts, Computed
 from gateway.request.detokenize import Detokenizers
 from gateway.request.explanations import Explanations
 from gateway.request.head_start import HeadStart, HeadStarts
@@ -57,6 +57,7 @@ class RequestRunner:
         max_attempts: int,
         recover_s: float,
         used: Callable[[str, int], None] = lambda tenant, num_tokens: None,
+        computed: Computed = lambda request, outputs: None,
         explanations: Explanations | None = None,
         using: Callable[[AdapterRef | None], AbstractContextManager[None]] = lambda adapter: nullcontext(),
         tracer: Tracer = NO_TRACER,
@@ -64,7 +65,8 @@ class RequestRunner:
         """`using(adapter)` returns a context manager that is open while a request waits and runs.
 
         When a request that was sent to a worker ends, `used(tenant, num_tokens)` is called with the number of tokens in
-        its prompt and output.
+        its prompt and output. `computed(request, outputs)` is called after prefill, with one empty output, and with the
+        outputs of all samples when the request ends.
         """
         self._workers = workers
         self._gate = gate
@@ -72,13 +74,14 @@ class RequestRunner:
         self._metrics = metrics
         self._recover_s = recover_s
         self._used = used
+        self._computed = computed
         self._using = using
         self._tracer = tracer
         self.explanations = explanations or Explanations(0)
         self.head_starts = HeadStarts(workers, gate, used)
         """Prefills made by `prefill` that no call of `run` has continued."""
         self._isolation = Isolation()
-        self._attempts = Attempts(workers, gate, self._isolation, metrics, recover_s=recover_s)
+        self._attempts = Attempts(workers, gate, self._isolation, metrics, computed, recover_s=recover_s)
         self._retry = Retry(workers, gate, self._isolation, metrics, max_attempts=max_attempts)
 
     async def run(self, request: ResolvedRequest, outlet: Outlet, head_start: str | None = None) -> None:
@@ -113,6 +116,7 @@ class RequestRunner:
             self._metrics.ended(state.outcome, time.monotonic() - state.arrived, summary)
             if summary.attempts:
                 self._used(request.tenant, summary.prompt_tokens + summary.completion_tokens)
+                self._computed(request, [sample.output_ids for sample in state.samples])
 
     async def prefill(self, request: ResolvedRequest) -> tuple[str, prefill_pb2.PrefillDone]:
         """Runs a request's prefill, for a later call of `run` that continues it. Returns the name to pass to that call,

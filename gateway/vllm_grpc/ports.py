@@ -17,6 +17,7 @@ from common.rpc import Protection, RpcServer
 from common.trust import is_loopback
 from gateway.api.credentials import Authenticator, KeylessAuthenticator
 from gateway.api.front import Front
+from gateway.fleet.block_feed import BlockFeed
 from gateway.fleet.workers import Workers
 from gateway.settings import GatewaySettings
 from gateway.vllm_grpc.about import About, Role
@@ -63,12 +64,14 @@ class VllmPorts:
         """The addresses for whole requests, for prefill and for decode, in this order."""
         return [f"{self._host}:{server.port}" for server in self.servers]
 
-    def add_services(self, front: Front, workers: Workers, model_directory: str) -> None:
-        """Registers the service of each role, which serves the model in this directory."""
+    def add_services(self, front: Front, workers: Workers, model_directory: str, feed: BlockFeed) -> None:
+        """Registers the service of each role, which serves the model in this directory and announces blocks from
+        `feed`.
+        """
         about = About(front.assets, model_directory, workers)
         front = replace(front, authenticator=self._authenticator)
         for role, server in self._by_role.items():
-            servicer = VllmServicer(role, front, workers, about)
+            servicer = VllmServicer(role, front, workers, about, feed)
             server.add(vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer, SERVICE)
 
 

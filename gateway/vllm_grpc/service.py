@@ -21,11 +21,13 @@ from common.errors import Unimplemented
 from common.guard import Context
 from gateway.api.front import Front
 from gateway.api.grpc_service import STALLED_CLIENT_S, admitted, authorization, time_left
+from gateway.fleet.block_feed import BlockFeed
 from gateway.fleet.workers import Workers
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.outlet import LAST_WORD_S, Outlet
 from gateway.vllm_grpc.about import About, Role
+from gateway.vllm_grpc.kv_events import EventBatches
 from gateway.vllm_grpc.replies import Replies, prefill_replies
 from gateway.vllm_grpc.requests import embed_wanted_of, first_token_only, head_start_json, head_start_of, wanted_of
 
@@ -33,11 +35,12 @@ from gateway.vllm_grpc.requests import embed_wanted_of, first_token_only, head_s
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """The gRPC service of one role's endpoint."""
 
-    def __init__(self, role: Role, front: Front, workers: Workers, about: About) -> None:
+    def __init__(self, role: Role, front: Front, workers: Workers, about: About, feed: BlockFeed) -> None:
         self._role = role
         self._front = front
         self._workers = workers
         self._about = about
+        self._feed = feed
         self._running: defaultdict[tuple[str, str], set[asyncio.Task[None]]] = defaultdict(set)
         """The tasks of running requests, by tenant and request id. The ids are the router's and need not be unique."""
 
@@ -148,8 +151,16 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
     async def StopProfile(self, request: Any, context: Context) -> common_pb2.ProfileResponse:
         raise Unimplemented("StopProfile is not supported")
 
-    async def SubscribeKvEvents(self, request: Any, context: Context) -> None:
-        raise Unimplemented("SubscribeKvEvents is not supported: the gateway itself routes by cached prefixes")
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Context) -> None:
+        tenant = self._tenant(context)
+        batches = EventBatches(request.start_sequence_number)
+        with self._feed.subscribe(tenant) as subscription:
+            await context.send_initial_metadata(())  # a router waits for it
+            while (changes := await subscription.next()) is not None:
+                if self._tenant(context) != tenant:  # raises Unauthenticated if the key has been withdrawn
+                    break
+                for batch in batches.of(changes):
+                    await context.write(batch)
 
     def _tenant(self, context: Context) -> str:
         return self._front.authenticator.tenant(authorization(context))

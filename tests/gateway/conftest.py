@@ -23,6 +23,8 @@ from gateway.api.chat_plan import ChatPlanner
 from gateway.api.credentials import Authenticator
 from gateway.api.front import Front
 from gateway.fleet.adapters import Adapters
+from gateway.fleet.block_catalog import Arenas
+from gateway.fleet.block_feed import BlockFeed
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import ModelAssets
@@ -51,6 +53,7 @@ class Rig:
     scripted: list[ScriptedWorker]
     authenticator: Authenticator
     gate: Gate
+    feed: BlockFeed
     records: list[WorkerRecord]
     """The workers that the registry names."""
 
@@ -115,11 +118,12 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
         )
         metrics = Metrics("tiny")
         gate = Gate(workers.gate_capacity)
-        pool = TokenizerPool(assets, 1)
+        pool, salts = TokenizerPool(assets, 1), Salts(b"secret")
+        feed = BlockFeed(options.pop("arenas", Arenas), lambda tenant: salts.derive(tenant, None))
         validator = Validator(
             assets,
             pool,
-            Salts(b"secret"),
+            salts,
             timeout_s=options.pop("timeout_s", 20.0),
             max_model_len=lambda: longest,
             group_rooms=lambda: workers.group_rooms,
@@ -135,6 +139,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             max_attempts=3,
             recover_s=options.pop("recover_s", 20.0),
             used=admission.used,
+            computed=feed.computed,
             explanations=Explanations(options.pop("explain_requests", 100)),
         )
 
@@ -157,6 +162,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             scripted,
             Authenticator(keys.tenants),
             gate,
+            feed,
             records,
         )
         rigs.append((rig, task, pool))

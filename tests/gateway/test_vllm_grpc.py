@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,22 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from block_store.ledger.prefix_hash import hash_blocks, prompt_chain
+from block_store.redis.redis_server import RedisHandle
 from common.api_keys import ApiKeys
 from common.errors import InvalidArgument, StartupError
 from common.rpc import Protection
 from common.status import error_of
 from gateway.api.grpc_service import key_check
+from gateway.fleet.block_catalog import Arenas, CatalogBlock, Changes
+from gateway.intake.salts import Salts
 from gateway.settings import GatewaySettings
+from gateway.vllm_grpc.kv_events import EventBatches
 from gateway.vllm_grpc.ports import SERVICE, VllmPorts
 from protos.v1 import decode_pb2
-from testing.gateway.parts import EOS_ID, Fault, Script, expected_embedding, expected_ids
+from testing.gateway.kv_mirror import KvMirror
+from testing.gateway.parts import EOS_ID, Fault, Script, expected_embedding, expected_ids, make_record
+from testing.ledger.store import TestStore
 from tests.gateway.conftest import MakeRig, Rig
 from tests.gateway.test_requests import until
 
@@ -56,7 +64,7 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
         ports = VllmPorts(
             settings_of(**given or {}), rig.authenticator, lambda who: key_check(who, rig.admission), Protection()
         )
-        ports.add_services(rig.front, rig.workers, str(STORYTELLER))
+        ports.add_services(rig.front, rig.workers, str(STORYTELLER), rig.feed)
         for server in ports.servers:
             await server.start()
         channels = [grpc.aio.insecure_channel(address) for address in ports.addresses]
@@ -398,9 +406,64 @@ async def test_a_router_learns_what_it_asks_for(serve: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="the cache has other users") as caught:
         await served.regular.FlushCache(common_pb2.FlushCacheRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(grpc.aio.AioRpcError, match="the gateway itself routes by cached prefixes") as caught:
-        [batch async for batch in served.decode.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())]
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_events_of_blocks_are_for_the_key_that_subscribed(
+    serve: Any, redis_handle: RedisHandle, tmp_path: Path
+) -> None:
+    store, rules = TestStore(redis_handle.client, tmp_path), make_record("prefill", "p0").kv_rules
+    arenas = Arenas(frozenset({("00", rules)}), [store.ledger])
+    served = await serve(keys=ApiKeys({"key-a": "a", "key-b": "b"}, {}), arenas=lambda: arenas)
+    prompt = list(range(10, 60))
+    start, _ = prompt_chain(b"\0", Salts(b"secret").derive("a", None), prompt, 0, 16)
+    store.fill(store.caller(), hashes := hash_blocks(start, prompt, 16))
+    async with KvMirror(served.regular, "key-a") as a, KvMirror(served.decode, "key-b") as b:
+        for key in ("key-a", "key-b"):
+            metadata = (("authorization", f"Bearer {key}"),)
+            await replies(served.regular.Generate(request(prompt=prompt), metadata=metadata))
+        await a.until(lambda: len(a.blocks) == 3)
+        assert list(a.blocks) == [int.from_bytes(each[:8], "big", signed=True) for each in hashes]
+        assert list(a.blocks.values()) == [
+            (parent, tuple(prompt[i : i + 16])) for parent, i in zip([None, *a.blocks], (0, 16, 32), strict=False)
+        ]
+        async with KvMirror(served.prefill, "key-a", start_sequence_number=7) as late:
+            await late.until(lambda: late.blocks == a.blocks)
+            assert [batch.sequence_number for batch in late.batches] == [8, 9]
+        await until(lambda: served.rig.feed.num_subscribers == 2)
+        assert not b.blocks and b.num_cleared == 1
+        served.rig.authenticator.replace({"key-b": "b"})
+        store.client.flushall()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await a.until(lambda: False)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED and a.blocks, "it hears no more"
+        served.rig.feed.close()
+        await b.until(b.call.done)
+        assert await b.call.code() is grpc.StatusCode.OK
+    for start_number, code in ((1 << 63, "INVALID_ARGUMENT"), (0, "UNAVAILABLE")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with KvMirror(served.regular, "key-b", start_number):
+                pass
+        assert caught.value.code().name == code
+    store.arena.remove()
+
+
+async def test_a_long_list_of_blocks_is_sent_in_parts_without_a_gap() -> None:
+    blocks = [
+        CatalogBlock(bytes([n // 256, n % 256]) * 16, None if n == 0 else bytes([(n - 1) // 256, (n - 1) % 256]) * 16,
+                     array("I", [n] * 16), ())
+        for n in range(2500)
+    ]  # fmt: skip
+    batches = EventBatches(0)
+    sent = list(batches.of(Changes(True, tuple(b.prefix_hash for b in blocks[:1500]), tuple(blocks))))
+    assert [batch.sequence_number for batch in sent] == list(range(1, 7))
+    assert [[event.WhichOneof("data") for event in batch.events] for batch in sent] == [
+        ["cleared"], *[["removed"]] * 2, *[["stored"]] * 3
+    ]  # fmt: skip
+    stored = [event.stored for batch in sent for event in batch.events if event.HasField("stored")]
+    assert [len(each.blocks) for each in stored] == [1024, 1024, 452]
+    assert not stored[0].HasField("parent_block_hash")
+    assert stored[1].parent_block_hash == stored[0].blocks[-1].block_hash
+    assert [event.event_id for batch in sent for event in batch.events] == list(range(1, 7))
 
 
 async def test_embeddings_are_those_of_our_own_api(serve: Any) -> None:

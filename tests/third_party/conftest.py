@@ -36,7 +36,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = tmp_path_factory.mktemp("models") / "storyteller"
     shutil.copytree(STORYTELLER, directory, ignore=shutil.ignore_patterns("SHA256SUMS"))
     (directory / "chat_template.jinja").write_text(HERMES, encoding="utf-8")
-    with LLM(str(directory), num_blocks=4096) as running:
+    with LLM(str(directory), num_blocks=4096, vllm_grpc=True) as running:
         yield running
 
 

@@ -51,6 +51,7 @@ def test_a_client_does_what_its_users_expect(
         "LOOSELEAF_GRPC": builtin.addresses.grpc,
         "LOOSELEAF_SCRATCH": str(tmp_path),
         "LOOSELEAF_VLLM_GRPC": " ".join(builtin.addresses.vllm_grpc),
+        "LOOSELEAF_TOOLS_VLLM_GRPC": " ".join(with_tools.addresses.vllm_grpc),
         "LOOSELEAF_WORKER_PID": str(builtin.pids["decode" if "decode" in builtin.pids else "worker"]),
     }
     done = run(client, variables)

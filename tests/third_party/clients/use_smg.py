@@ -18,12 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tried import MODEL, URL, run, works
+from tried import MODEL, TOOLS_URL, URL, run, works
 
 REGULAR, PREFILL, DECODE = os.environ["LOOSELEAF_VLLM_GRPC"].split()
+REGULAR_2, PREFILL_2, DECODE_2 = os.environ["LOOSELEAF_TOOLS_VLLM_GRPC"].split()
 DIRECTORY = os.environ["LOOSELEAF_MODEL_DIRECTORY"]
 SMG = str(Path(sys.executable).with_name("smg"))
 NUM_PROMPTS = 100
+NUM_PREFIXES = 16
+BLOCK_SIZE = 16
 START_S = 60
 WORDS = "once upon a time the old mill turned when the wind was strong and a wolf ran into the deep forest"
 OWN = {"add_special_tokens": False}
@@ -35,6 +38,7 @@ class Router:
 
     def __init__(self, port: int, *arguments: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        self._metrics_url = f"http://127.0.0.1:{port + 1}/metrics"
         command = [SMG, "launch", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(port + 1)]
         self._log = Path(f"smg-{port}.log")
         with self._log.open("w") as log:
@@ -48,6 +52,11 @@ class Router:
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(0.2)
         raise AssertionError(self._log.read_text()[-3000:])
+
+    def num_blocks_announced(self) -> int:
+        """Returns the number of blocks that all workers together have announced to SMG."""
+        lines = metric_lines(self._metrics_url, "smg_kv_event_blocks_total")
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if 'op="stored"' in line)
 
     def stop(self) -> None:
         self._process.terminate()
@@ -84,6 +93,18 @@ ROUTERS = {
 }
 
 
+TWO_SERVERS = {
+    "regular mode": Router(
+        26005, "--worker-urls", f"grpc://{REGULAR}", f"grpc://{REGULAR_2}", "--policy", "cache_aware"
+    ),
+    "P/D mode": Router(
+        26007, "--pd-disaggregation", "--prefill", f"grpc://{PREFILL}", "--decode", f"grpc://{DECODE}",
+        "--prefill", f"grpc://{PREFILL_2}", "--decode", f"grpc://{DECODE_2}", "--policy", "cache_aware",
+    ),
+}  # fmt: skip
+"""Routers that choose between two servers with the same model, each with its own cache."""
+
+
 def bodies() -> list[dict[str, Any]]:
     """Returns bodies with prompts of 3 to 60 words. Every second body is sampled with a seed."""
     rng = random.Random(7)
@@ -109,8 +130,41 @@ def same_in_both(path: str, bodies: list[dict[str, Any]], own: dict[str, Any] | 
 
 @works("regular and P/D mode: SMG registers the ports and answers")
 def starts() -> None:
-    for router in ROUTERS.values():
+    for router in (*ROUTERS.values(), *TWO_SERVERS.values()):
         router.wait()
+
+
+@works(
+    f"cache_aware between two servers, over SubscribeKvEvents: {NUM_PREFIXES} of {NUM_PREFIXES} prompts in each mode go"
+    " to the server that has their prefix"
+)
+def cached_prefixes() -> None:
+    """Prefixes reach a server through its own API. SMG can know of them only by events."""
+    rng = random.Random(11)
+    for mode, (name, router) in enumerate(TWO_SERVERS.items(), 1):  # in P/D mode, a server announces at two ports
+        before, num_blocks, prefixes = router.num_blocks_announced(), 0, []
+        for index in range(NUM_PREFIXES):
+            text = " ".join(rng.choice(WORDS.split()) for _ in range(120))
+            server = (URL, TOOLS_URL)[index % 2]
+            reply = post(server, "/v1/completions", {"prompt": text, "max_tokens": 1, **OWN})
+            prefixes.append((text, reply["usage"]["prompt_tokens"] // BLOCK_SIZE * BLOCK_SIZE))
+            num_blocks += prefixes[-1][1] // BLOCK_SIZE
+        wait_for_blocks(router, before + mode * num_blocks)
+        for text, num_cached in prefixes:
+            body = {"prompt": f"{text} and then the", "max_tokens": 4, "temperature": 0.0}
+            usage = post(router.url, "/v1/completions", body)["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == num_cached > 0, (name, usage)
+
+
+def wait_for_blocks(router: Router, number: int) -> None:
+    """Waits until SMG has heard of this many blocks, and then until it hears of no more."""
+    last = -1
+    for _ in range(START_S * 2):
+        if (now := router.num_blocks_announced()) >= number and now == last:
+            return
+        last = now
+        time.sleep(0.5)
+    raise AssertionError(f"{last} blocks of {number} were announced")
 
 
 @works(
@@ -184,13 +238,17 @@ def killed() -> None:
 
 
 def num_retried() -> float:
-    with urllib.request.urlopen(f"{URL}/metrics", timeout=30) as reply:
-        lines = reply.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("looseleaf_requests_retried_total"))
+    lines = metric_lines(f"{URL}/metrics", "looseleaf_requests_retried_total")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def metric_lines(url: str, name: str) -> list[str]:
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        return [line for line in reply.read().decode().splitlines() if line.startswith(name)]
 
 
 try:
     run()
 finally:
-    for each in ROUTERS.values():
+    for each in (*ROUTERS.values(), *TWO_SERVERS.values()):
         each.stop()

@@ -1,0 +1,193 @@
+"""The cached blocks of one tenant, with their token ids, for subscribers that route by cached prefixes.
+
+The ledger knows a block only by its prefix hash. A catalog therefore learns token ids from the sequences of its
+tenant's requests, and asks the ledgers which blocks of these sequences are in the prefix index. A cached block that no
+sequence contains stays unknown.
+
+A block is listed only if one arena has the block and all blocks before it. Prefill would not find it otherwise, and a
+subscriber cannot place a block without its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from block_store.errors import BlockStoreError, StaleDataset
+from block_store.ledger.prefix_hash import group_hash, hash_blocks, prompt_chain
+from block_store.ledger.scripts import LedgerScripts
+from common.kv_retention import KvRules
+from common.telemetry import Fallbacks
+
+logger = logging.getLogger("kv_events")
+MOST_BLOCKS = 16_384
+"""The largest number of blocks that a catalog contains. Beyond it, the least recently used blocks are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """A prompt, or a prompt with an output, whose full blocks may be cached."""
+
+    token_ids: Sequence[int]
+    public_tokens: int
+    """Number of leading tokens whose full blocks all tenants share."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogBlock:
+    """A full block of a sequence."""
+
+    prefix_hash: bytes
+    parent: bytes | None
+    """The prefix hash of the preceding block, or None for a sequence's first block."""
+    token_ids: array[int]
+    indexed_as: tuple[bytes, ...]
+    """The hashes under which the index has the block, one for each KV group that keeps all positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arenas:
+    """The arenas in which prefill workers find blocks."""
+
+    formats: frozenset[tuple[str, KvRules]] = frozenset()
+    """The hash domains (hex) of the workers, with their rules."""
+    ledgers: Sequence[LedgerScripts] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The difference between two lists of blocks, in the order in which it applies."""
+
+    cleared: bool = False
+    """Whether all blocks of the earlier list are gone."""
+    removed: tuple[bytes, ...] = ()
+    """The prefix hashes of the other blocks that are gone."""
+    stored: tuple[CatalogBlock, ...] = ()
+    """The new blocks, each after its parent."""
+
+    @property
+    def size(self) -> int:
+        """The number of blocks, plus 1, because changes without blocks take memory, too."""
+        return 1 + len(self.removed) + len(self.stored)
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What the ledgers said about the catalog's blocks."""
+
+    found: list[set[bytes]] = field(default_factory=list)
+    """The blocks that an arena has for all their KV groups, for each arena that answered."""
+    stale: set[LedgerScripts] = field(default_factory=set)
+    """The ledgers that have been rebuilt or lost."""
+    all_answered: bool = True
+
+
+class BlockCatalog:
+    """A list of the cached blocks of one tenant. Calls block, and must not overlap."""
+
+    def __init__(self, salt: bytes, most_blocks: int = MOST_BLOCKS) -> None:
+        """`salt` is the salt of the tenant's blocks."""
+        self._salt = salt
+        self._most_blocks = most_blocks
+        self._blocks: OrderedDict[bytes, CatalogBlock] = OrderedDict()
+        """All blocks of the sequences that may be cached, least recently used first. A block always follows the blocks
+        that continue it, so the first block has none.
+        """
+        self._listed: set[bytes] = set()
+        """The blocks that were found in the index."""
+        self._usable: set[LedgerScripts] = set()
+        """The ledgers that were not stale at the last update."""
+        self._clocks: Mapping[LedgerScripts, object] = {}
+        """The clocks of the ledgers before the last update, if all ledgers answered."""
+        self._fallbacks = Fallbacks(logger)
+
+    def update(self, sequences: Iterable[TokenSequence], arenas: Arenas) -> Changes:
+        """Adds the blocks of `sequences`, and reads from the ledgers which blocks are in their index. Returns the
+        changes since the last update.
+
+        A ledger that does not answer has no blocks until it answers again: workers cannot find them either.
+        """
+        clocks = {ledger: self._clock(ledger) for ledger in arenas.ledgers}
+        sequences = list(sequences)
+        if not sequences and clocks and clocks == self._clocks:
+            return Changes()
+        for sequence in sequences:
+            self._add(sequence, arenas.formats)
+        answers = self._ask(arenas.ledgers)
+        self._clocks = clocks if answers.all_answered else {}
+        usable = set(arenas.ledgers) - answers.stale
+        is_cleared, self._usable = not self._usable <= usable and bool(self._listed), usable
+        return self._list(answers, is_cleared)
+
+    def everything(self) -> Changes:
+        """Returns the changes that lead from any earlier list to the current one."""
+        return Changes(cleared=True, stored=tuple(b for h, b in reversed(self._blocks.items()) if h in self._listed))
+
+    def _add(self, sequence: TokenSequence, formats: Iterable[tuple[str, KvRules]]) -> None:
+        for domain, rules in formats:
+            size = rules.block_size
+            groups = [number for number, group in enumerate(rules.groups) if not group.slides]
+            if not groups:  # only a few blocks of such a sequence are kept, and no chain leads to them
+                continue
+            ids = sequence.token_ids[: self._most_blocks * size]
+            start, rekey = prompt_chain(bytes.fromhex(domain), self._salt, ids, sequence.public_tokens, size)
+            hashes = hash_blocks(start, ids, size, rekey=rekey)
+            for place in range(len(hashes) - 1, -1, -1):
+                own = hashes[place]
+                if own not in self._blocks:
+                    self._blocks[own] = CatalogBlock(
+                        own,
+                        hashes[place - 1] if place else None,
+                        array("I", ids[place * size : (place + 1) * size]),
+                        tuple(group_hash(own, group) for group in groups),
+                    )
+                self._blocks.move_to_end(own)
+            while len(self._blocks) > self._most_blocks:
+                self._blocks.popitem(last=False)
+
+    def _ask(self, ledgers: Sequence[LedgerScripts]) -> _Answers:
+        answers, blocks = _Answers(all_answered=bool(ledgers)), list(self._blocks.values())
+        asked = [each for block in blocks for each in block.indexed_as]
+        for ledger in ledgers:
+            try:
+                indexed = set(compress(asked, ledger.present(asked)))
+            except StaleDataset:
+                answers.stale.add(ledger)
+                answers.all_answered = False
+            except BlockStoreError as error:
+                self._fallbacks.note("kv events", f"{type(error).__name__}; blocks of one arena are not announced")
+                answers.all_answered = False
+            else:
+                answers.found.append({b.prefix_hash for b in blocks if indexed.issuperset(b.indexed_as)})
+        return answers
+
+    def _list(self, answers: _Answers, is_cleared: bool) -> Changes:
+        """Lists the blocks that an arena has together with all their ancestors. Forgets the other blocks, unless a
+        ledger did not answer.
+        """
+        before = set() if is_cleared else self._listed
+        listed: set[bytes] = set()
+        stored: list[CatalogBlock] = []
+        reached = [(found, set[bytes]()) for found in answers.found]  # for each arena: what it has, and with ancestors
+        for own, block in reversed(self._blocks.items()):
+            for found, whole in reached:
+                if own in found and (block.parent is None or block.parent in whole):
+                    whole.add(own)
+                    listed.add(own)
+            if own in listed and own not in before:
+                stored.append(block)
+        if answers.all_answered:
+            for own in [own for own in self._blocks if own not in listed]:
+                del self._blocks[own]
+        self._listed = listed
+        return Changes(is_cleared, tuple(before - listed), tuple(stored))
+
+    def _clock(self, ledger: LedgerScripts) -> object:
+        try:
+            return ledger.clock()
+        except BlockStoreError:
+            return None
