@@ -181,6 +181,17 @@ def test_a_silent_redis_has_no_blocks_until_it_answers(tmp_path: Path) -> None:
         handle.close()
 
 
+def test_a_damaged_index_is_read_again_although_the_ledger_has_not_changed(store: TestStore) -> None:
+    ids, catalog, index = ids_of(0, 48), BlockCatalog(SALT), store.ledger.tag + "index"
+    store.fill(store.caller(), hashes_of(ids))
+    catalog.update([sequence(ids)], arenas(store))
+    store.client.rename(index, index + "-kept")
+    store.client.set(index, "damage")
+    assert len(catalog.update([sequence(ids)], arenas(store)).removed) == 3
+    store.client.rename(index + "-kept", index)
+    assert stored(catalog.update([], arenas(store))) == hashes_of(ids)
+
+
 def test_only_groups_that_keep_all_positions_count(store: TestStore) -> None:
     ids, caller = ids_of(0, 32), store.caller()
     hashes = hashes_of(ids)
