@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import LooseleafError
 from common.request_ids import REQUEST_ID
-from common.types import FinishReason
+from common.types import FinishReason, PromptSources
 from gateway.api.answer_blocks import Block, BlockAnswer, Change
 from gateway.api.chat_plan import ChatPlanner
 from gateway.api.messages_request import MessagesBody
@@ -49,7 +49,7 @@ class MessagesAnswer(BlockAnswer):
     def whole(self) -> bytes:
         assert self.last.summary is not None  # contained in the last delta
         summary = self.last.summary
-        message = self._message([_content(block) for block in self.blocks.all], _usage(summary))
+        message = self._message([_content(block) for block in self.blocks.all], _usage_of(summary))
         return dumps({**message, **self._ending(), "looseleaf": account_of([summary])})
 
     def error_object(self, error: LooseleafError) -> dict[str, Any]:
@@ -65,14 +65,15 @@ class MessagesAnswer(BlockAnswer):
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
         if delta.is_first:
-            usage = {"input_tokens": len(self.requests[0].prompt_ids), "output_tokens": len(delta.token_ids)}
+            assert delta.sources is not None  # contained in the only sample's first delta
+            usage = _usage(len(self.requests[0].prompt_ids), delta.sources, len(delta.token_ids))
             yield _event("message_start", message=self._message([], usage))
         for change in self.read(delta):
             yield _block_event(change)
         if delta.finish_reason is not None:
             assert delta.summary is not None  # contained in the only sample's last delta
-            account = account_of([delta.summary])
-            yield _event("message_delta", delta=self._ending(), usage=_usage(delta.summary), looseleaf=account)
+            account, usage = account_of([delta.summary]), _usage_of(delta.summary)
+            yield _event("message_delta", delta=self._ending(), usage=usage, looseleaf=account)
             yield _event("message_stop")
 
     def _ending(self) -> dict[str, Any]:
@@ -126,11 +127,15 @@ def _object(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _usage(summary: Summary) -> dict[str, Any]:
+def _usage_of(summary: Summary) -> dict[str, Any]:
+    return _usage(summary.prompt_tokens, summary.sources, summary.completion_tokens)
+
+
+def _usage(prompt_tokens: int, sources: PromptSources, output_tokens: int) -> dict[str, Any]:
     """Returns the usage. As in Anthropic's API, `input_tokens` does not include tokens that were found in the cache."""
     return {
-        "input_tokens": summary.prompt_tokens - summary.sources.cached,
+        "input_tokens": prompt_tokens - sources.cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": summary.sources.cached,
-        "output_tokens": summary.completion_tokens,
+        "cache_read_input_tokens": sources.cached,
+        "output_tokens": output_tokens,
     }

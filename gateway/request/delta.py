@@ -40,6 +40,8 @@ class Delta:
     embedding: Sequence[float] = ()
     """The prompt's embedding, or empty for a request that produces tokens."""
     summary: Summary | None = None
+    sources: PromptSources | None = None
+    """The sources of the prompt's KV. Only the request's first delta has them."""
     is_first: bool = False
     """Whether this is the sample's first delta. It is set when the delta is sent, as is `is_plain`."""
     is_plain: bool = False

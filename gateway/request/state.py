@@ -134,8 +134,8 @@ class RequestState:
         return most_held(rules, need.prompt_len, lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """Counts the tokens of a delta that is being sent and measures its latency. The request's first delta gets the
-        prompt's log-probabilities.
+        """Counts the tokens of a delta that is being sent and measures its latency. The request's first delta gets
+        the prompt's log-probabilities and sources.
         """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
         sample.delta = None
@@ -158,6 +158,7 @@ class RequestState:
         if not self.left_at:
             self.explanation.wrote_first()
             delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, ()
+            delta.sources = self.sources
             metrics.first_token(now - self.arrived, self.summary())
             count -= 1
         metrics.tokens(count)

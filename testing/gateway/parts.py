@@ -97,6 +97,8 @@ class Script:
     submits: list[Fault] = field(default_factory=list)
     prefills: list[LooseleafError | float] = field(default_factory=list)
     """For each call, the error to return, or the duration of the call in seconds."""
+    cached_tokens: int = 0
+    """Number of tokens of every prompt that prefill workers report as cached."""
     step_s: float = 0.0
     prefill_heartbeats: bool = True
     timings: pb.Timings = field(default_factory=lambda: pb.Timings(hand_over_ns=3_000_000, decode_ns=4_000_000))

@@ -47,6 +47,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         if request.pooling:
             return self._pooled(request)
         beams, prompt = request.sampling.HasField("beam_width"), request.prompt_token_ids
+        cached = self._script.cached_tokens
         tokens = [] if beams else [_first_token(request, branch, self._script) for branch in request.branches]
         going = [b for b, t in zip(request.branches, tokens, strict=True) if not t.finish_reason] if tokens else []
         tables = [
@@ -56,7 +57,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_pb2.PrefillDone(
             ticket=pb.Ticket(arena_id="a", epoch=1, branches=tables) if tables else None,
             tokens=tokens,
-            sources=pb.PromptSources(computed_tokens=len(prompt)),
+            sources=pb.PromptSources(cached_tokens=cached, computed_tokens=len(prompt) - cached),
             timings=pb.Timings(queue_ns=1_000_000, prefill_ns=2_000_000),
             prompt_logprobs=[_logprob(t) for t in prompt[1:]] if request.sampling.HasField("prompt_logprobs") else [],
             load=pb.WorkerLoad(),

@@ -58,6 +58,15 @@ async def test_a_stream_has_anthropics_events_and_the_same_text(serve: Any) -> N
     assert events[-2]["usage"] == whole["usage"] and events[0]["message"]["content"] == []
 
 
+async def test_the_first_and_the_last_usage_count_the_same_input(serve: Any) -> None:
+    served = await serve(Script(cached_tokens=3))
+    counted = (await served.post("/v1/messages/count_tokens", messages=HI)).json()["input_tokens"]
+    events = await events_of(served)
+    first, last = events[0]["message"]["usage"], events[-2]["usage"]
+    assert (first["input_tokens"], first["cache_read_input_tokens"]) == (counted - 3, 3)
+    assert first.keys() == last.keys() and {**first, "output_tokens": 8} == last
+
+
 async def test_stop_sequences_and_end_of_turn(serve: Any) -> None:
     served = await serve()
     text = (await served.post("/v1/messages", messages=HI, max_tokens=30)).json()["content"][0]["text"]
