@@ -58,7 +58,10 @@ class BlockStoreSettings(ServerSettings):
         False, description="copy blocks from the block stores of other hosts, for decode workers on this one"
     )
     kv_disk: ByteSize | None = Field(
-        None, gt=0, description="bytes (or 20GiB) of disk for copies of sealed blocks, which survive a restart"
+        None,
+        gt=0,
+        description="bytes (or 20GiB) of disk for copies of sealed blocks, which survive a restart; each KV layout may "
+        "take as much",
     )
     kv_disk_dir: Path = Field(KV_DISK_DIR, description="directory for these copies")
     byte_port: int = Field(

@@ -160,7 +160,8 @@ class ServeSettings(VllmGrpcSettings):
     kv_disk: ByteSize | None = Field(
         None,
         gt=0,
-        description="disk space for copies of KV blocks, such as 20GiB; they survive a restart; default: none",
+        description="disk space for copies of KV blocks, such as 20GiB, for each KV layout separately; they survive a "
+        "restart; default: none",
     )
     kv_disk_dir: Path = Field(KV_DISK_DIR, description="directory for these copies")
     directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")
