@@ -128,7 +128,9 @@ async def run_loads(address: str, seconds: float, seed: int) -> dict[str, dict[s
 
 
 def serve_and_measure(settings: RolesSettings, how: Arrangement, seed: int) -> dict[str, dict[str, float]]:
-    os.environ["LOOSELEAF_WORKER_STEPS"] = how.steps
+    os.environ.pop("LOOSELEAF_WORKER_STEPS", None)
+    if how.roles == "both":
+        os.environ["LOOSELEAF_WORKER_STEPS"] = how.steps
     served = {"load_format": "dummy", "max_model_len": 1024, "num_blocks": 4096}
     with LLM(settings.model, **served, roles=how.roles, threads=how.threads) as llm:
         return asyncio.run(run_loads(llm.addresses.grpc, settings.seconds, seed))

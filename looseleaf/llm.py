@@ -47,16 +47,17 @@ class LLM:
         0. `verbose` forwards the services' logs to stderr. Raises TypeError for an unknown setting, and StartupError
         for a bad value or if the services cannot be started.
         """
-        self._launcher = Launcher(serve_settings(model, settings), *([] if verbose else [_drop]))
+        complete = serve_settings(model, settings)
+        self._launcher = Launcher(complete, *([] if verbose else [_drop]))
         self.addresses = self._launcher.start()
         self._supervisor = Supervisor(self._launcher)
         self._supervisor.start()
         atexit.register(self.close)
-        keys = read_keys(settings.get("api_key"), settings.get("api_key_file"))
+        keys = read_keys(complete.api_key, complete.api_key_file)
         self.client = Client(
             self.addresses.grpc,
             api_key=next(iter(keys.tenants), None),
-            tls_ca=settings.get("tls_ca") if self.addresses.is_tls else None,
+            tls_ca=complete.tls_ca if self.addresses.is_tls else None,
         )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:

@@ -37,7 +37,6 @@ from looseleaf.serve.service_flags import (
     gateway_flags,
     gateway_secrets,
     inside_flags,
-    role_flags,
     salt_secret,
     store_flags,
     store_secrets,
@@ -45,9 +44,10 @@ from looseleaf.serve.service_flags import (
     with_ports,
     worker_flags,
 )
+from looseleaf.serve.service_variables import check_variables
 from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.shm import ROOT, SharedDirectory
-from looseleaf.serve.standby import NAME, PACKAGE, Standby, wanted
+from looseleaf.serve.standby import NAME, PACKAGE, WORKER, Standby, wanted
 
 _FAILED_GRACE_S = 3.0
 _ENDING_S = 5.0
@@ -113,6 +113,8 @@ class Launcher:
     def _start(self) -> Addresses:
         asked = self._settings
         self._settings = settings = settled(asked)
+        processes = worker_processes(settings)
+        check_variables(["block_store", "gateway", *{package for _, package in processes}])
         source = resolve(settings.model or settings.model_directory, dummy=settings.load_format == "dummy")
         if source.notice:
             self._say(source.notice)
@@ -129,21 +131,20 @@ class Launcher:
         store = self._spawn("block_store", "block_store", flags, store_secrets(redis_url))
         store_address = store.later(0)
         assert self._run_directory is not None
-        flags = worker_flags(settings, source, store_address)
-        if by_turns(settings):
-            flags += flags_of({"turns_file": self._run_directory / "turns"})
-        for name, package in worker_processes(settings):
-            self._spawn(name, package, [*flags, *role_flags(settings, package), "--worker-id", name])
+        turns = flags_of({"turns_file": self._run_directory / "turns"}) if by_turns(settings) else []
+        for name, package in processes:
+            flags = worker_flags(settings, source, store_address, package)
+            self._spawn(name, package, [*flags, *turns, "--worker-id", name])
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)
         flags = gateway_flags(settings, source, store_address) + flags_of({"restarts_file": self._notice.file})
         self._spawn("gateway", "gateway", flags, gateway_secrets(settings, redis_url, salt_secret(settings)))
         ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
-        self._stand_by(worker_flags(settings, source, store_address), weights_bytes=int(ready[1][1]))
+        self._stand_by(worker_flags(settings, source, store_address, WORKER), weights_bytes=int(ready[1][1]))
         return self._addresses(ready, source.notice)
 
     def _stand_by(self, flags: Sequence[str], weights_bytes: int) -> None:
-        """Starts a spare worker if `standby.wanted` decides so. `flags` are the flags that all workers share."""
+        """Starts a spare worker if `standby.wanted` decides so. `flags` are those of a worker."""
         from block_store.server.sizing import (
             available_memory,  # imported here, so that services are started before numpy is loaded
         )
@@ -154,8 +155,7 @@ class Launcher:
         if not has_one:
             return
         place = "both" if settings.roles == "both" else "split"
-        own = [*flags, *role_flags(settings, "looseleaf.both_roles"), "--place", place]
-        spec = replace(self._spec(NAME, PACKAGE, own), takes_orders=True)
+        spec = replace(self._spec(NAME, PACKAGE, [*flags, "--place", place]), takes_orders=True)
         self._standby = Standby(lambda: self._child(spec), lambda: self._restarts.allow(NAME), self._say)
         self._standby.check()
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from common.secret_files import lasting_secret
 from common.tensor_parallel import default_parts
 from looseleaf.serve.model_source import ModelSource
 from looseleaf.serve.placement import grids_by_package, threads_per_worker
+from looseleaf.serve.service_variables import is_set
 from looseleaf.serve.settings import ServeSettings
 
 _WORKER_SETTINGS = (
-    "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed", "device",
+    "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed",
     "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
     "gpu_memory_utilization", "model_impl", "allow_variant_numerics", "quantization", "enable_lora", "max_loras",
     "max_lora_rank",
 )  # fmt: skip
 """Settings that `serve` passes on to its workers under the same name."""
+_LOG_SETTINGS = ("log_level", "log_format")
 _VLLM_GRPC_PORTS = ("vllm_grpc_port", "vllm_grpc_prefill_port", "vllm_grpc_decode_port")
 _TINY_BLOCKS = 4096
 """KV blocks for the small random model: 65,536 tokens, a few megabytes."""
@@ -35,6 +37,27 @@ def flags_of(values: Mapping[str, object | None]) -> list[str]:
     return flags
 
 
+def passed_on(settings: ServeSettings, package: str, names: Iterable[str]) -> list[str]:
+    """Returns the flags of settings that a service has under the same name. A default is left out if the environment
+    has the service's own variable.
+    """
+    flags: list[str] = []
+    for name in names:
+        if isinstance(value := getattr(settings, name), bool):
+            flags += switch_of(settings, name)
+        elif name in settings.model_fields_set or not is_set(package, name):
+            flags += flags_of({name: value})
+    return flags
+
+
+def switch_of(settings: ServeSettings, name: str) -> list[str]:
+    """Returns the flag of a switch if it was given, as `--name` or `--no-name`. Every switch has the same default in
+    the services as in `serve`.
+    """
+    prefix = "" if getattr(settings, name) else "no-"
+    return [f"--{prefix}{name.replace('_', '-')}"] if name in settings.model_fields_set else []
+
+
 def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -> list[str]:
     """Returns the flags of `python -m block_store`."""
     tiny_default = _TINY_BLOCKS if source.is_tiny and settings.memory_budget is None else None
@@ -47,28 +70,27 @@ def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -
             "memory_budget": settings.memory_budget,
             "num_blocks": settings.num_blocks or tiny_default,
             "kv_disk": settings.kv_disk,
-            "kv_disk_dir": settings.kv_disk and settings.kv_disk_dir,
+            "kv_disk_dir": settings.kv_disk_dir,
             "device": settings.device,
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "log_level": settings.log_level,
-            "log_format": settings.log_format,
         }
-    )
+    ) + passed_on(settings, "block_store", ("gpu_memory_utilization", *_LOG_SETTINGS))
 
 
-def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Returns the flags that all workers of a launch have in common. `block_store` is the store's address."""
-    return flags_of(
-        {
-            "model": source.directory,
-            "host": "127.0.0.1",
-            "port": 0,
-            "block_store": block_store,
-            "num_threads": threads_per_worker(settings),
-            "log_level": settings.log_level,
-            "log_format": settings.log_format,
-            **{name: getattr(settings, name) for name in _WORKER_SETTINGS},
-        }
+def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str, package: str) -> list[str]:
+    """Returns the flags of a worker. `block_store` is the store's address."""
+    return (
+        flags_of(
+            {
+                "model": source.directory,
+                "host": "127.0.0.1",
+                "port": 0,
+                "block_store": block_store,
+                "num_threads": threads_per_worker(settings),
+                "device": settings.device,
+            }
+        )
+        + passed_on(settings, package, (*_WORKER_SETTINGS, *_LOG_SETTINGS))
+        + role_flags(settings, package)
     )
 
 
@@ -106,26 +128,26 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "ssl_certfile",
         "ssl_keyfile",
         "explain_requests",
+        "ui",
         "strict_fields",
         "allowed_origins",
         "enable_lora",
         "allow_runtime_lora_updating",
         "drain_delay",
-        "log_level",
-        "log_format",
-        *(("vllm_grpc", "vllm_grpc_host", "vllm_grpc_tenant", *_VLLM_GRPC_PORTS) if settings.vllm_grpc else ()),
+        *_LOG_SETTINGS,
+        "vllm_grpc",
+        *(("vllm_grpc_host", "vllm_grpc_tenant", *_VLLM_GRPC_PORTS) if settings.vllm_grpc else ()),
     )
     listed = [part for module in settings.lora_modules for part in ("--lora-modules", module)]
-    listed += [] if settings.ui else ["--no-ui"]
-    return listed + flags_of(
+    own = flags_of(
         {
             "model": source.directory,
             "served_model_name": settings.served_model_name or source.directory.name,
             "block_store": block_store,
             "drain_s": settings.grace_s,
-            **{name: getattr(settings, name) for name in names},
         }
     )
+    return listed + own + passed_on(settings, "gateway", names)
 
 
 def vllm_grpc_ports(settings: ServeSettings) -> list[int]:
@@ -137,7 +159,7 @@ def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:
     """Returns the flags for internal calls: authentication, TLS and reflection."""
     names = ("tls_cert", "tls_key", "tls_ca")
     flags = flags_of({"secret_file": secret_file, **{name: getattr(settings, name) for name in names}})
-    return flags if settings.reflection else [*flags, "--no-reflection"]
+    return flags + switch_of(settings, "reflection")
 
 
 def store_secrets(redis_url: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import ByteSize, Field
-from pydantic_settings import CliPositionalArg
+from pydantic_settings import BaseSettings, CliPositionalArg, PydanticBaseSettingsSource
 
 from common.settings import (
     KV_CACHE_DTYPE,
@@ -24,16 +24,28 @@ from common.telemetry import LogFormat
 from common.tensor_parallel import MOST_RANKS
 from common.types import KvCacheDType, Pooling
 from gateway.tools.names import CallFormatName, ReasoningFormatName
+from looseleaf.serve.service_variables import ServiceVariables
 
 
 class ServeSettings(VllmGrpcSettings):
     """Flags of `looseleaf serve`, which runs a block store, prefill and decode workers and a gateway on this machine.
 
-    Services also read their own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*, LOOSELEAF_DECODE_*,
-    LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*). A flag given here overrides them.
+    A flag or variable of `serve` overrides the services' own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*,
+    LOOSELEAF_DECODE_*, LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*), and these override the defaults of `serve`.
     """
 
     model_config = settings_config("LOOSELEAF_SERVE_", "looseleaf serve")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, ServiceVariables(settings_cls)
 
     model_directory: CliPositionalArg[str | None] = Field(
         None, description="Hugging Face model directory; default: the built-in model"

@@ -13,7 +13,9 @@ from looseleaf.serve.settings import ServeSettings
 
 NAME = "spare"
 PACKAGE = "looseleaf.both_roles.spare"
-WORKERS = ("prefill_svc", "decode_svc", "looseleaf.both_roles")
+WORKER = "looseleaf.both_roles"
+"""The package whose flags and variables a spare worker has while it waits."""
+WORKERS = ("prefill_svc", "decode_svc", WORKER)
 """Packages whose workers a spare worker can replace."""
 FREE_WEIGHTS = 4
 """By default, there is a spare worker only if free memory is at least this many times the size of the weights."""

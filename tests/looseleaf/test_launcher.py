@@ -55,7 +55,7 @@ def test_workers_take_what_a_launch_gives_them(gpu: None, service: type[Settings
         "load_format": "dummy", "max_model_len": 99, "block_size": 32, "max_num_seqs": 7, "max_num_batched_tokens": 77,
         "seed": 3, "model_impl": "native", "allow_variant_numerics": True,
     }  # fmt: skip
-    taken = service.load(worker_flags(settled(ServeSettings(**given)), SOURCE, "127.0.0.1:1"))  # type: ignore[arg-type]
+    taken = service.load(worker_flags(settled(ServeSettings(**given)), SOURCE, "127.0.0.1:1", "decode_svc"))  # type: ignore[arg-type]
     assert {name: getattr(taken, name) for name in given} == given
     assert (taken.model, taken.block_store) == ("/models/m", "127.0.0.1:1")  # type: ignore[attr-defined]
 
@@ -77,7 +77,7 @@ def test_all_workers_have_the_parts_that_the_one_with_the_most_ranks_needs() -> 
 
 @pytest.mark.parametrize("service", [DecodeSettings, BothSettings, SpareSettings])
 def test_workers_that_decode_take_what_is_said_of_preemption(service: type[DecodeSettings]) -> None:
-    flags = worker_flags(ServeSettings(), SOURCE, "127.0.0.1:1")
+    flags = worker_flags(ServeSettings(), SOURCE, "127.0.0.1:1", "decode_svc")
     taken = service.load([*flags, *role_flags(ServeSettings(preemption="give-back", swap_space=0.5), "decode_svc")])
     assert (taken.preemption, taken.swap_space) == ("give-back", 0.5)
     by_default = service.load([*flags, *role_flags(ServeSettings(), "decode_svc")])
