@@ -79,7 +79,8 @@ async def main(settings: GatewaySettings) -> None:
     http_socket = bind_http(settings.host, settings.port, reuse_port=settings.reuse_port)
     keys = read_keys(settings.api_key, settings.api_key_file)
     authenticator = Authenticator(keys.tenants, WrongKeys(settings.wrong_keys_per_minute))
-    workers = Workers(LivenessLimits(settings.silence_s, settings.stall_s), trust, settings.restarts_file)
+    limits = LivenessLimits(settings.silence_s, settings.stall_s)
+    workers = Workers(limits, trust, settings.restarts_file, await_workers=settings.await_workers)
     tenants, gate = Tenants(keys.limits, time.monotonic()), Gate(workers.gate_capacity)
     admission = Admission(
         settings.max_queue, settings.max_queue_wait, gate, tenants, lambda reason: metrics.refused(reason)

@@ -82,6 +82,11 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         description="a file that exists while a launcher restarts a service; until it is removed, requests wait for "
         "workers, even for longer than --recover-s",
     )
+    await_workers: bool = Field(
+        False,
+        description="an orchestrator such as Docker or Kubernetes restarts workers: while no pair of workers is ready, "
+        "requests wait, even for longer than --recover-s",
+    )
     silence_s: float = Field(
         2.25, gt=0.5, description="a worker that sends nothing for this long, not even heartbeats, counts as lost"
     )

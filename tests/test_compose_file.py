@@ -60,3 +60,9 @@ def test_with_tls_every_service_has_certificates() -> None:
         if service.get("profiles") == ["tls"] and name != "certs":
             names = {key.rpartition("_TLS_")[2] for key in service["environment"] if "_TLS_" in key}
             assert {"CERT", "KEY", "CA"} <= names, name
+
+
+def test_requests_wait_for_the_workers_that_docker_restarts() -> None:
+    gateways = [service for service in SERVICES.values() if "gateway" in service.get("command", [])]
+    assert len(gateways) == 2 and all("--await-workers" in gateway["command"] for gateway in gateways)
+    assert SERVICES["decode"]["restart"] == SERVICES["prefill"]["restart"] == "unless-stopped"

@@ -48,9 +48,19 @@ With fewer blocks, it would soon be given back again.
 class Workers:
     """The set of workers in the registry, with the connections to them."""
 
-    def __init__(self, limits: LivenessLimits, trust: Trust = NO_TRUST, restarts_file: Path | None = None) -> None:
-        """`restarts_file` exists while a launcher restarts a service."""
+    def __init__(
+        self,
+        limits: LivenessLimits,
+        trust: Trust = NO_TRUST,
+        restarts_file: Path | None = None,
+        *,
+        await_workers: bool = False,
+    ) -> None:
+        """`restarts_file` exists while a launcher restarts a service. `await_workers` says that an orchestrator
+        restarts workers.
+        """
         self._restarts_file = restarts_file
+        self._await_workers = await_workers
         self._router = Router()
         self._sessions = SessionPool(self._on_load, limits, trust)
         self._usable = self._sessions.usable
@@ -89,8 +99,12 @@ class Workers:
 
     @property
     def are_restarting(self) -> bool:
-        """Whether the launcher of this gateway is restarting a service."""
-        return self._restarts_file is not None and self._restarts_file.exists()
+        """Whether the launcher of this gateway is restarting a service. An orchestrator does not say so; it is assumed
+        to restart workers whenever no pair of workers is ready.
+        """
+        if self._restarts_file is not None and self._restarts_file.exists():
+            return True
+        return self._await_workers and not self.ready
 
     def missing_for(self) -> float:
         """Returns the seconds since a pair of workers was last ready or a service was last restarting, or infinity if

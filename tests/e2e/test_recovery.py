@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from looseleaf import LLM, AsyncClient
+from looseleaf.llm import serve_settings
+from looseleaf.serve.launcher import Launcher
 from testing.system import assert_nothing_held, prompts, wait_for
 
 OPTIONS: list[dict[str, Any]] = [
@@ -65,6 +67,31 @@ async def test_killed_workers_cost_no_token(checkpoint: Path, roles: str, worker
             wait_for(lambda n=name: llm.pids[n + first], lambda now, old=pid: now != old, 60, "not started again")
         assert (await run(llm, salt="afterwards")) == expected
         assert_nothing_held(llm.addresses.block_store)
+
+
+class Orchestrated(Launcher):
+    """A launch whose gateway is not told of restarts, and whose dead worker is started only when the test says so."""
+
+    def start_again(self, name: str) -> None:
+        index = list(self.pids).index(name)
+        self._children[index] = self._child(self._children[index].spec)
+
+
+async def test_a_request_waits_for_a_worker_that_an_orchestrator_restarts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOSELEAF_GATEWAY_AWAIT_WORKERS", "true")
+    monkeypatch.setenv("LOOSELEAF_GATEWAY_RECOVER_S", "0.5")
+    settings = serve_settings(str(checkpoint), {"num_blocks": 4096, "max_model_len": 1024, "roles": "split"})
+    with Orchestrated(settings, lambda line: None) as launcher:
+        async with AsyncClient(launcher.start().grpc) as client:
+            expected = (await client.generate(PROMPTS[0], **OPTIONS[0])).token_ids
+            os.kill(launcher.pids["decode"], signal.SIGKILL)
+            late = asyncio.create_task(client.generate(PROMPTS[0], **OPTIONS[0]))
+            await asyncio.sleep(6.0)
+            assert not late.done(), "more than ten times as long as without --await-workers"
+            launcher.start_again("decode")
+            assert (await late).token_ids == expected
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill", "worker"])

@@ -115,6 +115,7 @@ async def make_rig(assets: ModelAssets) -> AsyncIterator[MakeRig]:
             LivenessLimits(options.pop("silence_s", 60.0), options.pop("stall_s", 60.0)),
             Trust(options.pop("shown", secret)),
             options.pop("restarts_file", None),
+            await_workers=options.pop("await_workers", False),
         )
         metrics = Metrics("tiny")
         gate = Gate(workers.gate_capacity)

@@ -342,6 +342,31 @@ async def test_while_a_launcher_restarts_a_worker_a_request_waits_until_its_dead
         await run(rig)
 
 
+async def test_while_an_orchestrator_restarts_all_workers_a_request_waits_until_its_deadline(
+    make_rig: MakeRig,
+) -> None:
+    rig = await make_rig(recover_s=0.05, await_workers=True)
+    on_records = rig.workers.on_records
+    no_workers(rig)
+    late = asyncio.create_task(run(rig))
+    await asyncio.sleep(0.5)
+    assert not late.done(), "ten times as long as without an orchestrator"
+    with pytest.raises(DeadlineExceeded):
+        await run(rig, timeout_s=0.3)
+    rig.workers.on_records = on_records  # type: ignore[method-assign]
+    on_records(rig.records)
+    assert ids_of(await late) == expected_ids(PROMPT, 12)
+
+
+async def test_a_request_that_no_ready_worker_can_take_does_not_wait_for_an_orchestrator(make_rig: MakeRig) -> None:
+    rig = await make_rig(recover_s=0.3, await_workers=True)
+    request = await rig.validator.resolve(Wanted(prompt=IdsPrompt(PROMPT), max_tokens=200))
+    rig.records[1:] = [replace(record, max_group_blocks=4) for record in rig.records[1:]]
+    await until(lambda: {limit.max_blocks for limit in rig.workers.group_rooms} == {4})
+    with pytest.raises(Unavailable, match="no decode worker has room for a group of this size"):
+        await deltas_of(rig, request)
+
+
 async def test_a_new_request_waits_for_the_successors_of_workers_that_were_lost(make_rig: MakeRig) -> None:
     rig = await make_rig(recover_s=10.0)
     await run(rig)
