@@ -22,7 +22,8 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import User, constant, events, task
 
 from loadtest.stats import StreamTimer
-from loadtest.workload import Lengths, Workload, read_trace
+from loadtest.workload import Lengths, Workload
+from looseleaf.simulation.trace import read_lengths
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc as pb_grpc
 
@@ -39,7 +40,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--prompt-median", type=float, default=96.0, help="median prompt length in tokens")
     parser.add_argument("--output-median", type=float, default=32.0, help="median output length in tokens")
     parser.add_argument("--shared-share", type=float, default=0.5, help="share of prompts with a common prefix")
-    parser.add_argument("--trace", default="", help="CSV file with lengths in Azure's format, instead of distributions")
+    parser.add_argument("--trace", default="", help="trace of lengths in Azure's or Mooncake's format")
     parser.add_argument("--trace-divisor", type=float, default=16.0, help="divides the lengths of the trace")
 
 
@@ -48,7 +49,7 @@ def prepare(environment: Any, **_: Any) -> None:
     """Creates one workload and one request counter for all users of this process."""
     options = environment.parsed_options
     model = the_model(options.grpc_address)
-    trace = read_trace(Path(options.trace), divisor=options.trace_divisor) if options.trace else ()
+    trace = read_lengths(Path(options.trace), divisor=options.trace_divisor) if options.trace else ()
     workload = Workload(
         seed=options.workload_seed,
         vocab_size=model.vocab_size,

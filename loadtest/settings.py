@@ -22,6 +22,8 @@ class LoadSettings(Settings):
     seed: int = Field(0, description="seed of the workload")
     prompt_median: float = Field(96.0, gt=0, description="median prompt length in tokens")
     output_median: float = Field(32.0, gt=0, description="median output length in tokens")
-    trace: str | None = Field(None, description="CSV file with lengths in Azure's format, instead of distributions")
+    trace: str | None = Field(
+        None, description="trace in Azure's or Mooncake's format whose lengths are used instead of distributions"
+    )
     csv: str | None = Field(None, description="prefix of the CSV files that locust writes")
     start_timeout_s: float = Field(600.0, gt=0, description="seconds to wait for a server that the run starts")

@@ -1,14 +1,11 @@
-"""The requests of the load test. A request depends only on the workload and its number. Does no I/O except to read a
-trace.
+"""The requests of the load test. A request depends only on the workload and its number. Does no I/O.
 
-Lengths are drawn from lognormal distributions, or taken from a trace in Azure's format (columns ContextTokens and
-GeneratedTokens; lines that begin with # are comments). Some of the prompts begin with one of a few common prefixes, as
-prompts with system prompts and few-shot examples do.
+Lengths are drawn from lognormal distributions, or taken from a trace (`looseleaf.simulation.trace`). Some of the
+prompts begin with one of a few common prefixes, as prompts with system prompts and few-shot examples do.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from dataclasses import dataclass
@@ -104,13 +101,3 @@ def _cut_mean(mu: float, sigma: float, most: int) -> float:
 
 def _normal_cdf(x: float) -> float:
     return math.erfc(-x / math.sqrt(2)) / 2
-
-
-def read_trace(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs of prompt and output length in a trace of Azure's format. Each length is divided by `divisor`,
-    but is at least 1.
-    """
-    with path.open(encoding="utf-8") as file:
-        rows = csv.DictReader(line for line in file if not line.startswith("#"))
-        pairs = [(float(row["ContextTokens"]), float(row["GeneratedTokens"])) for row in rows]
-    return tuple((max(1, round(prompt / divisor)), max(1, round(output / divisor))) for prompt, output in pairs)

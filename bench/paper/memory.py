@@ -12,7 +12,8 @@ from bench.paper.memory_arms import ARMS, Lens, Paged, simulate
 from bench.paper.parts import Claim, Options, Section, table
 from bench.paper.svg import Axis, axis_of, bars, lines
 from bench.served.sharing import SIGMA
-from loadtest.workload import Lengths, read_trace
+from loadtest.workload import Lengths
+from looseleaf.simulation.trace import read_lengths
 
 LIMIT_S = 300
 NUM_SLOTS, MAX_LEN = 15_700, 2048
@@ -30,7 +31,7 @@ def lengths(options: Options, num: int) -> list[Lens]:
     MAX_LEN - 1, and its prompt to half of MAX_LEN.
     """
     if options.trace is not None:
-        pairs = read_trace(options.trace)
+        pairs = read_lengths(options.trace)
         found = [pairs[number % len(pairs)] for number in range(num)]
     else:
         rng = random.Random(0)

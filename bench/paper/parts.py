@@ -27,7 +27,7 @@ class Options:
     quick: bool = False
     """Whether to make a rehearsal with few requests."""
     trace: Path | None = None
-    """A trace of lengths in Azure's format (`loadtest.workload.read_trace`); None for drawn lengths."""
+    """A trace whose lengths are used (`looseleaf.simulation.trace`); None for drawn lengths."""
 
 
 @dataclass(frozen=True, slots=True)

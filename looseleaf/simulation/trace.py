@@ -88,6 +88,11 @@ def read(
     return paced(found, rate)
 
 
+def read_lengths(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], ...]:
+    """Returns the prompt and output lengths of a trace's requests, in order of arrival. See `read`."""
+    return tuple((request.prompt_len, request.output_len) for request in read(path, divisor=divisor))
+
+
 def paced(requests: Sequence[TraceRequest], rate: float | None) -> list[TraceRequest]:
     """Returns the requests with arrival times that begin at 0 and, if `rate` is given, have this mean rate per second.
     Raises StartupError if all requests arrive at the same time and therefore cannot have a rate.

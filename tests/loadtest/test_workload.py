@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.workload import AZURE_TRACE, Lengths, Workload, read_trace
+from common.errors import StartupError
+from loadtest.workload import AZURE_TRACE, Lengths, Workload
+from looseleaf.simulation.trace import read_lengths
 
 BASE = Workload(seed=7, vocab_size=512, max_model_len=2048)
 
@@ -49,8 +51,9 @@ def test_a_share_of_prompts_begins_with_one_of_a_few_prefixes() -> None:
 
 def test_the_trace_gives_lengths_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text("# licence\nTIMESTAMP,ContextTokens,GeneratedTokens\n2023,374,44\n2023,32,1\n")
-    trace = read_trace(path, divisor=2.0)
+    header = "# licence\nTIMESTAMP,ContextTokens,GeneratedTokens\n"
+    path.write_text(f"{header}2023-11-16 18:15:48,32,1\n2023-11-16 18:15:46,374,44\n")
+    trace = read_lengths(path, divisor=2.0)
     assert trace == ((187, 22), (16, 1))
     workload = Workload(seed=0, vocab_size=512, max_model_len=2048, shared_share=0.0, trace=trace)
     sizes = [(len(r.prompt_ids), r.max_tokens) for r in map(workload.request, range(3))]
@@ -58,9 +61,16 @@ def test_the_trace_gives_lengths_in_turn(tmp_path: Path) -> None:
 
 
 def test_the_trace_that_ships_is_whole() -> None:
-    trace = read_trace(AZURE_TRACE)
+    trace = read_lengths(AZURE_TRACE)
     assert len(trace) == 1000
-    assert trace[0] == (374, 44)
+    assert trace[:2] == ((374, 44), (396, 109))
+
+
+def test_a_length_in_a_trace_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,nan,44\n")
+    with pytest.raises(StartupError, match=r"line 2: ContextTokens must be at least 1, got 'nan'"):
+        read_lengths(path)
 
 
 @pytest.mark.parametrize("mean,most", [(19.31, 100), (338.0, 560), (161.0, 4096)])
