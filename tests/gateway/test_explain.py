@@ -90,7 +90,7 @@ async def test_a_tenant_sees_only_its_own_requests(serve: Any) -> None:
     assert len((await explained(served, "same", "ka")).json()["data"]) == 2
     assert len((await explained(served, "same", "kb")).json()["data"]) == 1
     other = await explained(served, "other", "ka")
-    assert other.status_code == 404 and "the last 100 are kept" in other.json()["error"]["message"]
+    assert other.status_code == 404 and "at most 100 explanations" in other.json()["error"]["message"]
     assert (await explained(served, "same")).status_code == 401
     assert (await served.client.get("/v1/explain?limit=0", headers={"x-api-key": "ka"})).status_code == 400
 
