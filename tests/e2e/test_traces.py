@@ -154,9 +154,8 @@ async def test_over_grpc_a_callers_trace_continues_unless_the_caller_does_not_re
     assert collector.trace(quiet) == []
 
 
-async def test_a_killed_decode_worker_is_another_attempt_in_the_same_trace(
-    hosts: TwoHosts, collector: Collector
-) -> None:
+async def ask_killed(hosts: TwoHosts, trace_id: str) -> tuple[int, ...]:
+    """Sends a request, and kills decode after the first tokens."""
     victim = hosts.processes["decode-b"]
 
     def kill(num_tokens: int) -> None:
@@ -164,11 +163,21 @@ async def test_a_killed_decode_worker_is_another_attempt_in_the_same_trace(
             victim.send(signal.SIGKILL)
             hosts.start("decode-b")
 
-    calm, killed = os.urandom(16).hex(), os.urandom(16).hex()
-    assert await ask(hosts, killed, 300, on_token=kill) == await ask(hosts, calm, 300)
-    spans = await whole(collector, killed, set(PARENTS))
-    assert_is_tree(spans)
-    attempts = [span for span in spans if span.name == "attempt"]
+    return await ask(hosts, trace_id, 300, on_token=kill)
+
+
+async def test_a_killed_decode_worker_is_another_attempt_in_the_same_trace(
+    hosts: TwoHosts, collector: Collector
+) -> None:
+    expected = await ask(hosts, os.urandom(16).hex(), 300)
+    for _ in range(5):  # on a busy machine, decode may have sent all tokens when the kill arrives
+        killed = os.urandom(16).hex()
+        assert await ask_killed(hosts, killed) == expected
+        spans = await whole(collector, killed, set(PARENTS))
+        assert_is_tree(spans)
+        attempts = [span for span in spans if span.name == "attempt"]
+        if len(attempts) > 1:
+            break
     first, last = attempts[0], attempts[-1]  # others, in between, found the successor not ready yet
     assert len(attempts) >= 2 and all(span.is_error for span in attempts[:-1])
     assert first.is_error and first.attributes["error.type"] == first.attributes["looseleaf.attempt.end"] != "done"

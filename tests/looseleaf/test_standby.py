@@ -22,7 +22,7 @@ from testing.system import assert_nothing_held, wait_for
 
 GIB = 1 << 30
 PROMPT = list(range(20, 84))
-TOKENS = 256
+TOKENS = 512
 """The number of tokens. A service is killed after KILL_AT tokens, when most of them are still to come."""
 KILL_AT = 24
 STREAMS = 6
