@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from block_store.errors import LedgerUnavailable
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
 from common.group_need import blocks_of
@@ -138,8 +140,9 @@ async def main(redis_url: str, model: str) -> None:
 
     async def beat() -> None:
         while True:
-            for role in ("prefill", "decode"):
-                await asyncio.to_thread(registry.publish, record(role, address, model))
+            with suppress(LedgerUnavailable):  # a Redis that pauses, as it may on a busy machine
+                for role in ("prefill", "decode"):
+                    await asyncio.to_thread(registry.publish, record(role, address, model))
             await asyncio.sleep(BEAT_S)
 
     beats = asyncio.create_task(beat())
