@@ -222,7 +222,7 @@ def test_floors_are_kept_free_for_others(store: TestStore) -> None:
     with pytest.raises(errors.Exhausted):
         ledger.alloc(other.lane(), 1)
     ledger.alloc(floor.lane(), 5)
-    with pytest.raises(errors.FloorsExceedArena, match="need 13 blocks, the arena has 12"):
+    with pytest.raises(errors.FloorsExceedArena, match="need 13 blocks, but the arena has 12"):
         ledger.register("more", writer_slot=9, floor=8)
     ledger.unregister(floor.epoch)
     ledger.register("more", writer_slot=9, floor=8)
@@ -345,7 +345,7 @@ def test_a_ticket_is_built_and_claimed_in_pieces(redis_handle: RedisHandle, shm:
     with pytest.raises(errors.Gone):
         ledger.hand_over(me.lane(), refs[:1], ticket=second)
     store.check()
-    with pytest.raises(ValueError, match=f"limit is {CHUNK}"):
+    with pytest.raises(ValueError, match=f"limit of {CHUNK}"):
         ledger.alloc(you.lane(), CHUNK + 1)
     with pytest.raises(errors.Exhausted) as refusal:
         ledger.alloc(you.lane(), CHUNK, wanted=501)
