@@ -8,7 +8,7 @@ from typing import Any
 
 from smg_grpc_proto.generated import common_pb2 as pb
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 class KvMirror:

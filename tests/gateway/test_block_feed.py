@@ -227,7 +227,7 @@ def feed_of(store: TestStore) -> BlockFeed:
 
 
 async def next_of(subscription: Subscription) -> Changes:
-    changes = await asyncio.wait_for(subscription.next(), 10)
+    changes = await asyncio.wait_for(subscription.next(), 60)
     assert changes is not None
     return changes
 
