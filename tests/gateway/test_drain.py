@@ -104,6 +104,7 @@ async def test_what_has_not_finished_gets_an_error_and_a_proper_end(serve: Any) 
     rig.script.prefills.append(60.0)
     queued = asyncio.create_task(gateway.client.post("/v1/completions", json={**BODY, "stream": True}))
     await until(lambda: len(rig.script.prefilled) == 4)
+    await until(lambda: rig.metric("looseleaf_generation_tokens_total") > 3 * 5)
     assert await gateway.drain(0.3) > 0.25, "it waits for what runs"
 
     *chunks, error, done = await streamed

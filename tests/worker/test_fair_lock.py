@@ -113,14 +113,17 @@ def stepping(tmp_path: Path) -> Iterator[Stepping]:
 
 def test_processes_step_one_at_a_time_and_by_turns(stepping: Stepping) -> None:
     processes = [stepping(), stepping()]
-    outputs = [process.stdout for process in processes]
-    begun = [outputs[1].readline() for _ in range(121)]  # from its first step's end
+    first, second = (process.stdout for process in processes)
+    assert first is not None and second is not None
+    told: list[list[float]] = [[], [float(second.readline()) for _ in range(121)]]
+    while sum(at > told[1][0] for at in told[0]) < 121:  # so that each makes 60 steps beside the other
+        told[0].append(float(first.readline()))
     for process in processes:
         process.kill()
     steps: list[tuple[float, float, int]] = []
-    for which, lines in enumerate([outputs[0].readlines(), begun + outputs[1].readlines()]):
-        times = [float(line) for line in lines if line.endswith("\n")][1:]
-        steps += [(begin, end, which) for begin, end in zip(times[::2], times[1::2], strict=False)]
+    for which, (times, output) in enumerate(zip(told, (first, second), strict=True)):
+        times += [float(line) for line in output.readlines() if line.endswith("\n")]
+        steps += [(begin, end, which) for begin, end in zip(times[1::2], times[2::2], strict=False)]
     steps.sort()
     assert all(one[1] <= other[0] for one, other in pairwise(steps))
     begins = [next(i for i, step in enumerate(steps) if step[2] == which) for which in range(2)]
