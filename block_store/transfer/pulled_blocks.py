@@ -139,8 +139,11 @@ class Delivery:
             release_each(self._held, list(self._taken.found.values()))
 
     def release_fresh(self) -> None:
-        """Releases the blocks that have not been delivered."""
-        release_each(self._held, [item.ref for item in self._items[self._num_delivered :]])
+        """Releases the blocks that have not been delivered. Those that `HeldBlocks.deliver` gave up with an error are
+        not counted any more.
+        """
+        left = [item.ref for item in self._items[self._num_delivered :]]
+        release_each(self._held, [ref for ref in left if self._held.count(ref)])
 
     def _deliver(self) -> None:
         if not self._is_opened and (self._taken.found or not self._items):

@@ -15,7 +15,8 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.lane import Attempt
 from block_store.ledger.scripts import CHUNK
 from block_store.redis.redis_server import RedisHandle
-from common.ticket import Ticket
+from block_store.transfer.pulled_blocks import Delivery, Taken
+from common.ticket import Ticket, TicketId
 from common.types import BlockRef
 from testing.ledger.store import TestStore, chain, content
 
@@ -159,6 +160,26 @@ def test_seal_keeps_its_own_block_if_the_indexed_one_has_been_reallocated(store:
     assert two.fallbacks.counts["rebuild asked for"] == 1
     with pytest.raises(StaleDataset):
         store.ledger.reap()
+
+
+def test_a_delivery_that_finds_a_reallocated_block_leaves_no_block_counted(store: TestStore) -> None:
+    """The second of three blocks has a double in the index, which the header contradicts. The third is not delivered
+    any more.
+    """
+    one, two = store.held(), store.held()
+    first = filled(one, "a", 1)
+    hashes = chain("b", 1) + chain("a", 1) + chain("c", 1)
+    names = [BlockRef(number, 1) for number in range(3)]
+    taken: Taken[BlockRef] = Taken({}, dict(zip(names, two.alloc(3), strict=True)))
+    items = [SealItem(ref, one) for ref, one in zip(taken.fresh.values(), hashes, strict=True)]
+    source = Ticket("elsewhere", TicketId(two.epoch, b""), ((tuple(names),),), (48,))
+    delivery = Delivery(two, source, taken, items)
+    digests = store.arena.seal_digests([item.ref for item in items])
+    store.arena.generations[first[0].block] += 1
+    delivery.store(digests[:2])
+    with pytest.raises(Stale, match="reallocated"):
+        delivery.finish()
+    assert two.num_held == 0
 
 
 def test_seal_checks_the_header(store: TestStore) -> None:
