@@ -45,6 +45,7 @@ class Adapters:
         """Names that are being unloaded."""
         self._in_use: Counter[str] = Counter()
         """Number of running and waiting requests, by digest."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
 
     @property
@@ -104,7 +105,8 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         """Makes every worker load the adapter in the directory `path`, and serves it as `name`. If a worker fails to
-        load the adapter, or does not load it within `LOAD_TIMEOUT_S`, all workers unload it again.
+        load the adapter, or does not load it within `LOAD_TIMEOUT_S`, all workers unload it again. If Redis does not
+        answer, the call ends at once, and the adapter is removed from the list as soon as Redis answers.
 
         Raises InvalidArgument, which names the field and the problem, or Unavailable.
         """
@@ -113,12 +115,18 @@ class Adapters:
         except AdapterError as error:
             raise InvalidArgument.of("lora_path", f"cannot be served: {error}") from None
         self._check_name(name)
-        if name in self._served or name in self._leaving or any(known.name == name for known in self._listed):
+        if name in self._leaving:
+            raise Unavailable(f"{name!r} is being unloaded", retry_after_s=1.0)
+        if name in self._served or any(known.name == name for known in self._listed):
             raise InvalidArgument.of("lora_name", f"{name!r} is already loaded; unload it first")
         try:
             await self._publish(ref)
             await self._until_loaded(ref, LOAD_TIMEOUT_S)
-        except LedgerUnavailable:
+        except LedgerUnavailable:  # perhaps only the answer was lost, and the adapter is on the list
+            self._leaving.add(name)
+            task = asyncio.create_task(self._withdraw(name))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             raise Unavailable("the list of adapters cannot be written now", retry_after_s=1.0) from None
         except (LooseleafError, asyncio.CancelledError):
             await asyncio.shield(self._withdraw(name))

@@ -5,17 +5,19 @@ the loaded adapters.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from block_store.errors import LedgerUnavailable
 from block_store.redis.adapter_registry import AdapterRegistry
 from block_store.redis.redis_server import RedisHandle
 from common.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, read_adapter
 from common.api_keys import read_keys
-from common.errors import InvalidArgument, ModelNotFound
+from common.errors import InvalidArgument, ModelNotFound, Unavailable
 from common.telemetry import Fallbacks
 from gateway.admission.tenants import Tenants
 from gateway.api.http_app import HttpApi
@@ -89,6 +91,45 @@ async def test_what_one_worker_cannot_load_no_worker_keeps(
         await adapters.load(ref.name, ref.path)
     listed = registry.list()
     assert listed is not None and listed.refs == ()
+
+
+class SilentRegistry(AdapterRegistry):
+    """A registry in which an adapter is published without an answer, and withdrawn at the second try."""
+
+    num_withdrawals = 0
+
+    def publish(self, refs: Iterable[AdapterRef]) -> None:
+        super().publish(refs)
+        raise LedgerUnavailable("the answer was lost")
+
+    def withdraw(self, name: str) -> None:
+        self.num_withdrawals += 1
+        if self.num_withdrawals == 1:
+            raise LedgerUnavailable("still silent")
+        super().withdraw(name)
+
+
+async def test_what_was_listed_without_an_answer_is_not_served(
+    make_rig: MakeRig, registry: AdapterRegistry, redis_handle: RedisHandle, ref: AdapterRef
+) -> None:
+    rig = await make_rig()
+    workers_say(rig, ref, "")
+    silent = SilentRegistry(redis_handle.client, Fallbacks(module.logger))
+    adapters = Adapters(rig.workers, silent, "tiny")
+    following = asyncio.create_task(adapters.run())
+    with pytest.raises(Unavailable, match="cannot be written now"):
+        await adapters.load(ref.name, ref.path)
+    with pytest.raises(Unavailable, match="'sql' is being unloaded"):
+        await adapters.load(ref.name, ref.path)
+
+    def is_gone() -> bool:
+        assert adapters.find("sql") is None
+        listed = registry.list()
+        return listed is not None and listed.refs == ()
+
+    await until(is_gone)
+    assert silent.num_withdrawals == 2
+    following.cancel()
 
 
 @pytest.mark.parametrize("damage", ["flushall", "entry"])
