@@ -4,12 +4,14 @@ It loads the tokenizer once and forks a child for every grammar. The child compi
 address space, so a grammar that makes the compiler loop or crash ends only its own child.
 
 Standard input contains one trial per line (`TRIAL`), and standard output one verdict per line:
-`{"id": 1, "error": null}`.
+`{"id": 1, "error": null, "has_failed": false}`. If a trial fails for another reason than its grammar, `has_failed` is
+true, and the reason is logged on standard error.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import select
@@ -32,6 +34,7 @@ MEMORY_BYTES = 256 << 20
 MAX_LINE_BYTES = 4096
 """Size limit of a verdict: PIPE_BUF. Several children write to the same pipe, and writes up to this size are atomic."""
 TRIAL = {"id": 0, "kind": "regex", "source": "", "options": []}
+logger = logging.getLogger("grammars")
 _TOO_LONG = f"takes more than {CPU_S:g} s to compile"
 _CRASHED = "cannot be compiled: it is nested too deeply or needs too much memory"
 
@@ -75,16 +78,24 @@ def _fork(tokenizer: LLTokenizer, trial: dict[str, Any]) -> int:
     if pid := os.fork():
         return pid
     try:
+        _tell(trial["id"], _verdict(tokenizer, trial))
+        os._exit(0)
+    except BaseException:  # llguidance's panics are not of the class Exception
+        logger.exception("a grammar could not be tried")
+    finally:
+        os._exit(1)
+
+
+def _verdict(tokenizer: LLTokenizer, trial: dict[str, Any]) -> str | None:
+    try:
         _bound()
         wanted = StructuredOutput(trial["kind"], trial["source"], tuple(trial["options"]))
         explore(tokenizer, compile_grammar(tokenizer, wanted))
-        _tell(trial["id"], None)
     except GrammarError as error:
-        _tell(trial["id"], str(error))
+        return str(error)
     except MemoryError:
-        _tell(trial["id"], _CRASHED)
-    finally:
-        os._exit(0)
+        return _CRASHED
+    return None
 
 
 def _bound() -> None:
@@ -99,8 +110,8 @@ def _bound() -> None:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Reports verdicts for children that were killed by a signal. The other children report their verdicts
-    themselves.
+    """Reports verdicts for children that were killed by a signal, and failures of the others. Children that succeed
+    report their verdicts themselves.
     """
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -109,10 +120,12 @@ def _reap(children: dict[int, int]) -> None:
         number = children.pop(pid)
         if os.WIFSIGNALED(status):
             _tell(number, _TOO_LONG if os.WTERMSIG(status) == signal.SIGPROF else _CRASHED)
+        elif status:
+            _tell(number, None, has_failed=True)
 
 
-def _tell(number: int, error: str | None) -> None:
-    line = json.dumps({"id": number, "error": error}).encode() + b"\n"
+def _tell(number: int, error: str | None, *, has_failed: bool = False) -> None:
+    line = json.dumps({"id": number, "error": error, "has_failed": has_failed}).encode() + b"\n"
     assert len(line) <= MAX_LINE_BYTES
     os.write(1, line)
 

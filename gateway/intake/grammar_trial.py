@@ -18,7 +18,7 @@ from collections import OrderedDict
 from itertools import count
 from pathlib import Path
 
-from common.errors import InvalidArgument, LooseleafError, ResourceExhausted, Unavailable
+from common.errors import Internal, InvalidArgument, LooseleafError, ResourceExhausted, Unavailable
 from common.types import StructuredOutput
 
 MAX_VERDICTS = 1024
@@ -48,7 +48,8 @@ class GrammarTrials:
 
     async def check(self, name: str, wanted: StructuredOutput) -> None:
         """Returns if the grammar can be used. Raises InvalidArgument for the field `name` if it cannot,
-        ResourceExhausted if too many grammars are waiting, and Unavailable if the trial takes too long or fails.
+        ResourceExhausted if too many grammars are waiting, Unavailable if the trial takes too long or its process keeps
+        ending, and Internal if the trial fails for another reason.
         """
         digest = wanted.digest
         if digest not in self._verdicts:
@@ -80,7 +81,7 @@ class GrammarTrials:
 
     async def _try(self, wanted: StructuredOutput) -> str | None:
         """Returns a description of the error in a grammar, or None if the grammar is valid. Raises Unavailable if the
-        trial takes too long or its process keeps ending.
+        trial takes too long or its process keeps ending, and Internal if it fails for another reason.
         """
         failure: LooseleafError = Unavailable("the process that tries grammars has ended", retry_after_s=1.0)
         async with self._places:
@@ -121,7 +122,7 @@ class _TrialProcess:
 
     async def ask(self, wanted: StructuredOutput) -> str | None:
         """Returns a description of the error in a grammar, or None if the grammar is valid. Raises ConnectionError if
-        the process ends first.
+        the process ends first, and Internal if the trial fails.
         """
         number = next(self._numbers)
         trial = {"id": number, "kind": wanted.kind, "source": wanted.source, "options": wanted.options}
@@ -147,7 +148,11 @@ class _TrialProcess:
             while line := await self._child.stdout.readline():
                 verdict = json.loads(line)
                 asked = self._asked.get(verdict["id"])
-                if asked is not None and not asked.done():
+                if asked is None or asked.done():
+                    continue
+                if verdict["has_failed"]:
+                    asked.set_exception(Internal("the grammar could not be tried; the gateway's log says why"))
+                else:
                     asked.set_result(verdict["error"])
         finally:
             for asked in self._asked.values():

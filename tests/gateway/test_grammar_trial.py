@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import InvalidArgument
+from common.errors import Internal, InvalidArgument
 from common.types import StructuredOutput
 from gateway.intake.grammar_trial import MAX_VERDICTS, GrammarTrials
 
@@ -88,6 +88,20 @@ async def test_others_go_on_meanwhile(trials: GrammarTrials) -> None:
 async def test_a_process_that_dies_is_replaced(trials: GrammarTrials) -> None:
     assert trials._process is not None
     trials._process._child.kill()
+    await trials.check("x", StructuredOutput("regex", "abc"))
+
+
+async def test_a_trial_that_fails_is_answered_and_logged(
+    trials: GrammarTrials, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A failure is not the grammar's fault, so it is not kept as a verdict."""
+    await trials.close()  # the next process logs to `capfd`
+    unusable = StructuredOutput("regex", None)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(Internal, match="could not be tried"):
+            await trials.check("x", unusable)
+        logged = capfd.readouterr().err
+        assert "a grammar could not be tried" in logged and "TypeError" in logged
     await trials.check("x", StructuredOutput("regex", "abc"))
 
 
