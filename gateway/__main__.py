@@ -111,8 +111,10 @@ async def main(settings: GatewaySettings) -> None:
         urls = [with_password(url, settings.redis_password_file) for url in split_urls(settings.redis_url)]
         discovery = Discoveries(urls, settings.poll_s, workers.on_records, workers.stores.on_stores)
         await discovery.check()
-    except (BlockStoreError, ValueError):
-        raise StartupError("--redis-url: Redis cannot be reached") from None
+    except ValueError:  # its message may contain a part of a password
+        raise StartupError("--redis-url must be redis://HOST:PORT, rediss://HOST:PORT or unix://PATH") from None
+    except BlockStoreError as error:
+        raise StartupError(f"--redis-url: Redis cannot be reached: {error}") from None
     workers.use_ledgers(discovery.cached_tokens, discovery.end_ticket)
 
     def max_model_len() -> int:
