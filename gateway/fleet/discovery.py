@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from block_store.errors import BlockStoreError, LedgerUnavailable
+from block_store.errors import BlockStoreError, LedgerDamaged, LedgerUnavailable, StaleDataset
 from block_store.ledger.breaker import Breaker
 from block_store.ledger.prefix_hash import adapter_domain, group_hash, hash_blocks, prompt_chain
 from block_store.ledger.prefix_lengths import PrefixLengths
@@ -163,7 +163,7 @@ class Discovery:
     def _lookup_failed(self, error: Exception) -> None:
         self.fallbacks.note("lookup", f"{type(error).__name__}; routing by load alone")
         if not isinstance(error, TimeoutError | LedgerUnavailable):
-            return  # Redis answered: the ledger has been rebuilt, which the next poll will notice
+            return  # Redis answered, but its answer cannot be used
         self._unanswered += 1
         if self._unanswered >= MAX_UNANSWERED:
             self._unanswered = 0
@@ -230,8 +230,7 @@ def cached_blocks(
     lengths: PrefixLengths, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes], rules: KvRules
 ) -> list[int]:
     """Returns for each ledger the number of blocks in the longest cached prefix from which all KV groups can continue,
-    by the same rule as a worker's `find_prefix`. For a ledger that has been rebuilt or is damaged, the number is 0 if a
-    group has full attention; if no group has, a BlockStoreError is raised.
+    by the same rule as a worker's `find_prefix`. For a ledger that has been rebuilt or is damaged, the number is 0.
     """
     full = [number for number, group in enumerate(rules.groups) if not group.slides]
     reach = [len(hashes)] * len(ledgers)
@@ -258,5 +257,8 @@ def _usable(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules, *, h
     needed = max(reach - rules.first_needed(number, reach) for number in sliding)
     start = max(0, reach - max(needed, CHUNK // len(sliding))) if has_full else 0
     asked = [group_hash(each, number) for number in sliding for each in hashes[start:]]
-    marks = iter(ledger.present(asked))
+    try:
+        marks = iter(ledger.present(asked))
+    except (StaleDataset, LedgerDamaged):
+        return 0
     return rules.usable_length({number: [next(marks) for _ in hashes[start:]] for number in sliding}, start)

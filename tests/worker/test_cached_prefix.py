@@ -88,6 +88,16 @@ def test_the_gateway_guesses_what_prefill_finds(store: TestStore, windows: tuple
     held.assert_idle()
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 2 * SIZE), (2 * SIZE,)])
+def test_a_rebuilt_ledger_does_not_hide_what_others_have(store: TestStore, windows: tuple[int | None, ...]) -> None:
+    held, layout = store.held(), layout_of(*windows)
+    for group in range(len(windows)):
+        fill(held, "a", group, range(5), 5)
+    old = store.ledger.under("a generation before")
+    ledgers = [old, store.ledger]
+    assert cached_blocks(PrefixLengths(store.client), ledgers, chain("a", 5), layout.rules()) == [0, 5]
+
+
 def test_the_gateway_checks_windows_at_the_end_of_what_full_attention_finds(
     store: TestStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
