@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidArgument, Unimplemented
-from gateway.api.responses_input import InputPart, check_parts, content_text
+from gateway.api.responses_input import InputPart, check_parts, content_text, given
 
 BLOCKS: Mapping[str, Sequence[str]] = {
     "user": ("text", "tool_result"),
@@ -79,10 +79,10 @@ def _answer(blocks: Sequence[ContentBlock], name: str) -> dict[str, Any]:
     for index, block in enumerate(blocks):
         own = f"{name}[{index}]"
         if block.type == "text":
-            texts.append(_given(block.text, f"{own}.text"))
+            texts.append(_text(block, own))
         elif block.type == "tool_use":
-            function = {"name": _given(block.name, f"{own}.name"), "arguments": block.input or {}}
-            calls.append({"id": _given(block.id, f"{own}.id"), "type": "function", "function": function})
+            function = {"name": given(block.name, f"{own}.name"), "arguments": block.input or {}}
+            calls.append({"id": given(block.id, f"{own}.id"), "type": "function", "function": function})
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
@@ -96,7 +96,7 @@ def _question(blocks: Sequence[ContentBlock], name: str) -> Iterator[dict[str, A
     for index, block in enumerate(blocks):
         own = f"{name}[{index}]"
         if block.type == "text":
-            texts.append(_given(block.text, f"{own}.text"))
+            texts.append(_text(block, own))
         else:
             if texts:
                 yield {"role": "user", "content": "".join(texts)}
@@ -108,10 +108,10 @@ def _question(blocks: Sequence[ContentBlock], name: str) -> Iterator[dict[str, A
 
 def _result(block: ContentBlock, name: str) -> dict[str, Any]:
     text = content_text(block.content or "", f"{name}.content")
-    return {"role": "tool", "tool_call_id": _given(block.tool_use_id, f"{name}.tool_use_id"), "content": text}
+    return {"role": "tool", "tool_call_id": given(block.tool_use_id, f"{name}.tool_use_id"), "content": text}
 
 
-def _given(value: str | None, name: str) -> str:
-    if value is None:
-        raise InvalidArgument.of(name, "must be given")
-    return value
+def _text(block: ContentBlock, name: str) -> str:
+    if block.text is None:
+        raise InvalidArgument.of(f"{name}.text", "must be given")
+    return block.text

@@ -89,7 +89,7 @@ class _History:
         elif item.type == "function_call":
             self._call(item, name)
         elif item.type == "function_call_output":
-            call_id = _given(item.call_id, f"{name}.call_id")
+            call_id = given(item.call_id, f"{name}.call_id")
             self._append(
                 {"role": "tool", "tool_call_id": call_id, "content": content_text(item.output, f"{name}.output")}, name
             )
@@ -106,8 +106,8 @@ class _History:
 
     def _call(self, item: InputItem, name: str) -> None:
         arguments = call_arguments(f"{name}.arguments", item.arguments)
-        function = {"name": _given(item.name, f"{name}.name"), "arguments": arguments}
-        call = {"id": _given(item.call_id, f"{name}.call_id"), "type": "function", "function": function}
+        function = {"name": given(item.name, f"{name}.name"), "arguments": arguments}
+        call = {"id": given(item.call_id, f"{name}.call_id"), "type": "function", "function": function}
         if self._reasoning is not None or not self.messages or self.messages[-1]["role"] != "assistant":
             self._append({"role": "assistant", "content": None}, name)
         self.messages[-1].setdefault("tool_calls", []).append(call)
@@ -126,7 +126,8 @@ def content_text(content: str | list[InputPart] | None, name: str) -> str:
     return content if isinstance(content, str) else text_of(content, name)
 
 
-def _given(value: str | None, name: str) -> str:
+def given(value: str | None, name: str) -> str:
+    """Returns a name or an id. Raises InvalidArgument, which names the field, if it is missing or empty."""
     if not value:
         raise InvalidArgument.of(name, "must be given")
     return value

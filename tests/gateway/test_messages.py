@@ -99,6 +99,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": ""}]}]},
+        "messages[0].content[0].tool_use_id must be given",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "", "id": "1"}]}]},
+        "messages[0].content[0].name must be given",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "id": ""}]}]},
+        "messages[0].content[0].id must be given",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"stop_sequences": [""]}, "stop_sequences[0] must not be empty"),
