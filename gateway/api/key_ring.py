@@ -38,4 +38,5 @@ class KeyRing:
             return
         self._authenticator.replace(keys.tenants)
         self._tenants.replace(keys.limits, time.monotonic())
-        logger.info("%s was read again: %d keys of %d tenants", self._api_key_file, len(keys.tenants), len(keys.limits))
+        counts = len(keys.tenants), len(set(keys.tenants.values()))  # with --api-key and its tenant
+        logger.info("%s was read again: %d keys of %d tenants", self._api_key_file, *counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -15,8 +16,11 @@ from common.errors import ResourceExhausted
 from common.rpc import RpcServer, open_channel
 from common.status import error_of
 from gateway.admission.gate import RESERVED_RANK
+from gateway.admission.tenants import Tenants
+from gateway.api.credentials import Authenticator
 from gateway.api.grpc_service import InferenceServicer, key_check
 from gateway.api.http_app import HttpApi
+from gateway.api.key_ring import KeyRing
 from gateway.api.server import HttpServer, bind_http
 from protos.v1 import inference_pb2_grpc
 from testing.gateway.parts import Script
@@ -55,6 +59,15 @@ async def serve(make_rig: MakeRig) -> AsyncIterator[Any]:
     for front, server in running:
         await front.client.aclose()
         await server.stop(1.0)
+
+
+def test_a_reload_counts_the_keys_and_their_tenants(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a a-key\na another\nb b-key\n")
+    caplog.set_level("INFO", "keys")
+    for api_key, counted in ((None, "3 keys of 2 tenants"), ("secret", "4 keys of 3 tenants")):
+        KeyRing(api_key, str(file), Authenticator({}), Tenants({}, 0.0)).reload()
+        assert caplog.messages[-1].endswith(counted)
 
 
 async def test_a_wait_that_is_too_long_is_refused_before_the_body_comes(
