@@ -100,7 +100,7 @@ def description(served: Served) -> dict[str, Any]:
         "info": {
             "title": "Looseleaf",
             "version": VERSION,
-            "description": "OpenAI's HTTP API with vLLM's additions, served by Looseleaf.",
+            "description": "OpenAI's HTTP API with vLLM's additions, and part of Anthropic's API.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {operation.path: _path(operation) for operation in _OPERATIONS},

@@ -273,6 +273,7 @@ async def test_every_example_of_the_description_is_answered(serve: Any) -> None:
     served = await serve()
     spec = (await served.client.get("/openapi.json")).json()
     assert spec == description(SERVED) and spec["openapi"].startswith("3.1")
+    assert all(name in spec["info"]["description"] for name in ("OpenAI", "vLLM", "Anthropic"))
     done, examples = await served.post("/v1/completions", **BODY), 0
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
