@@ -20,7 +20,7 @@ ARGS ?=
 BUF_PACKAGES := @bufbuild/buf@1.75.0 @bufbuild/protoc-gen-es@2.17.0 @bufbuild/protobuf@2.17.0 typescript@5.9.3
 BUF ?= $(VENV)/buf/node_modules/.bin/buf
 USERS ?= 32
-RUN_TIME ?= 60s
+RUN_TIME ?=
 
 PROTOS := $(wildcard protos/v1/*.proto)
 # Quick tests, which run two at a time in any order. Of the others, two files run at a time: the tests of a file share
@@ -160,8 +160,8 @@ fuzz: dev ## send a million invalid inputs to every port (ARGS="--inputs 20000 -
 mutants: dev ## mutation testing: list the small bugs that no test detects (ARGS="--only decode_svc --count 20")
 	@exec nice -n 19 $(PY) -m tools.mutants $(ARGS)
 
-load: dev ## run locust against a running server, or start one (USERS=32 RUN_TIME=60s)
-	@exec $(PY) -m loadtest --users $(USERS) --run-time $(RUN_TIME) $(ARGS)
+load: dev ## run locust against a running server, or start one (USERS=32 RUN_TIME=60s ARGS="--trace FILE --web 8089")
+	@exec $(PY) -m loadtest --users $(USERS) $(if $(RUN_TIME),--run-time $(RUN_TIME)) $(ARGS)
 
 test-compose: dev ## start docker-compose.yml and test it (needs a container engine)
 	@exec $(PY) -m pytest -m compose tests/compose $(ARGS)

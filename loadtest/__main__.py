@@ -1,4 +1,5 @@
-"""Runs locust without its web page for `--run-time` (`python -m loadtest`). The exit status is 1 if a request failed.
+"""Runs locust (`python -m loadtest`), with its web page if `--web` gives a port. The exit status is 1 if a request
+failed; with an SLO, it is 1 if too few requests met the limits.
 
 If no ready service answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
 """
@@ -20,20 +21,22 @@ _LOCUSTFILE = Path(__file__).parent / "locustfile.py"
 
 def main(settings: LoadSettings) -> int:
     with server(settings):
-        return subprocess.run(locust_command(settings), check=False).returncode
+        process = subprocess.Popen(locust_command(settings))
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):  # locust gets it too, and prints the result
+                return process.wait()
 
 
 def locust_command(settings: LoadSettings) -> list[str]:
     """Returns the command line of the run."""
     command = [
-        sys.executable, "-m", "locust", "--headless", "--only-summary", "-f", str(_LOCUSTFILE),
-        "--users", str(settings.users), "--spawn-rate", str(settings.spawn_rate), "--run-time", settings.run_time,
-        "--stop-timeout", "60", "--exit-code-on-error", "1", "--host", f"http://{settings.http}",
-        "--grpc-address", settings.grpc, "--workload-seed", str(settings.seed),
-        "--prompt-median", str(settings.prompt_median), "--output-median", str(settings.output_median),
+        sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--host", f"http://{settings.http}",
+        "--users", str(settings.users), "--spawn-rate", str(settings.spawn_rate), *settings.flags(),
     ]  # fmt: skip
-    command += ["--trace", settings.trace] if settings.trace else []
-    return command + (["--csv", settings.csv] if settings.csv else [])
+    command += ["--headless", "--only-summary"] if settings.web is None else ["--web-port", str(settings.web)]
+    run_time = settings.run_time or ("60s" if settings.endless and settings.web is None else None)
+    more = {"run-time": run_time, "csv": settings.csv, "html": settings.html, "processes": settings.processes}
+    return command + [part for name, value in more.items() if value is not None for part in (f"--{name}", str(value))]
 
 
 def is_ready(address: str) -> bool:

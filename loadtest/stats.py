@@ -1,16 +1,34 @@
-"""Reports the times of one streamed request to locust as separate events: ttft, itl (one per gap), e2e.
+"""Reports the times of one streamed request to locust and to the load test's own record.
 
-Depends on locust's event interface, not on gRPC or HTTP.
+Locust counts a request once, as `e2e`. Times to first token (`ttft`), gaps (`itl`) and mean times per later token
+(`tpot`) are entries of locust's statistics, but not of its totals, so that locust's requests per second are requests.
+Depends on locust's interfaces, not on gRPC or HTTP.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+from loadtest.metrics import LATE_S, Record, Slo
 
 Fire = Callable[..., Any]
 """locust's `environment.events.request.fire`."""
+LogPart = Callable[[str, str, float, int], Any]
+"""Adds to an entry of locust's statistics: name, protocol, milliseconds, tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collector:
+    """What the timers of a process report to."""
+
+    fire: Fire
+    log_part: LogPart
+    record: Record
+    slo: Slo
+    clock: Callable[[], float] = time.perf_counter
 
 
 class StreamTimer:
@@ -18,42 +36,77 @@ class StreamTimer:
     each later message with tokens, and, at the end, the time of the whole request.
     """
 
-    def __init__(self, fire: Fire, protocol: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Starts the timer. `protocol` is the request type by which locust groups events. `clock` returns seconds."""
-        self._fire = fire
+    def __init__(
+        self, collector: Collector, protocol: str, prompt_len: int, *, late_s: float | None = None, cut: bool = False
+    ) -> None:
+        """`protocol` is the request type by which locust groups the entries. `late_s` is the time since the request
+        was due, if it was due at a time. `cut` says that the request was shortened to fit the model.
+        """
+        self._collector = collector
         self._protocol = protocol
-        self._clock = clock
-        self._start = self._last = clock()
+        self._prompt_len = prompt_len
+        self._start = self._first = self._last = collector.clock()
         self.num_tokens = 0
+        for tally in collector.record.at(time.time()):
+            tally.sent += 1
+            tally.cut += cut
+            if late_s is not None:
+                tally.late += late_s > LATE_S
+                tally.observe("late", late_s)
 
     def tokens(self, count: int) -> None:
         """Notes that `count` new tokens have arrived. The first tokens determine the TTFT, and each later call adds a
         gap.
         """
-        now = self._clock()
+        now = self._collector.clock()
         if count == 0:
             return
-        self._report("ttft" if self.num_tokens == 0 else "itl", now - self._last, count)
+        is_first = self.num_tokens == 0
+        self._part("ttft" if is_first else "itl", now - self._last, count)
+        for tally in self._collector.record.at(time.time()):
+            tally.tokens_in += self._prompt_len if is_first else 0
+            tally.tokens_out += count
+        self._first = now if is_first else self._first
         self._last = now
         self.num_tokens += count
 
-    def done(self) -> None:
-        """Notes that the stream has ended successfully. A stream without tokens is a failure."""
+    def done(self, num_tokens: int | None = None) -> None:
+        """Notes that the stream has ended successfully. `num_tokens` is the server's count, if it sent one: a token
+        without text is in no message. A stream without tokens is a failure.
+        """
+        unseen = max(0, (num_tokens or 0) - self.num_tokens)
         if self.num_tokens == 0:
-            self.failed(RuntimeError("the stream ended without a token"))
+            self.failed("EMPTY", RuntimeError("the stream ended without a token"))
             return
-        self._report("e2e", self._clock() - self._start, self.num_tokens)
+        self.num_tokens += unseen
+        times = {"ttft": self._first - self._start, "e2e": self._collector.clock() - self._start}
+        if self.num_tokens > 1:
+            times["tpot"] = (self._last - self._first) / (self.num_tokens - 1)
+            self._part("tpot", times["tpot"], self.num_tokens)
+        for tally in self._collector.record.at(time.time()):
+            tally.answered += 1
+            tally.tokens_out += unseen
+            tally.good += self._collector.slo.met(times)
+            tally.observe("e2e", times["e2e"])
+        self._fire(times["e2e"])
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, status: str, error: BaseException) -> None:
         """Notes that the stream was refused or broke."""
-        self._report("e2e", self._clock() - self._start, self.num_tokens, error)
+        for tally in self._collector.record.at(time.time()):
+            tally.failed[status] = tally.failed.get(status, 0) + 1
+        self._fire(self._collector.clock() - self._start, error)
 
-    def _report(self, name: str, seconds: float, size: int, error: Exception | None = None) -> None:
-        self._fire(
+    def _part(self, name: str, seconds: float, size: int) -> None:
+        for tally in self._collector.record.at(time.time()):
+            tally.observe(name, seconds)
+        self._collector.log_part(name, self._protocol, seconds * 1e3, size)
+
+    def _fire(self, seconds: float, error: BaseException | None = None) -> None:
+        self._collector.fire(
             request_type=self._protocol,
-            name=name,
-            response_time=seconds * 1000.0,  # locust counts in milliseconds
-            response_length=size,
+            name="e2e",
+            response_time=seconds * 1e3,  # locust counts in milliseconds
+            response_length=self.num_tokens,
             exception=error,
             context={},
         )

@@ -1,7 +1,7 @@
 """The requests of the load test. A request depends only on the workload and its number. Does no I/O.
 
-Lengths are drawn from lognormal distributions, or taken from a trace (`looseleaf.simulation.trace`). Some of the
-prompts begin with one of a few common prefixes, as prompts with system prompts and few-shot examples do.
+Lengths are drawn from lognormal distributions. Some of the prompts begin with one of a few common prefixes, as prompts
+with system prompts and few-shot examples do.
 """
 
 from __future__ import annotations
@@ -65,25 +65,17 @@ class Workload:
     prefix_len: int = 64
     first_token_id: int = 16
     """Smaller ids, which are usually special tokens, are not drawn."""
-    trace: tuple[tuple[int, int], ...] = ()
-    """Pairs of prompt and output length in tokens, used in turn instead of the distributions."""
 
     def request(self, number: int) -> Request:
         """Returns request `number` (from 0), a pure function of the workload and the number."""
         rng = random.Random(f"{self.seed}/{number}")
-        prompt_len, output_len = self._lengths(number, rng)
+        prompt_len = self.prompt.draw(rng)
+        output_len = max(1, min(self.output.draw(rng), self.max_model_len // 2))
         prompt_len = max(1, min(prompt_len, self.max_model_len - output_len))
         prefix = self._prefix(rng.randrange(self.num_prefixes)) if rng.random() < self.shared_share else ()
         own = max(1, prompt_len - len(prefix))
         prompt = (*prefix[: prompt_len - own], *self._tokens(rng, own))
         return Request(prompt, output_len, rng.randrange(1 << 31))
-
-    def _lengths(self, number: int, rng: random.Random) -> tuple[int, int]:
-        if self.trace:
-            prompt_len, output_len = self.trace[number % len(self.trace)]
-        else:
-            prompt_len, output_len = self.prompt.draw(rng), self.output.draw(rng)
-        return prompt_len, max(1, min(output_len, self.max_model_len // 2))
 
     def _prefix(self, index: int) -> tuple[int, ...]:
         return self._tokens(random.Random(f"{self.seed}/prefix/{index}"), self.prefix_len)

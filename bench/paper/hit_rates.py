@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper.parts import Claim, Options, Section, table
-from bench.paper.svg import axis_of, lines
 from block_store.arena.arena import Arena
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.client import LedgerClient
@@ -23,6 +22,7 @@ from block_store.ledger.codec import SealItem
 from block_store.ledger.rebuild import open_ledger
 from block_store.redis import redis_server
 from common.types import KvLayout, KvSpec
+from loadtest.svg import axis_of, lines
 from loadtest.workload import MOONCAKE_TRACE
 from looseleaf.simulation.trace import MOONCAKE_BLOCK, BlockKey, read
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.paper.memory_arms import ARMS, Lens, Paged, simulate
 from bench.paper.parts import Claim, Options, Section, table
-from bench.paper.svg import Axis, axis_of, bars, lines
 from bench.served.sharing import SIGMA
+from loadtest.svg import Axis, axis_of, bars, lines
 from loadtest.workload import Lengths
 from looseleaf.simulation.trace import read_lengths
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.paper.parts import Claim, Options, Section, table
-from bench.paper.svg import axis_of, lines
 from bench.served.cpu import last_line
+from loadtest.svg import axis_of, lines
 
 LIMIT_S = 420
 BLOCK_SIZES = (8, 16, 32, 64, 128)

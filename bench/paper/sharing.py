@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.paper.parts import Claim, Options, Section, table
-from bench.paper.svg import axis_of, lines
 from bench.served.cpu import last_line
 from bench.served.sharing import DATA_SETS, WIDTHS
+from loadtest.svg import axis_of, lines
 
 LIMIT_S = 900
 KINDS = {"n": "samples", "beams": "beams"}

@@ -16,7 +16,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench.paper.parts import Claim, Options, Section, table
-from bench.paper.svg import document, rect, text
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import chain_start, next_hash
 from block_store.redis import redis_server
@@ -28,6 +27,7 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sampler import SampleRow, sample_rows
 from engine.sequence import Chunk, lay_out
 from engine.sequence import Sequence as Tokens
+from loadtest.svg import document, rect, text
 from looseleaf.serve.model_source import BUILT_IN
 from testing.decode import DOMAIN, Answer, DecodeBench
 

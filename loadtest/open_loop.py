@@ -1,0 +1,42 @@
+"""Sends requests at their own times, whether or not earlier ones have been answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import gevent
+from gevent.pool import Group
+
+Send = Callable[[int, float], None]
+"""Sends request `number`, which was due `late_s` seconds ago, and waits for the answer."""
+
+
+class Replay:
+    """A process's share of the requests: every `shares`-th one, from number `share` on. Times count from the start."""
+
+    def __init__(self, arrivals: Iterable[float], share: int, shares: int, send: Send) -> None:
+        self._arrivals, self._share, self._shares, self._send = arrivals, share, shares, send
+        self._flying = Group()
+        self._sender: gevent.Greenlet | None = None
+        self.done = False
+        """Whether every request of the share was sent and has ended."""
+
+    def start(self) -> None:
+        self._sender = gevent.spawn(self._run)
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        for number, at_s in enumerate(self._arrivals):
+            if number % self._shares == self._share:
+                gevent.sleep(max(0.0, started + at_s - time.perf_counter()))
+                self._flying.spawn(self._send, number, time.perf_counter() - started - at_s)
+        self._flying.join()
+        self.done = True
+
+    def stop(self, timeout_s: float) -> None:
+        """Sends no more requests, waits for answers for at most `timeout_s`, and cuts off the rest."""
+        if self._sender is not None:
+            self._sender.kill()
+        self._flying.join(timeout_s)
+        self._flying.kill()
