@@ -157,7 +157,7 @@ def test_two_processes_share_blocks_and_race_for_generations(shm: Path) -> None:
         process.stdin.write("go\n")
     won = [int(line(process)) for process in both]
     for process in both:
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
     assert sum(won) == n, "a generation was raised by both or by neither"
     assert (arena.generations == 1).all()
     assert [int((arena.data[:, 0] == i + 1).sum()) for i in range(2)] == won

@@ -87,7 +87,7 @@ def test_a_device_is_known_by_its_uuid(gpus: Cuda, cuda_library: str, monkeypatc
         other.setenv("STAND_IN_CUDA_FIRST", "1")
         process = python(code, cuda_library)
     uuid = bytes.fromhex(line(process))
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     device = gpus.device_of(uuid)
     assert device.ordinal == 1 and device.uuid == uuid != gpus.uuid(0)
 
@@ -113,7 +113,7 @@ def test_a_handle_opens_memory_in_another_process_only(
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
         device.free(pointer)
     owner.kill()
-    owner.communicate(timeout=10)
+    owner.communicate(timeout=60)
     device.close_opened(pointer)
     device.close_opened(pointer)
     with pytest.raises(CudaError, match="cuIpcOpenMemHandle_v2 failed: CUDA_ERROR_INVALID_VALUE"):

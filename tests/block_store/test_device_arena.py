@@ -53,12 +53,12 @@ def test_store_and_workers_see_the_same_bytes_and_a_killed_worker_loses_none(
     worker = python(code, str(shm), cuda_library)
     assert line(worker) == "written"
     worker.kill()
-    worker.communicate(timeout=10)
+    worker.communicate(timeout=60)
     assert arena.read(3) == bytes([33]) * LAYOUT.block_bytes and has_live_memory(arena)
     arena.data.write(2, bytes([22]) * LAYOUT.block_bytes)
     successor = python(WORKER + "    print(data[:, 0].tolist(), flush=True)", str(shm), cuda_library)
     assert line(successor) == "[0, 0, 22, 33, 0, 0]"
-    successor.communicate(timeout=10)
+    successor.communicate(timeout=60)
     arena.data.close()
     assert gpus.device(0).memory_info().free == 64 << 20
 
@@ -115,7 +115,7 @@ def test_memory_dies_with_the_store_and_the_arena_is_over(shm: Path, gpus: Cuda,
     refs = [BlockRef(0, 3)]
     worker.raise_generations(refs, 9)
     store.kill()
-    store.communicate(timeout=10)
+    store.communicate(timeout=60)
     assert not has_live_memory(worker)
     worker.data.close()
     with pytest.raises(NoDeviceMemory, match=r"cuIpcOpenMemHandle_v2 failed: .*share a PID namespace.*--memory-owner"):
@@ -149,7 +149,7 @@ def test_without_ipc_the_worker_owns_the_memory(
     with pytest.raises(ArenaBusy, match="belongs to another process"):
         open_blocks(Arena.open(shm), gpus)
     worker.kill()
-    worker.communicate(timeout=10)
+    worker.communicate(timeout=60)
     assert not has_live_memory(arena)
     with pytest.raises(ArenaBusy):
         open_blocks(Arena.open(shm), gpus)

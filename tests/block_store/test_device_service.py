@@ -104,7 +104,7 @@ def test_kv_outlives_a_killed_worker(shm: Path, gpus: Cuda, cuda_library: str) -
         arena_id = line(worker)
         assert line(worker) == "sealed"
         worker.kill()
-        worker.communicate(timeout=10)
+        worker.communicate(timeout=60)
         [successor] = attach(store.address, [needs(cuda_library, "w")])
         assert successor.arena.arena_id == arena_id
         [refs] = successor.held.acquire([chain("a", 3)])
@@ -127,7 +127,7 @@ def test_a_restarted_store_makes_a_new_arena_and_workers_end_themselves(
         store.kill()
         assert attached.arena.check_refs(refs) and not lost.is_set(), "nobody knows yet"
         with store_of(shm / "s", cuda_library, *flags) as again:
-            assert lost.wait(5.0), "an idle worker learns it"
+            assert lost.wait(60.0), "an idle worker learns it"
             assert not attached.arena.check_refs(refs)
             wait_until(attached.held.holder.fenced.is_set)
             with pytest.raises(Fenced):
@@ -163,7 +163,7 @@ def test_without_ipc_one_process_owns_the_arena_and_takes_it_along(
         with pytest.raises(StartupError, match="without CUDA IPC, one process must run both roles"):
             attach(store.address, [needs(cuda_library)])
         worker.kill()
-        worker.communicate(timeout=10)
+        worker.communicate(timeout=60)
         prefill, decode = attach(store.address, [needs(cuda_library, "p"), needs(cuda_library, "d")])
         assert prefill.arena is decode.arena and prefill.arena.arena_id != arena_id
         refs = fill(prefill, "a", 2)
@@ -198,6 +198,6 @@ def test_workers_elsewhere_are_refused(
 
 def test_a_store_without_a_gpu_says_so(shm: Path) -> None:
     command = [sys.executable, "-m", "block_store", "--directory", str(shm / "s"), "--port", "0", "--device", "cuda"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and "the CUDA driver libcuda.so.1 cannot be used" in done.stderr
     assert "Traceback" not in done.stderr and not (shm / "s").exists()

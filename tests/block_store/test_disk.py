@@ -182,7 +182,7 @@ def stored(make_host: MakeHost) -> Iterator[tuple[list[bytes], list[bytes]]]:
 
 
 def restored(host: Host, hashes: list[bytes], **fields: Any) -> int:
-    response: pb.RestoreResponse = host.stub.Restore(pb.RestoreRequest(prefix_hashes=hashes, **fields), timeout=20)
+    response: pb.RestoreResponse = host.stub.Restore(pb.RestoreRequest(prefix_hashes=hashes, **fields), timeout=60)
     return int(response.num_blocks)
 
 

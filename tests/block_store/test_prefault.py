@@ -17,7 +17,7 @@ from testing.system import wait_for
 
 def taken(shm: Path, most_bytes: int) -> Prefault:
     ahead = Prefault(shm, most_bytes)
-    wait_for(lambda: ahead.num_bytes, lambda size: size == most_bytes, 5.0, "the memory is not taken")
+    wait_for(lambda: ahead.num_bytes, lambda size: size == most_bytes, 60.0, "the memory is not taken")
     return ahead
 
 

@@ -53,7 +53,9 @@ async def test_beyond_the_limit_refusals_come_at_once_with_a_time_to_retry(llm: 
     async with AsyncClient(llm.addresses.grpc) as client:
         long = prompts(256, seed=14, lengths=(5, 40))
         wave = [asyncio.create_task(client.generate(p, max_tokens=7000, ignore_eos=True)) for p in long]
-        await asyncio.to_thread(wait_for, lambda: num_open(llm), (256).__eq__, 120.0, "not all are admitted")
+        await asyncio.to_thread(
+            wait_for, lambda: num_open(llm), lambda number: number == 256, 120.0, "not all are admitted"
+        )
         for prompt in prompts(50, seed=15, lengths=(5, 40)):
             started = time.monotonic()
             with pytest.raises(ResourceExhausted) as refusal:

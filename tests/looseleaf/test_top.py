@@ -60,7 +60,7 @@ def test_it_refreshes_until_it_is_interrupted(llm: LLM, flags: list[str]) -> Non
         sent.join()
         process.send_signal(signal.SIGINT)
         shown += read_until(terminal, "\x1b[?1049l")
-        assert process.wait(20) == 130
+        assert process.wait(60) == 130
     os.close(terminal)
     assert "\x1b[?1049h" in shown, "it drew on the alternate screen"
 
