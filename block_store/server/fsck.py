@@ -26,6 +26,8 @@ from block_store.ledger.inspection import BlockState, BlockView, Inspection, ins
 from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 
+PATIENCE_S = 10.0
+"""Longest wait for an answer of Redis. A check is in no hurry, so it outlasts the pauses of a busy machine."""
 REPORT_WAIT_S = 3.0
 """Maximum time in seconds to wait for the workers' reports. A worker reports after its next beat, within a second."""
 _READABLE = (BlockState.SEALED, BlockState.CACHED)
@@ -164,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -> int:
     """Prints the findings; returns the exit status like `main`. Raises BlockStoreError."""
     arena = Arena.open(directory)
-    ledger = LedgerScripts.attach(open_client(redis_url, lambda: arena.fixed.run_id), arena)
+    ledger = LedgerScripts.attach(open_client(redis_url, lambda: arena.fixed.run_id, PATIENCE_S), arena)
     findings = fsck(arena, ledger, digests=digests)
     for line in findings.differences:
         print(line)
