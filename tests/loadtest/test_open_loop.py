@@ -75,5 +75,5 @@ def test_the_end_waits_for_answers_and_cuts_off_the_rest() -> None:
     replay.start()
     gevent.sleep(0.01)
     gevent.spawn_later(0.05, answered.set)
-    replay.stop(0.5)
+    replay.stop(2.0)
     assert ended == [0, 1] and not replay.done
