@@ -8,6 +8,7 @@ with LLM("path/to/model") as llm:
 from __future__ import annotations
 
 import atexit
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,11 +55,8 @@ class LLM:
         self._supervisor.start()
         atexit.register(self.close)
         keys = read_keys(complete.api_key, complete.api_key_file)
-        self.client = Client(
-            self.addresses.grpc,
-            api_key=next(iter(keys.tenants), None),
-            tls_ca=complete.tls_ca if self.addresses.is_tls else None,
-        )
+        self._tls_ca = complete.tls_ca if self.addresses.is_tls else None
+        self.client = Client(self.addresses.grpc, api_key=next(iter(keys.tenants), None), tls_ca=self._tls_ca)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
         """Returns one completion per prompt, in the same order. With `n` or `beam_width`, each completion has several
@@ -104,7 +102,8 @@ class LLM:
         """Returns the number of requests that the gateway has sent to each worker, by the worker's name ("prefill",
         "decode-1", ...).
         """
-        samples = metrics_page.read(self.addresses.http)
+        tls = ssl.create_default_context(cafile=self._tls_ca) if self.addresses.is_tls else None
+        samples = metrics_page.read(self.addresses.http, tls)
         return {s.labels["worker"]: int(s.value) for s in samples if s.name == "looseleaf_worker_requests_total"}
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import urllib.request
 from collections.abc import Sequence
 
@@ -11,9 +12,12 @@ from prometheus_client.samples import Sample
 TIMEOUT_S = 30.0
 
 
-def read(http_address: str) -> list[Sample]:
-    """Returns the current samples of the gateway at this host:port. Raises OSError if the gateway does not answer."""
-    with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=TIMEOUT_S) as reply:
+def read(http_address: str, tls: ssl.SSLContext | None = None) -> list[Sample]:
+    """Returns the current samples of the gateway at this host:port, over HTTPS if `tls` is given. Raises OSError if the
+    gateway does not answer.
+    """
+    url = f"http{'' if tls is None else 's'}://{http_address}/metrics"
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=tls) as reply:
         return parse(reply.read().decode())
 
 

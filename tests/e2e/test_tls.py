@@ -52,6 +52,7 @@ async def test_answers_over_grpc_and_https_and_none_without_tls(llm: LLM, certs:
         assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == expected.text
         with https.stream("POST", f"https://{llm.addresses.http}/v1/completions", json=body | {"stream": True}) as s:
             assert list(s.iter_lines())[-2:] == ["data: [DONE]", ""]
+    assert sum(llm.requests_by_worker().values()) >= 8  # four requests, in two services each
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(f"https://{llm.addresses.http}/v1/models", timeout=60)
     with pytest.raises(httpx.HTTPError):
