@@ -106,7 +106,9 @@ def ticket_from_pb(message: pb.Ticket) -> Ticket:
     for branch in message.branches:
         own = [table_from_pb(group) for group in branch.groups]
         heads = [first[: branch.shared_blocks] for first in tables[0]] if tables else [() for _ in own]
-        if len(heads) != len(own) or any(len(head) != branch.shared_blocks for head in heads):
+        if len(heads) != len(own):
+            raise ValueError(f"a ticket's branch has {len(own)} KV groups, but its first branch has {len(heads)}")
+        if any(len(head) != branch.shared_blocks for head in heads):
             raise ValueError("a ticket's branch shares more blocks than its first branch has")
         tables.append(tuple(head + rest for head, rest in zip(heads, own, strict=True)))
     num_tokens = tuple(branch.num_tokens for branch in message.branches)

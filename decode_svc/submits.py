@@ -77,13 +77,15 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
         raise ValueError("prompt_token_ids must hold at least one token")
     if submit.public_tokens > len(submit.prompt_token_ids):
         raise ValueError("public_tokens must be at most the prompt's length")
-    if len(submit.branches) != len(submit.ticket.branches):
-        raise ValueError("branches must be as many as the ticket's")
+    if not submit.branches:
+        raise ValueError("branches must hold at least one branch")
+    if (given := len(submit.branches)) != (in_ticket := len(submit.ticket.branches)):
+        raise ValueError(f"branches must have {in_ticket} entries, as ticket.branches has, got {given}")
     if len(samples) != len(submit.branches):
         raise ValueError("branches: a sample_index occurs twice")
     if candidates is None:
-        if len(samples) > sampling.num_sequences or max(samples, default=0) >= sampling.num_sequences:
-            raise ValueError(f"branches: more than num_sequences, which is {sampling.num_sequences}")
+        if (largest := max(samples)) >= sampling.num_sequences:
+            raise ValueError(f"branches: sample_index {largest} is not below num_sequences, {sampling.num_sequences}")
     elif len(samples) != 1 or not 0 < len(candidates.token_ids) == len(candidates.logprobs):
         raise ValueError("a beam search has one branch, and candidates with a log-probability each")
     elif sampling.structured is not None:

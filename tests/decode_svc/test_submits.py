@@ -21,6 +21,13 @@ BEAMS = {
 }
 
 
+def ticket_with(num_groups: int, shared_blocks: int) -> types_pb2.Ticket:
+    """Returns a ticket whose first branch has one block in one KV group, and whose second branch is as given."""
+    first = types_pb2.BranchTables(groups=[types_pb2.BlockTable(blocks=[4], generations=[1])], num_tokens=3)
+    other = types_pb2.BranchTables(groups=[types_pb2.BlockTable()] * num_groups, shared_blocks=shared_blocks)
+    return types_pb2.Ticket(branches=[first, other])
+
+
 def submit(**changes: Any) -> decode_pb2.Submit:
     fields: dict[str, Any] = {
         "handle": 1,
@@ -48,9 +55,13 @@ def test_good_ones_are_read() -> None:
     ("changes", "sentence"),
     [
         ({"prompt_token_ids": []}, "prompt_token_ids must hold"),
-        ({"ticket": ONE}, "as many as the ticket's"),
+        ({"branches": [], "ticket": types_pb2.Ticket()}, "branches must hold at least one"),
+        ({"ticket": ONE}, "branches must have 1 entries, as ticket.branches has, got 2"),
         ({"branches": [TWO[0], TWO[0]]}, "occurs twice"),
-        ({"sampling": types_pb2.SamplingParams(num_sequences=1)}, "more than num_sequences, which is 1"),
+        ({"sampling": types_pb2.SamplingParams(num_sequences=1)}, "sample_index 1 is not below num_sequences, 1"),
+        ({"branches": [TWO[0], types_pb2.Branch(sample_index=9)]}, "sample_index 9 is not below num_sequences, 2"),
+        ({"ticket": ticket_with(1, 2)}, "branch shares more blocks than its first branch has"),
+        ({"ticket": ticket_with(2, 1)}, "branch has 2 KV groups, but its first branch has 1"),
         ({"prompt_token_ids": [5, 512]}, "token id 512 is not below the vocabulary size 512"),
         ({"branches": [TWO[0], types_pb2.Branch(sample_index=1, output_token_ids=[600])]}, "token id 600"),
         ({"sampling": types_pb2.SamplingParams(num_sequences=2, logprobs=513)}, "logprobs must be at most"),
