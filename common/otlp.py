@@ -190,7 +190,7 @@ def otlp_tracer(service: str, instance: str) -> OtlpTracer:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         queue_size = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", DEFAULT_QUEUE))
-        exporter = CountingExporter(_exporter(), _first(ENDPOINTS), queue_size)
+        exporter = CountingExporter(_exporter(), _first(ENDPOINTS)[1], queue_size)
         processor = CountedProcessor(exporter, queue_size)
     except ValueError as error:
         raise StartupError(f"traces: {error}") from None
@@ -201,8 +201,8 @@ def otlp_tracer(service: str, instance: str) -> OtlpTracer:
 
 def _exporter() -> SpanExporter:
     """Returns the exporter of the configured protocol. The SDK for Python speaks gRPC by default."""
-    protocol = _first(_PROTOCOLS) or "grpc"
-    if protocol == "grpc":
+    name, protocol = _first(_PROTOCOLS)
+    if protocol in ("", "grpc"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         return OTLPSpanExporter()
@@ -210,7 +210,7 @@ def _exporter() -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
         return HttpExporter()
-    raise ValueError(f"{_PROTOCOLS[1]} is {protocol!r}; it must be 'grpc' or 'http/protobuf'")
+    raise ValueError(f"{name} is {protocol!r}; it must be 'grpc' or 'http/protobuf'")
 
 
 def _resource(service: str, instance: str) -> Resource:
@@ -224,5 +224,6 @@ def _resource(service: str, instance: str) -> Resource:
     return found.merge(Resource({SERVICE_NAME: f"looseleaf-{service}"}))
 
 
-def _first(names: Sequence[str]) -> str:
-    return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
+def _first(names: Sequence[str]) -> tuple[str, str]:
+    """Returns the name and the value of the first of these variables that is set, or two empty strings."""
+    return next(((name, value) for name in names if (value := os.environ.get(name, "").strip())), ("", ""))

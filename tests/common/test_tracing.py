@@ -83,10 +83,11 @@ common.tracing.tracer_of("gateway")
     assert f"StartupError: {ENDPOINT} asks for traces" in done.stderr and "looseleaf[traces]" in done.stderr
 
 
-def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(ENDPOINT, DEAD)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
-    with pytest.raises(StartupError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json'"):
+    monkeypatch.setenv(variable, "http/json")
+    with pytest.raises(StartupError, match=f"{variable} is 'http/json'"):
         tracer_of("gateway")
 
 
