@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from common.errors import StartupError
-from common.secret_files import warn_if_readable
+from common.secret_files import warn_if_accessible
 
 DEFAULT_TENANT = "default"
 _MOST = 2**31 - 1
@@ -62,7 +62,7 @@ def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
         return ApiKeys(tenants)
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-        warn_if_readable(Path(path), "--api-key-file")
+        warn_if_accessible(Path(path), "--api-key-file")
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"--api-key-file {path} cannot be read: {error}") from error
     limits: dict[str, TenantLimits] = {}

@@ -16,7 +16,7 @@ from typing import cast
 import grpc
 
 from common.errors import StartupError
-from common.secret_files import warn_if_readable
+from common.secret_files import warn_if_accessible
 
 INSIDE_NAME = "looseleaf.internal"
 Stamp = tuple[int, ...]
@@ -42,7 +42,7 @@ class CertificateFiles:
                 context.load_verify_locations(self.ca)
         except (OSError, ssl.SSLError) as error:
             raise StartupError(f"certificate {self.cert}, key {self.key}, CA {self.ca}: {error}") from error
-        warn_if_readable(self.key, "the private key")
+        warn_if_accessible(self.key, "the private key")
 
     @property
     def stamp(self) -> Stamp:

@@ -24,18 +24,18 @@ def read_secret(path: Path, name: str = "--secret-file") -> str:
         raise StartupError(f"{name} {path} cannot be read: {error}") from error
     if len(text) < SECRET_CHARS or not text.isprintable() or " " in text:
         raise StartupError(f"{name} {path} must hold one word of {SECRET_CHARS} printable characters or more")
-    warn_if_readable(path, name)
+    warn_if_accessible(path, name)
     return text
 
 
-def warn_if_readable(path: Path, name: str) -> None:
+def warn_if_accessible(path: Path, name: str) -> None:
     """Logs a warning if a secret file's mode gives rights to users other than the owner. If root owns the file and this
     process is not root, the group may read the file, as in a Secret that Kubernetes mounts.
     """
     state = path.stat()
     forbidden = 0o037 if state.st_uid == 0 != os.geteuid() else 0o077
     if (mode := state.st_mode & 0o777) & forbidden:
-        logger.warning("%s %s has mode %04o: others can read it; chmod 600 it", name, path, mode)
+        logger.warning("%s %s has mode %04o: others can access it; chmod 600 it", name, path, mode)
 
 
 def lasting_secret(path: Path) -> str:

@@ -164,10 +164,11 @@ def test_a_secret_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(FileExistsError):
         write_secret(path)
     assert caplog.records == []
-    path.chmod(0o640)
-    with caplog.at_level(logging.WARNING):
-        assert read_secret(path) == secret
-    assert "has mode 0640: others can read it" in caplog.text and secret not in caplog.text
+    for mode in (0o640, 0o622):
+        path.chmod(mode)
+        with caplog.at_level(logging.WARNING):
+            assert read_secret(path) == secret
+        assert f"has mode {mode:04o}: others can access it" in caplog.text and secret not in caplog.text
     for bad in ("short", "", "two words of it here", "ümlaut" * 5, "x" * 20 + "\x1b"):
         path.write_text(bad)
         with pytest.raises(StartupError, match="--secret-file"):

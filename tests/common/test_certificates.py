@@ -130,7 +130,7 @@ def test_what_is_no_certificate_is_refused_and_what_others_read_is_told(
     assert caplog.records == []
     (certs / "inside.key").chmod(0o644)
     trust_in(certs)
-    assert "has mode 0644: others can read it" in caplog.text
+    assert "has mode 0644: others can access it" in caplog.text
 
 
 def test_a_change_is_seen_once_and_a_bad_one_told_once(certs: Path, caplog: pytest.LogCaptureFixture) -> None:

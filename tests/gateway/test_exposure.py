@@ -36,4 +36,4 @@ def test_a_key_file_that_others_can_read_is_told(tmp_path: Path, caplog: pytest.
     assert caplog.records == []
     path.chmod(0o644)
     read_keys(None, str(path))
-    assert "has mode 0644: others can read it" in caplog.text and "a-key" not in caplog.text
+    assert "has mode 0644: others can access it" in caplog.text and "a-key" not in caplog.text
