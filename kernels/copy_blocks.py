@@ -11,6 +11,9 @@ from kernels.cpu.selection import count_fallback
 
 def copy_blocks_reference(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     """Computes `copy_blocks` in plain torch, as the reference."""
+    for ids, arena in ((src_ids, src), (dst_ids, dst)):
+        if bool(((ids < 0) | (ids >= arena.shape[0])).any()):
+            raise ValueError("a block id is out of range")
     dst[dst_ids] = src[src_ids].to(dst.device)
 
 
@@ -20,9 +23,8 @@ def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> N
     src, dst: uint8 [num_blocks, block_bytes], rows contiguous. They may be the same arena if no block is both source
     and target. One may be on a GPU and the other in host memory. src_ids, dst_ids: int64 [n], preferably in host
     memory; no target occurs twice.
-    Raises ValueError, without copying anything, if shapes or dtypes do not fit or an id is out of range. Exceptions: on
-    the reference path, an id out of range raises IndexError; ids on a GPU are not checked, and the Triton kernel skips
-    pairs out of range.
+    Raises ValueError, without copying anything, if shapes or dtypes do not fit or an id is out of range. Exception: the
+    Triton kernel does not check ids on a GPU, and skips pairs out of range.
     """
     if not (src.dtype == dst.dtype == torch.uint8 and src.dim() == dst.dim() == 2 and src.shape[1] == dst.shape[1]):
         raise ValueError("src and dst must be uint8 [num_blocks, block_bytes] with blocks of one size")
