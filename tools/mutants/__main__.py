@@ -35,10 +35,13 @@ _VERDICTS: dict[int | None, Verdict] = {
 status, the number of a signal, counts as "killed". Other statuses are errors.
 """
 _KEPT = (
-    "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "looseleaf", "models", "prefill_svc",
-    "protos", "testing", "tests", "tools", "pyproject.toml", "README.md", "loadtest", "docker-compose.yml", "docs",
-    "Makefile",
+    "bench", "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "loadtest", "looseleaf", "models",
+    "prefill_svc", "protos", "testing", "tests", "tools", "worker", "pyproject.toml", "README.md", "docker-compose.yml",
+    "docs", "Makefile",
 )  # fmt: skip
+"""The parts of the tree that the tests need. A package that is missing here would be imported from the real tree, by
+the editable installation.
+"""
 
 
 @dataclass(frozen=True, slots=True)
