@@ -43,6 +43,11 @@ def test_an_example_talks_to_a_running_server(llm: LLM, name: str) -> None:
     assert re.search(expected, said), said
 
 
+def test_a_second_run_finds_the_prompt_in_the_cache(llm: LLM) -> None:
+    said = [run("complete", llm.addresses.grpc) for _ in range(2)]
+    assert re.search(r"prompt tokens, [1-9]\d* of them cached", said[1]), said
+
+
 def test_the_node_example_streams(llm: LLM) -> None:
     if shutil.which("npm") is None or shutil.which("node") is None:
         pytest.skip("there is no npm or no node")
