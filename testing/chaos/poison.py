@@ -29,18 +29,18 @@ def poison(run: Run) -> Report:
     with run.stack(plan) as stack:
         with clean.traffic(stack) as traffic:
             traffic.wait_for(run.concurrency, timeout_s=60)
-            deaths, refused = 0, 0
+            most_deaths, refused = 0, 0
             for trial in range(run.trials):
                 began = time.monotonic()
                 before = {name: (stack.pids[name], stack.holder(name).epoch) for name in WORKERS}
                 refused += _send(stack, [20 + trial, 30, TOKEN])
                 for name in {line.service for line, _ in stack.lines(f"{DIED}poison", since=began)}:
                     stack.wait_back(name, *before[name])
+                most_deaths = max(most_deaths, len(stack.lines(f"{DIED}poison", since=began)))
             answers = traffic.stop()
-        deaths = len(stack.lines(f"{DIED}poison"))
         judge(report, stack, answers)
         report.none("poisonous requests not refused", 3 * run.trials - refused, 3 * run.trials, "requests")
-        report.at_most("workers that one prompt killed", deaths / max(1, run.trials), MOST_DEATHS, "workers")
+        report.at_most("workers that one prompt killed", most_deaths, MOST_DEATHS, "workers")
     return report
 
 
