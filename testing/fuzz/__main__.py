@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -131,7 +132,7 @@ class Fuzzer:
 
 def _resident(pid: int) -> int:
     """Returns the resident memory of a process in bytes."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def fuzz(num_inputs: int, seed: int, num_at_once: int = 64, only: str = "", family: str = "hermes") -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import struct
 import threading
@@ -80,7 +81,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 
 def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_stream_that_is_not_reset_is_answered(llm: LLM) -> None:
