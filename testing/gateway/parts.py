@@ -55,7 +55,9 @@ def make_assets(**overrides: Any) -> ModelAssets:
 
 
 def next_id(ids: Sequence[int], sample: int = 0) -> int:
-    """Returns the token after `ids`, which is never a special token."""
+    """Returns the token after `ids`, which is never a special token. About a quarter of the tokens are unknown to the
+    tokenizer and have no text, as in the padded vocabularies of real models.
+    """
     mixed = sum((i + 1) * t for i, t in enumerate(ids[-8:])) * 31 + len(ids) * 7 + sample * 101
     return 3 + mixed % (VOCAB_SIZE - 3)
 
