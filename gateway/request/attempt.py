@@ -1,4 +1,4 @@
-"""One attempt at a request: prefill on one worker, hand-over, decode on another.
+"""Runs an attempt at a request: the prefill on one worker, the hand-over, and the decode on another worker.
 
 Decode pushes its tokens: the session with the worker calls `GroupReceiver`, which adds them to the request's state and
 flushes its outlet. The request's own task waits only until every sample has ended, or until something ends the attempt.
@@ -63,9 +63,8 @@ class Attempts:
         self._recover_s = recover_s
 
     async def run(self, state: RequestState, place: Place) -> None:
-        """Prefills, hands over and decodes until every sample has ended.
-
-        If the attempt fails, raises WorkerLost if a further attempt may follow, and a LooseleafError if not.
+        """Prefills a request, hands it over and decodes it until every sample has ended. Raises WorkerLost if the
+        attempt fails and a further attempt may follow. Any other error ends the request.
         """
         state.decoded_from = state.output_len
         with ExitStack() as held:
@@ -83,7 +82,7 @@ class Attempts:
                 state.sum_up()
 
     async def prefill(self, state: RequestState, place: Place) -> HeadStart:
-        """Runs only the prefill, and returns the head start that a later call continues. Raises the errors of `run`."""
+        """Runs only the prefill, and returns the head start with which `run` can continue. Raises the errors of `run`."""
         with ExitStack() as held:
             prefilled = await self._prefill(state, place, held)
         return HeadStart(state.request, place, prefilled.route, prefilled.done)
@@ -105,8 +104,8 @@ class Attempts:
         return _Prefilled(start.route, done, isolation)
 
     async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
-        """Prefills the prompt. Adds the permission to use a worker to `held`, because a suspect keeps it during
-        decode.
+        """Prefills the prompt and the accepted tokens. Adds the permission to use the worker to `held`, because a
+        suspect keeps it until decode's first step.
         """
         try:
             async with asyncio.timeout(state.remaining_s()):
@@ -123,8 +122,8 @@ class Attempts:
         return _Prefilled(route, done, isolation)
 
     async def _enter_prefill(self, state: RequestState) -> tuple[Route, IsolationTicket]:
-        """Waits until the request may be sent to a prefill worker. Returns the route and the permission to use its
-        worker.
+        """Waits until the request may be sent to a prefill worker. Returns the route and the permission to use the
+        route's prefill worker.
         """
         state.explanation.enter(inference_pb2.PHASE_KIND_WORKER)
         route = await self._pick_prefill(state)
@@ -136,8 +135,9 @@ class Attempts:
         return route, isolation
 
     async def _pick_prefill(self, state: RequestState) -> Route:
-        """Picks a prefill worker that has a reachable partner. Raises Unavailable if there is no such worker for
-        `recover_s`, not counting the time in which the launcher restarts a worker.
+        """Picks a prefill worker that has a decode partner for the request. Raises Unavailable if there is no such
+        worker for `recover_s`, not counting the time in which workers are restarting, and DeadlineExceeded at the
+        request's deadline.
         """
         request, need, began = state.request, state.need, time.monotonic()
         while True:

@@ -11,7 +11,7 @@ from protos.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The token counts, times and attempts of a request up to now."""
+    """The token counts, the times and the number of attempts of a request so far."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -2,13 +2,14 @@
 
 This is the offset method of TGI and vLLM: decode a short window of tokens whose beginning has already been output (a
 decoder may treat the first token of a text differently), and output the new part. An unfinished character appears as
-U+FFFD at the end and is held back, for at most three tokens, because no character has more than four bytes. Bytes that
-are not valid UTF-8 therefore do not block the text. The pieces together equal the full decode. There is one exception:
-a byte-fallback decoder turns a whole run of bytes into U+FFFD if any byte in it is wrong. The pieces can differ if a
-wrong byte, or a literal U+FFFD spelled in bytes, is in the run of a character that has already been output.
+U+FFFD at the end and is held back. If it is not finished after three more tokens, only the last three characters stay
+held back, because a character has at most four bytes. Invalid bytes therefore do not block the text. The pieces
+together should equal the full decode. A known exception is a byte-fallback decoder, which turns a whole run of bytes
+into U+FFFD if one byte in the run is invalid: the pieces can differ if an invalid byte, or a literal U+FFFD spelled in
+bytes, is in the run of a character that has already been output.
 
-There is a fast path for decoders in which a token always has the same bytes (byte-level BPE). It decodes only
-unfinished characters again, and its pieces together are exactly the full decode.
+There is a fast path for decoders in which a token always has the same bytes (byte-level BPE). It keeps the bytes of an
+unfinished character, and decodes no other bytes again.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 6
-"""The smallest number of tokens that are decoded before new output, so that the output's first token keeps its leading
-space.
+"""The smallest number of tokens to which the window is trimmed. They are decoded before the new output, so that its
+first token keeps its leading space.
 """
 MAX_CONTEXT_IDS = 12
 TRIM_AT = 24
@@ -105,7 +106,7 @@ class ByteDetokenizer:
         self._bytes = token_bytes
         self._known = token_bytes.known
         self._held = b""
-        """The beginning of a character: at most three bytes."""
+        """The bytes of an unfinished character, at most three."""
         for token_id in prompt_ids[-MAX_CONTEXT_IDS:]:
             self.add(token_id)
 
@@ -208,8 +209,9 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """Returns the text and the bytes of a token, which may be special. If the token is only a part of a character,
-        its text shows its bytes, such as "bytes:\\xe2", as in OpenAI's API.
+        """Returns the text and the bytes of a token, which may be special. If the text would contain U+FFFD, because
+        the token ends inside a character, it shows the token's bytes if they are known, such as "bytes:\\xe2", as in
+        OpenAI's API.
         """
         found = self._texts.get(token_id)
         if found is None:

@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
     kind: Kind
     attempt: int
-    """The number of the attempt, from 1, or 0 before the first attempt."""
+    """The number of the attempt, counted from 1, or 0 before the first attempt."""
     start_ns: int
     end_ns: int
 
@@ -42,7 +42,7 @@ class Explanation:
     """The record of one request, from its arrival to the last message for its client."""
 
     def __init__(self, request_id: str, tenant: str, num_sequences: int, received_ns: int) -> None:
-        """`received_ns` is the time of `time.monotonic_ns` at which the request had been read. 0 means now."""
+        """`received_ns` is the time, by `time.monotonic_ns`, at which the request had been read. 0 means now."""
         now = time.monotonic_ns()
         self.tenant = tenant
         self._began_ns = received_ns or now
@@ -52,7 +52,7 @@ class Explanation:
         self._number = 0
         """Number of attempts, of which only the first `MOST_ATTEMPTS` have entries of their own."""
         self._output_from = 0
-        """The request's number of tokens when the attempt began."""
+        """The request's number of output tokens when the attempt began."""
         self._message = pb.Explanation(
             request_id=request_id,
             received_unix_ns=time.time_ns() - (now - self._began_ns),
@@ -72,22 +72,24 @@ class Explanation:
 
     @property
     def began_ns(self) -> int:
-        """When the request had been read. This and the other times are in nanoseconds of `time.monotonic_ns`."""
+        """When the request had been read, in nanoseconds of `time.monotonic_ns`."""
         return self._began_ns
 
     @property
     def from_ns(self) -> int:
-        """When the current phase began or, at the end, when the last one ended."""
+        """When the current phase began or, at the end, when the last one ended, on the clock of `began_ns`."""
         return self._from_ns
 
     @property
     def wrote_first_ns(self) -> int | None:
-        """When the first message was written to the client, or None if no message has been written."""
+        """When the first tokens were sent to the client, on the clock of `began_ns`, or None if none have been sent."""
         first_ns = self._message.first_token_ns
         return self._began_ns + first_ns if self._message.HasField("first_token_ns") else None
 
     def intervals(self) -> Iterator[Interval]:
-        """Yields the phases that have ended, with their times."""
+        """Yields the phases that have ended, with their times. The times are inexact once there are more phases than
+        `MOST_PHASES`.
+        """
         at_ns = self._began_ns
         for phase in self._message.phases:
             yield Interval(phase.kind, phase.attempt, at_ns, at_ns := at_ns + phase.duration_ns)
@@ -137,7 +139,7 @@ class Explanation:
     # --- attempts
 
     def begin_attempt(self, worker_id: str, considered: Iterable[Considered], output_len: int) -> None:
-        """Notes that the request is sent to a prefill worker. `output_len` is the request's number of tokens so far."""
+        """Notes that an attempt begins at a prefill worker. `output_len` is the request's number of output tokens."""
         self._number += 1
         self._output_from = output_len
         attempts = self._message.attempts
@@ -147,8 +149,8 @@ class Explanation:
         attempt.prefill_considered.extend(map(_considered, considered))
 
     def prefilled(self, done: prefill_pb2.PrefillDone, *, elsewhere: bool = False) -> None:
-        """Notes the result of a prefill, and divides the current phase into the worker's times, unless another call has
-        run the prefill.
+        """Notes the sources of a prompt's KV after its prefill. Unless another call has run the prefill (`elsewhere`),
+        divides the current phase into the worker's times.
         """
         self.attempt.sources.CopyFrom(done.sources)
         if not elsewhere:
@@ -157,7 +159,7 @@ class Explanation:
             self.leave(parts, pb.PHASE_KIND_TRANSPORT)
 
     def handed_over(self, ticket: types_pb.Ticket, num_tokens: int) -> None:
-        """Notes the blocks that are handed over to decode."""
+        """Notes how many tokens and blocks are handed over to decode, and the first `MOST_BLOCKS` of the blocks."""
         tables = [table for branch in ticket.branches for table in branch.groups]
         refs = dict.fromkeys(ref for table in tables for ref in zip(table.blocks, table.generations, strict=True))
         attempt = self.attempt
@@ -185,8 +187,8 @@ class Explanation:
         return self.leave(parts, pb.PHASE_KIND_DECODE if decode_ns is None else pb.PHASE_KIND_TRANSPORT)
 
     def end_attempt(self, end: str, output_len: int) -> None:
-        """Notes why the attempt has ended, and `output_len`, the request's current number of tokens. Has no effect if
-        no attempt is open.
+        """Notes why the attempt has ended and how many tokens it has produced. `output_len` is the request's number of
+        output tokens. Has no effect if no attempt is open.
         """
         if self._message.attempts and not self.attempt.end:
             self.attempt.end = end
@@ -199,7 +201,7 @@ class Explanation:
     # --- the end
 
     def wrote_first(self) -> None:
-        """Notes that the first message is being written to the client."""
+        """Notes that the first tokens are being sent to the client."""
         self._message.first_token_ns = time.monotonic_ns() - self._began_ns
 
     def end(self, outcome: str, error: str, summary: Summary) -> None:

@@ -1,4 +1,4 @@
-"""The explanations of the last requests, by tenant. Their number is bounded."""
+"""Keeps the explanations of the last requests of all tenants, in a bounded number."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Keeps prefills until a second call continues them, because some routers request prefill and decode separately.
 
-The router passes only a random name from one call to the other. The ticket, its secret, the first tokens and the seed
-stay in the gateway, so a caller cannot choose the first tokens. A prefill that no call continues in time is dropped,
-and its blocks are released.
+The router passes only a random name from one call to the other. The gateway itself keeps the ticket, the ticket's
+secret, the first tokens and the seed, so a caller cannot choose the first tokens. A prefill that no call continues in
+time is dropped, and its ticket is given up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class HeadStart:
 
     def fits(self, request: ResolvedRequest) -> bool:
         """Returns whether a request would have had the same prefill: the same prompt and adapter, blocks of the same
-        tenant, and first tokens drawn in the same way. Limits on later tokens may differ.
+        tenant, and first tokens drawn in the same way. The stopping parameters may differ in their effect on later
+        tokens.
         """
         own = self.request
         return (

@@ -1,10 +1,10 @@
 """Isolation of requests whose workers have died. A request that has lost two workers is refused for a while.
 
 When a worker dies, every request that it had becomes a suspect, because any of them may have caused the death. A
-suspect is prefilled again alone: other requests for the same prefill worker wait until decode has made its first step
-with the suspect, but at most `PROBATION_S` after its prefill. The next death therefore identifies the request that
-caused it, and no other request suffers a second death. A token from decode clears a suspect. This module does not call
-workers.
+suspect is prefilled again alone: other requests of this gateway for the same prefill worker wait until decode has made
+its first step with the suspect, but at most `PROBATION_S` after its prefill. A second death during this time is
+therefore most likely the suspect's fault. Once decode has produced a token for it, a request is no longer a suspect.
+This module does not call workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.errors import Internal
 
 MOST_DEATHS = 2
 KEEP_S = 600.0
-"""How long a request is remembered after its last death."""
+"""How long a request is suspected after the last death of one of its workers."""
 MOST_REMEMBERED = 4096
 PROBATION_S = 0.5
 """The longest time that other requests wait for decode's first step with a suspect."""
@@ -93,15 +93,17 @@ class IsolationTicket:
 
 
 class Isolation:
-    """A record of the workers' deaths by request. It decides which requests may run together, in one event loop."""
+    """A record, by request, of the workers that have died. It decides which requests may be prefilled together. It is
+    used in one event loop.
+    """
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
         self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
-        """Checks that the request may run. Raises Internal if `MOST_DEATHS` of its workers have died, the last one
-        within `KEEP_S`.
+        """Checks that the request may run. Raises Internal if at least `MOST_DEATHS` workers have died with it since
+        its last token from decode, the last of them at most `KEEP_S` ago.
         """
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:

@@ -2,8 +2,8 @@
 
 At most one write is in progress. Deltas that arrive during a write are merged, so a slow client costs one delta per
 sample, and nothing waits for the client before the request has ended. With many streams, there is an interval between
-messages to a client, and all deltas within an interval are sent as one message. This module does not depend on
-tokenizers, gRPC or HTTP.
+messages to a client, and the deltas that arrive within an interval are sent together, except that the end of a sample
+is sent at once. This module does not depend on tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LAST_WORD_S = 5.0
 MIN_PAUSE_S = 0.001
 """Pauses up to this length are skipped, because they are not worth a timer."""
 MESSAGE_COST_S = 0.00025
-"""Interval per stream. A message to a client costs the event loop up to 0.1 ms. With many streams, the interval between
-a stream's messages is this time multiplied by the number of streams, so the loop stays free for new calls (grpc.aio
-accepts one at a time). With 64 streams, the interval is 16 ms, which is shorter than most steps.
+"""The interval between a stream's messages is this time multiplied by the number of streams, if there are many. A
+message to a client costs the event loop up to 0.1 ms, so the loop has time left for new calls (grpc.aio accepts one at
+a time). With 64 streams, the interval is 16 ms.
 """
 FEW_STREAMS = 16
-"""Up to this number of streams, every step's tokens are sent at once."""
+"""Up to this number of streams, there is no interval between messages."""
 
 
 class Outlet:
@@ -99,7 +99,9 @@ class Outlet:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Closes the outlet. After an error, first writes the pending deltas, for at most `LAST_WORD_S`."""
+        """Closes the outlet. After an error other than a cancellation, first writes the pending deltas, for at most
+        `LAST_WORD_S`.
+        """
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(LAST_WORD_S):

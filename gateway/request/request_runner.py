@@ -9,9 +9,9 @@
                             +-> RequestState (tokens, text, stops) -> Outlet -> client
     decode's tokens --------+   state.py                              outlet.py
 
-The gateway owns what the client sees, so the loss of a worker is only a pause: the prompt and the accepted tokens of
-every sample that has not ended are prefilled again, usually with most blocks found in the cache, and the next token has
-the next index. A beam search starts over. Every wait for workers is bounded by the deadline.
+The gateway keeps the accepted tokens, so a client notices the loss of a worker only as a pause, as long as attempts are
+left: the prompt and the accepted tokens of every sample that has not ended are prefilled again, usually with most
+blocks found in the cache, and the next token has the next index. A beam search starts over.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class RequestRunner:
         using: Callable[[AdapterRef | None], AbstractContextManager[None]] = lambda adapter: nullcontext(),
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`using(adapter)` returns a context manager that is open while a request waits and runs.
+        """`using(adapter)` returns a context manager that is open while `run` waits for workers and uses them.
 
-        When a request that was sent to a worker ends, `used(tenant, num_tokens)` is called with the number of tokens in
-        its prompt and output. `computed(request, outputs)` is called after prefill, with one empty output, and with the
-        outputs of all samples when the request ends.
+        When `run` ends a request that was sent to a worker, it calls `used(tenant, num_tokens)` with the number of
+        tokens in the prompt and the output, and `computed(request, outputs)` with the outputs of all samples.
+        `computed` is also called after each prefill, with one empty output, and `used` for a head start that is
+        dropped.
         """
         self._workers = workers
         self._gate = gate
@@ -90,8 +91,8 @@ class RequestRunner:
 
         `head_start` names a prefill that an earlier call has made. If it cannot be used, this call prefills the prompt.
 
-        Cancelling this coroutine cancels the work. Raises LooseleafError; deltas accepted before the error are still
-        pending in the outlet.
+        Cancelling this coroutine cancels the work. Raises a LooseleafError if the request fails; deltas accepted before
+        the error may still be pending in the outlet.
         """
         state, error, code = self._begin(request, outlet), "", ""
         self.explanations.add(state.explanation)
@@ -163,8 +164,9 @@ class RequestRunner:
         self._isolation.survived(state.digest)
 
     async def _enter(self, state: RequestState) -> Place:
-        """Waits for a place at the workers, unless a head start has kept one. Raises Internal at once if the request's
-        workers have died twice, and Unavailable if no pair of workers has been ready for `recover_s`.
+        """Waits for a place at the workers, unless a head start has kept one. Raises Internal if too many of the
+        request's workers have died (`Isolation.check`), Unavailable if no pair of workers has been ready for
+        `recover_s`, and DeadlineExceeded if the request gets no place before its deadline.
         """
         if state.head_start is not None:
             state.rank = state.head_start.place.rank

@@ -1,5 +1,5 @@
-"""One sample of a request: its accepted tokens by index, its text, its stop strings and its end. This module does not
-call workers.
+"""Keeps one sample of a request: its accepted tokens, its text, its stop strings and its end. This module does not call
+workers.
 """
 
 from __future__ import annotations

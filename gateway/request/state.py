@@ -1,4 +1,4 @@
-"""The state of a request across attempts: its samples, its times, its counts, and the messages to workers.
+"""Keeps the state of a request across attempts: its samples, times and counts. It also builds the messages to workers.
 
 A beam search has as many samples as beams to return. They have no content before the search ends. This module does not
 call workers.
@@ -61,10 +61,10 @@ class RequestState:
     times: Timings = field(default_factory=Timings)
     sources: PromptSources | None = None
     prompt_logprobs: Sequence[types_pb.TokenLogprob] = ()
-    """Log-probabilities that have not been sent yet."""
+    """The prompt's log-probabilities that have not been sent yet."""
     handed_over: int = 0
     transferred: int = 0
-    """Number of token positions that were copied between hosts."""
+    """Number of token positions that were copied between arenas."""
     left_at: float = 0.0
     """When the last delta was sent, or 0 before the first."""
 
@@ -134,8 +134,8 @@ class RequestState:
         return most_held(rules, need.prompt_len, lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """Counts the tokens of a delta that is being sent and measures its latency. The request's first delta gets
-        the prompt's log-probabilities and sources.
+        """Counts the tokens of a delta that is being sent and measures its latency. If the request's first delta has
+        tokens, it gets the prompt's log-probabilities and sources.
         """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
         sample.delta = None
@@ -164,7 +164,7 @@ class RequestState:
         metrics.tokens(count)
 
     def sum_up(self) -> None:
-        """Adds the request's summary to the last delta. Must be called when every sample has ended."""
+        """Adds the request's summary to the last delta. Must be called only when every sample has ended."""
         last = self.outlet.pending[-1]
         assert last.finish_reason is not None
         last.summary, self.outcome = self.summary(), last.finish_reason.value
@@ -173,7 +173,7 @@ class RequestState:
 
     def accept_token(self, sample_index: int, output_index: int, token_id: int) -> bool:
         """Accepts a token with which the worker does not end the sample. Returns True if the token completes a stop
-        string, which ends the sample. Raises WorkerLost for an impossible token.
+        string, which ends the sample. Raises WorkerLost if there is no such sample, or if a token before it is missing.
         """
         try:
             sample = self.samples[sample_index]
@@ -186,9 +186,8 @@ class RequestState:
 
     def accept(self, output: decode_pb2.SequenceOutput) -> bool:
         """Accepts decode's output for one sample. Returns True if a stop string has ended the sample and the worker has
-        not.
-
-        Raises WorkerLost for impossible tokens.
+        not. Raises WorkerLost if there is no such sample, if earlier tokens are missing, or if the output ends the
+        sample without a new token.
         """
         if output.sample_index >= len(self.samples):
             raise internal("decode")
@@ -202,8 +201,9 @@ class RequestState:
         return self._note_end(sample) and finish is None
 
     def accept_first(self, done: prefill_pb2.PrefillDone) -> list[Sample]:
-        """Accepts the token that prefill drew for each branch. Returns the samples with which the ticket continues.
-        Some of them may already have ended, by a stop string or by a stopping parameter that prefill did not apply.
+        """Accepts the token that prefill drew for each branch, or the embedding. Returns the samples with which the
+        ticket continues. Some of them may already have ended, by a stop string or by a stopping parameter that prefill
+        did not apply.
 
         Raises WorkerLost for an answer that does not match the request.
         """
@@ -258,8 +258,8 @@ class RequestState:
         )
 
     def submit_request(self, done: prefill_pb2.PrefillDone, going: list[Sample]) -> decode_pb2.Submit:
-        """Returns the decode request for an attempt whose prefill is done. Raises DeadlineExceeded if the deadline has
-        passed.
+        """Returns the message that submits a group to decode after its prefill. Raises DeadlineExceeded if no time is
+        left.
         """
         request = self.request
         return decode_pb2.Submit(
@@ -290,8 +290,8 @@ class RequestState:
 
 
 def _sampling(params: SamplingParams, *, with_prompt: bool) -> types_pb.SamplingParams:
-    """Returns the sampling parameters for a worker. Prompt log-probabilities are requested only once, because they keep
-    a prompt from using its cached prefix.
+    """Returns the sampling parameters for a worker, without the request for prompt log-probabilities unless
+    `with_prompt` is set. Prompt log-probabilities keep a prompt from using its cached prefix.
     """
     message = convert.sampling_to_pb(params)
     if not with_prompt:

@@ -1,5 +1,5 @@
-"""The spans of one request in the gateway: the request, its waits, and its attempts. Workers and block stores add their
-spans below the span of the attempt. The times of the spans come from the request's explanation.
+"""Records the spans of one request in the gateway: the request, its waits, and its attempts. The times of the spans
+come from the request's explanation. Workers and block stores record spans of their own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class RequestTrace:
             self._attempts[-1].end(self._explanation.from_ns, error)
 
     def end(self, summary: Summary, finish_reasons: list[str], error: str) -> None:
-        """Ends the request's span, and adds its waits. `error` is the gRPC name of the request's status, or empty."""
+        """Ends the request's span, and adds its waits. `error` is the name of the gRPC status with which the request
+        failed, or empty.
+        """
         CURRENT.set(self._caller)
         root = self._root
         if not root.is_recording:
@@ -68,7 +70,9 @@ class RequestTrace:
         root.end(self._explanation.from_ns, error)
 
     def _attributes(self, summary: Summary, finish_reasons: list[str]) -> Attributes:
-        """Returns the attributes of OpenTelemetry's conventions for generative AI, which contain no text."""
+        """Returns the attributes of the request's span, most of them from OpenTelemetry's conventions for generative
+        AI. They do not contain the prompt or the output.
+        """
         request = self._request
         found: dict[str, str | int | float | bool | list[str]] = {
             "gen_ai.operation.name": request.operation,
