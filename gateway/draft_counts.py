@@ -1,4 +1,4 @@
-"""The counters of speculative decoding for /metrics, as the workers last reported them."""
+"""Shows the counters of speculative decoding in /metrics, as the workers last reported them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The gateway's Prometheus metrics. The name of each metric begins with looseleaf_. A metric that vLLM also has appears
-under vLLM's name as well. Every value is counted once; the second name is added when /metrics is read. Tokens are
-counted on the hot path, so they have a faster collector (`token_tally`).
+"""The gateway's Prometheus metrics. Their names begin with looseleaf_, and the metrics in `VLLM_NAMES` appear under
+vLLM's names as well. Every value is counted once; the second name is added when /metrics is read. Tokens are counted on
+the hot path, so they have a faster collector (`token_tally`).
 
 Definitions: time to first token is the time from the request's arrival at the gateway until its first token is sent to
 the client. Inter-token latency is the time between two consecutive messages of a sample, divided by the number of
@@ -57,7 +57,7 @@ VLLM_NAMES = {
 
 
 class _Aliased(Collector):
-    """A collector of all metrics of a registry. Metrics that vLLM also has appear a second time under vLLM's name."""
+    """A collector of all metrics of a registry. A metric that `names` contains also appears under its other name."""
 
     def __init__(self, inner: CollectorRegistry, names: Mapping[str, str]) -> None:
         self._inner = inner
@@ -176,7 +176,7 @@ class Metrics:
         )
 
     def _begin_at_zero(self) -> None:
-        """Creates the series whose labels are known. Without an earlier 0, Prometheus would miss the first event."""
+        """Creates the series of outcomes, codes and reasons. Without an earlier 0, Prometheus would miss an event."""
         for outcome in OUTCOMES:
             self._ended.labels(self.model_name, outcome)
         for code in BY_GRPC_CODE:
@@ -220,7 +220,7 @@ class Metrics:
             self._given_back.inc()
 
     def failed(self, code: str) -> None:
-        """Counts a request that was refused or failed with this gRPC code."""
+        """Counts a request that was refused or that failed, under its gRPC code."""
         self._refused.labels(self.model_name, code).inc()
 
     def refused(self, reason: str) -> None:

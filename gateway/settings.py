@@ -13,8 +13,8 @@ from gateway.tools.names import CallFormatName, ReasoningFormatName
 
 
 class GatewaySettings(VllmGrpcSettings, ServerSettings):
-    """Flags of `python -m gateway`. The environment variables are LOOSELEAF_GATEWAY_*. A flag that vLLM also has
-    keeps vLLM's name.
+    """The flags of `python -m gateway`. The environment variables are LOOSELEAF_GATEWAY_*. Many flags have the names of
+    vLLM's flags.
     """
 
     model_config = settings_config("LOOSELEAF_GATEWAY_", "gateway")

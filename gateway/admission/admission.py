@@ -84,7 +84,8 @@ class Admission:
     def enter(self, tenant: str = "") -> Entry:
         """Admits a request whose headers have arrived. Use the entry in a `with` statement.
 
-        Raises ResourceExhausted (queue, wait, quota) or, while draining, Unavailable. Each error has a retry time.
+        Raises ResourceExhausted if the queue is full, the predicted wait is too long or the tenant's quota of requests
+        is used up, and Unavailable while draining. Each error has a retry time.
         """
         self.check(tenant)
         self._take(self._tenants.requests(tenant), 1)
@@ -208,7 +209,8 @@ class Entry:
         """Admits all sequences of an HTTP or gRPC request that has been read, or none of them. `requests` contains one
         request for each of its prompts.
 
-        Raises PermissionDenied (priority) or ResourceExhausted with a retry time (queue, wait, quota).
+        Raises PermissionDenied if the tenant may not use the priority. Raises ResourceExhausted, with a retry time, if
+        the queue has no room for the sequences, the predicted wait is too long or a quota of the tenant is used up.
         """
         self._admission.take(self, requests)
 

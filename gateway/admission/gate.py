@@ -1,8 +1,8 @@
 """The gate to the workers, where a request waits until decode has room for it. This module does no I/O.
 
-Requests wait here because a prompt that is prefilled too early takes blocks that running requests need. They pass in
-order of priority, and tenants share the places fairly. The gate also predicts how long a request that arrives now will
-wait.
+Requests wait here because a prompt that is prefilled too early takes blocks that running requests need. Waiting
+requests pass in order of priority, and tenants share the places fairly. The gate also predicts how long a request that
+arrives now will wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.admission.queue_wait import Margin, Mark, ServiceRate, work_before
 from gateway.admission.shares import Shares
 
 QUANTUM = 2048
-"""Tokens that a tenant may spend per turn. Most requests cost less, so few turns are idle."""
+"""Tokens that a tenant may spend per turn."""
 RETURN_POLL_S = 0.05
 """Interval at which the gate checks whether the first group that was given back fits, because no event reports that
 workers have room. It is also the pause after one such group has been let through.

@@ -2,7 +2,7 @@
 seconds of a monotonic clock.
 
 The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant that the file does not
-list has no limits. If no key is required, no client has limits.
+list has no limits.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ class AskingBody(Protocol):
     stream: bool | None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request for each prompt. Raises InvalidArgument or Unimplemented."""
+        """Returns one request for each prompt. Raises InvalidArgument if a field is invalid, and Unimplemented if a
+        field is not supported.
+        """
 
 
 class StreamForm(Protocol):
@@ -43,7 +45,9 @@ class WholeAnswer(Protocol):
     """The body's names for fields that have other names in `Wanted`."""
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request for each prompt. Raises InvalidArgument or Unimplemented."""
+        """Returns one request for each prompt. Raises InvalidArgument if a field is invalid, and Unimplemented if a
+        field is not supported.
+        """
 
     def take(self, requests: list[ResolvedRequest]) -> None:
         """Takes the resolved requests. Must be called before `add`."""

@@ -1,6 +1,6 @@
 """Reads request bodies, each within a limit and all together within a budget. Large bodies are parsed in a thread.
 
-Parsing holds the interpreter lock for at most a few milliseconds (`openai_parse` limits this), so one thread is enough:
+Parsing holds the interpreter lock for a short time, which the limits of `openai_parse` bound, so one thread is enough:
 the event loop runs between two bodies, and bodies that wait for the thread count against the budget.
 """
 
@@ -70,8 +70,8 @@ class BodyReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def read(self, request: Request, kind: type[M]) -> M:
-        """Reads and parses one body. Raises InvalidArgument (413 for a body that is too large), Unimplemented,
-        ResourceExhausted, DeadlineExceeded, or Cancelled if the client disconnects.
+        """Reads and parses one body. Raises the errors of `read_body` and `parse_body`, and ResourceExhausted if the
+        budget has too few bytes left.
         """
         limits, unknown = self._limits(), list[str]()
         on_unknown = None if self._strict else unknown.append

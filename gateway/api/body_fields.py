@@ -28,8 +28,8 @@ def fields_of(
 ) -> Mapping[str, msgspec.Raw]:
     """Returns the raw values of the fields that the body contains, excluding ignored fields.
 
-    Calls `on_unknown` with each unknown field's name. Raises InvalidArgument if the body is not a JSON object, if it
-    has an unknown field and `on_unknown` is None, or if its unknown fields are too long.
+    Calls `on_unknown` with the name of each unknown top-level field. Raises InvalidArgument if the body is not a JSON
+    object, if it has such a field and `on_unknown` is None, or if its unknown fields are too long.
     """
     try:
         try:

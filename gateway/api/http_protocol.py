@@ -20,9 +20,7 @@ from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
 SURPLUS = 64
-"""Number of connections above the limit that get an error before they are closed. Further connections are closed at
-once.
-"""
+"""Number of connections above the limit that get an error if they send data. Further connections are closed at once."""
 SURPLUS_S = 1.0
 MAX_DISCARDED_BYTES = 2 * MAX_BODY_BYTES
 """The number of bytes of a body that are read and discarded after its request has been answered. If there are more, the
@@ -32,7 +30,7 @@ connection is closed.
 
 @dataclass(frozen=True, slots=True)
 class HttpBounds:
-    """The limits that apply to connections before a client is identified."""
+    """The limits on connections. They apply without regard to the client."""
 
     connections: int = 4096
     head_bytes: int = 64 << 10

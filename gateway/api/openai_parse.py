@@ -5,8 +5,8 @@ each field and decodes it with its type. Before a list of prompts, ids or messag
 elements is estimated from its commas, brackets or quotation marks, because decoded elements take about ten times as
 much memory as their bytes.
 
-An unknown field is refused, or reported to the caller and ignored. A number such as 2.0 is accepted as an integer, as
-in JSON Schema. This module does not depend on connections.
+An unknown top-level field is refused, or reported to the caller and ignored. A number such as 2.0 is accepted as an
+integer, as in JSON Schema. This module does not depend on connections.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def parse_body(
     limits: PromptLimits,
     on_unknown: Callable[[str], None] | None = None,
 ) -> M:
-    """Parses a body. `on_unknown` is called with the name of each unknown field; if it is None, unknown fields are
-    refused.
+    """Parses a body. `on_unknown` is called with the name of each unknown top-level field; if it is None, such fields
+    are refused.
 
     Raises InvalidArgument for an invalid or missing field, and Unimplemented for an unsupported field that is not null
     and does not have its neutral value.

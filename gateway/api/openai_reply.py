@@ -150,8 +150,8 @@ class LogprobFormat:
 
 
 def _finite(logprob: float) -> float:
-    """Returns the log-probability, but at least -9999, which is OpenAI's value for an impossible token. JSON cannot
-    represent minus infinity.
+    """Returns the log-probability, but at least -9999, which OpenAI's API returns for a very unlikely token. JSON
+    cannot represent minus infinity.
     """
     return max(logprob, -9999.0)
 

@@ -100,8 +100,8 @@ class HttpServer(uvicorn.Server):
 
 
 async def announce_shutdown(servers: Sequence[RpcServer], seconds: float) -> None:
-    """Fails health checks for `seconds` while the gateway continues to serve, so that load balancers stop sending
-    requests to it. A second signal ends the wait.
+    """Makes the servers' health checks fail, and waits for `seconds` while the gateway continues to serve, so that load
+    balancers stop sending requests to it. A second signal ends the wait.
     """
     await _set_ready(servers, False)
     if seconds:

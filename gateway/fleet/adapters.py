@@ -1,4 +1,4 @@
-"""The LoRA adapters that clients can choose by name: loading and unloading them, and the requests that use them.
+"""Loads and unloads the LoRA adapters that clients can choose by name, and counts the requests that use them.
 
 The list of wanted adapters is in Redis (`AdapterRegistry`). Workers load the adapters on this list and report them in
 their registry entries. Once a pair of workers has loaded an adapter, the adapter is served until it is unloaded. While
@@ -91,7 +91,7 @@ class Adapters:
 
     async def begin(self, modules: Sequence[str]) -> None:
         """Loads the adapters of --lora-modules ("name=path"), and waits until all workers have loaded them, without a
-        time limit. Raises StartupError, which names the adapter that cannot be loaded.
+        time limit. Raises StartupError if an adapter cannot be loaded; the error names the adapter.
         """
         for text in modules:
             try:
@@ -208,7 +208,7 @@ class Adapters:
 
 def _repair(known: AdapterList, found: AdapterList | None, registry: AdapterRegistry) -> AdapterList | None:
     """Publishes again the adapters of the list `known` whose entries have been lost or are damaged in Redis. Removes
-    the damaged entries of other adapters. Returns the new list.
+    the damaged entries of other adapters. Returns the list as it is afterwards.
     """
     is_lost = found is None or found.life != known.life
     there = set() if found is None else {ref.name for ref in found.refs}

@@ -1,4 +1,4 @@
-"""Asks the block stores of all arenas for their numbers of blocks by state, which /metrics shows."""
+"""Asks block stores for their numbers of blocks by state, which /metrics shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """The numbers of blocks of all arenas by state, and the size of a block."""
+    """The numbers of blocks by state, summed over block stores, and the size of a block."""
 
     by_state: Mapping[str, int] = field(default_factory=dict)
     """The number of blocks in each of `STATES`. Empty if no block store has answered yet."""

@@ -1,6 +1,6 @@
-"""The states of all blocks, as block stores report them, for clients that watch them. A store is asked for its states
-only while a client watches. All clients share the answers, so a store is asked equally often for one client and for
-many. A slow store is asked less often.
+"""Asks block stores for the states of all their blocks, for clients that watch them. A store is asked for its states
+only while a client watches. All clients share an answer, so the rate of calls is bounded, however many clients watch. A
+slow store is asked less often.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from protos.v1 import block_store_pb2_grpc
 
 MIN_INTERVAL_S = 0.1
 BUSY_SHARE = 0.1
-"""The largest share of the time that a store spends on reading states."""
+"""The largest share of the time that a store spends on reading states for this gateway."""
 TIMEOUT_S = 5.0
 
 

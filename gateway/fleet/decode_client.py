@@ -43,7 +43,7 @@ class Receiver(Protocol):
         """Takes an output for which `take_token` does not suffice."""
 
     def flush(self) -> None:
-        """Is called after one or more outputs of a message have been taken."""
+        """Is called after each run of the group's outputs in a message."""
 
 
 class SubmittedGroup:
@@ -88,7 +88,7 @@ class SubmittedGroup:
             self.fail(error)
 
     async def wait(self) -> None:
-        """Waits until `end` or `fail` is called, and raises the error passed to `fail`. May be called only once."""
+        """Waits until `end` or `fail` is called, and raises the error passed to `fail`."""
         await self._over
         if self._error is not None:
             raise self._error
@@ -124,8 +124,8 @@ class DecodeSession:
 
     def submit(self, request: pb.Submit, samples: Iterable[int], receiver: Receiver) -> SubmittedGroup:
         """Sends a group. The caller has filled in `attempt`; this method fills in the handle and the trace context of
-        the current task. The group ends when all `samples` have ended, or fails at once if the session is not
-        connected.
+        the current task. The session drops the group when all `samples` have ended. If the session is not connected,
+        the group fails at once.
         """
         request.handle, trace = self._next_handle, CURRENT.get()
         request.traceparent, request.tracestate = trace.traceparent, trace.tracestate
@@ -141,7 +141,7 @@ class DecodeSession:
         return group
 
     def cancel(self, group: SubmittedGroup) -> None:
-        """Drops a group if it has not ended. The worker releases the group's blocks within a step."""
+        """Drops a group that the session still has, and tells the worker to cancel the group."""
         if self._groups.pop(group.handle, None) is not None and self.connected:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle)))
 
@@ -267,8 +267,8 @@ class SessionPool:
         return self.get(record.worker_id) is not None
 
     def sync(self, records: Iterable[WorkerRecord]) -> None:
-        """Opens sessions with new workers and drops sessions that have ended. A worker that has left the registry is
-        draining: it keeps its session until its sequences have ended.
+        """Drops sessions that have ended, and opens one with each decode worker that has none, after a pause if an
+        earlier session has ended. A worker that has left the registry keeps its session until its groups have ended.
         """
         now = time.monotonic()
         wanted = {r.worker_id: r for r in records if r.role == "decode"}

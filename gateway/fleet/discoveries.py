@@ -1,7 +1,8 @@
 """Discovery through several Redis servers, each of which serves one or more arenas.
 
-Each server has the ledgers and the records of its own arenas, and its own circuit breaker. If a server is lost, its
-workers stay known, but their prefixes are not looked up. The arenas of the other servers are not affected.
+Each server has the ledgers of its own arenas and the records of their workers and block stores. This module uses one
+circuit breaker per server. If a server is lost, its workers stay known, but prefixes in their arenas are not looked up.
+The arenas of the other servers are not affected.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Discoveries:
 
     @property
     def ledgers(self) -> Mapping[str, LedgerScripts]:
-        """Read-only views of the ledgers of all known arenas, by arena id."""
+        """Clients of the ledgers of all known arenas, by arena id."""
         return {arena_id: ledger for part in self._parts for arena_id, ledger in part.ledgers.items()}
 
     def close(self) -> None:

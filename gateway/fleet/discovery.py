@@ -1,9 +1,9 @@
-"""Discovery: polls the registry in Redis, informs the router and the sessions, and looks up cached prefixes for
-routing. All Redis calls run in threads, and lookups have a time budget.
+"""Polls the registry in Redis, informs the router and the sessions, and looks up cached prefixes for routing. Redis is
+called in threads, and lookups have a time budget.
 
-Without Redis, the gateway routes by load alone, to the known workers. After a few unanswered lookups, requests skip the
-lookup until a poll is answered within a lookup's time budget. When Redis comes back, its list of workers may be lost or
-old. No worker therefore counts as gone until all workers have had time to register again.
+Without Redis, the gateway routes by load alone, to the known workers. After a few unanswered lookups or a failed poll,
+requests skip the lookup until a poll is answered within a lookup's time budget. When Redis comes back, its list of
+workers may be lost or old. No worker therefore counts as gone until all workers have had time to register again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ is busy.
 """
 CHECKS = 5
 CHECK_PAUSE_S = 0.3
-"""Seconds between two calls of `check`, each of which waits for an answer for a second."""
+"""Seconds between two of the calls that `check` makes."""
 FIRST_POLL_S = 0.05
-"""Interval between polls while there is no worker. It is short, because startup is complete when the first worker
-joins.
+"""Interval between polls while there is no worker. It is short, because a deployment that starts waits for its workers
+to join.
 """
 GRACE_S = 5.0
 """For this time after Redis was silent or lost its data, missing workers do not count as gone. Workers publish every
@@ -125,7 +125,7 @@ class Discovery:
 
     @property
     def ledgers(self) -> Mapping[str, LedgerScripts]:
-        """Read-only views of the ledgers of the known arenas, by arena id."""
+        """Clients of the ledgers of the known arenas, by arena id."""
         return self._ledgers
 
     def close(self) -> None:
@@ -133,9 +133,9 @@ class Discovery:
         self._client.close()
 
     async def cached_tokens(self, workers: Iterable[WorkerRecord], request: ResolvedRequest) -> dict[str, int]:
-        """Returns the number of leading tokens of the prompt that prefill would find in each arena, by arena id. The
-        result is empty if the lookup fails or is not answered in time. While the breaker is open, the call returns an
-        empty result at once, and `breaker.num_refused` counts the call.
+        """Returns the number of leading tokens of the prompt that prefill would find in each arena whose ledger is
+        known, by arena id. The result is empty if the lookup fails or is not answered in time. While the breaker is
+        open, the call returns an empty result at once, and `breaker.num_refused` counts the call.
         """
         if self.breaker.refuses():
             return {}
@@ -150,8 +150,8 @@ class Discovery:
         return found
 
     async def end_ticket(self, ticket: Ticket) -> None:
-        """Ends a ticket that no worker will claim. If its ledger is not known or does not answer, the ticket ends with
-        its lease.
+        """Ends a ticket that no worker will claim. If the ticket's ledger is not known or does not answer, or if the
+        breaker is open, the ticket ends with its lease.
         """
         if (ledger := self._ledgers.get(ticket.arena_id)) is None or self.breaker.is_open:
             return

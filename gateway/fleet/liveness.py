@@ -1,7 +1,8 @@
 """Decides from the messages and heartbeats on one stream whether a worker is alive (`worker.heartbeat` sends the
 heartbeats).
 
-Time during which this process was stopped, or its loop was busy, does not count against the worker.
+If this process was stopped or its loop was busy for longer than `OWN_PAUSE_S`, the limits begin anew, so that this time
+does not count against the worker.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ class LivenessLimits:
     """The limits on a worker's silence, in seconds."""
 
     silence_s: float = 2.25
-    """Limit on the time without any message, even a heartbeat: the process is frozen, or its host is gone."""
+    """Limit on the time without any message, even a heartbeat. Beyond it, the process is probably frozen or gone."""
     stall_s: float = 60.0
     """Limit on the time without a step while the worker has work from this gateway."""
 
 
 class Liveness:
-    """A timer that watches one worker from `start` to `stop`, in one event loop. It calls `lost(limit in seconds, what
-    the worker failed to do)` once, at most a tick after a limit has passed.
+    """A timer that watches one worker from `start` to `stop`, in one event loop. When a limit has passed, the next tick
+    calls `lost(limit in seconds, what the worker failed to do)` and ends the watch.
     """
 
     __slots__ = ("_busy", "_heard_at", "_limits", "_lost", "_stepped_at", "_tick_s", "_ticked_at", "_timer")

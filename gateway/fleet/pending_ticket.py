@@ -1,4 +1,4 @@
-"""A ticket on its way from prefill to decode. It is given up if decode does not get it."""
+"""Keeps a ticket on its way from prefill to decode, and gives it up if decode does not get it."""
 
 from __future__ import annotations
 

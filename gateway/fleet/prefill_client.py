@@ -1,4 +1,4 @@
-"""Calls to prefill workers, with one server stream per prompt and one channel per worker."""
+"""Calls prefill workers, with one server stream per prompt and one channel per worker."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class PrefillClient:
         self._channels = ChannelPool(trust)
 
     async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
-        """Prefills a prompt on a worker. Cancelling this coroutine cancels the call. Raises WorkerLost,
-        DeadlineExceeded, or the worker's own error.
+        """Prefills a prompt on a worker. Cancelling this coroutine cancels the call. Raises WorkerLost if the request
+        may be sent to a worker again, DeadlineExceeded after `timeout_s`, and otherwise the error that the worker
+        reported.
         """
         with self._channels.use(worker.address) as channel:
             return await self._prefill(channel, worker, request, timeout_s)

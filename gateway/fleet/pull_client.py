@@ -38,7 +38,8 @@ class PullClient:
 
     async def pull(self, store: str, request: pb.PullRequest, timeout_s: float) -> pb.PullResponse:
         """Makes the block store at the address `store` copy a ticket's blocks, and returns its answer, which contains
-        the ticket of the copies. Cancelling this coroutine ends the pull. Raises WorkerLost or DeadlineExceeded.
+        the ticket of the copies. Cancelling this coroutine ends the pull. Raises DeadlineExceeded after `timeout_s`,
+        and WorkerLost if the pull fails for another reason.
         """
         with self._channels.use(store) as channel:
             stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]

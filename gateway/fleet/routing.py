@@ -1,9 +1,9 @@
 """Chooses the prefill and the decode worker of a request. This module does no I/O; callers pass the current time.
 
-A request takes the route on which decode is predicted to begin first. The predicted time is the sum of the times for
-the queue and prefill at a prefill worker, for a copy if the decode worker uses another arena, and for a place in that
-worker's batch (`gateway.fleet.costs`). A prefix that is cached in another arena is therefore copied or computed again,
-whichever takes less time. The decode worker is chosen after prefill, by the loads at that time. Load is counted at
+A request takes the route with the least predicted time. This is the sum of the times for the queue and prefill at a
+prefill worker, for a copy if the decode worker uses another arena, and for the delay in that worker's batch
+(`gateway.fleet.costs`). A prefix that is cached in another arena is therefore copied or computed again, whichever is
+predicted to take less time. The decode worker is chosen after prefill, by the loads at that time. Load is counted at
 dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are
 equally good, the one that was picked longest ago is chosen, so that the load is spread.
 """
@@ -31,7 +31,7 @@ REPORT_S = 3.0
 MOST_CONSIDERED = 8
 """Maximum number of workers that a pick names as considered."""
 PUBLISHED_S = 1.5
-"""Largest age of a load in the registry: workers publish every second, and gateways poll (`--poll-s`)."""
+"""Assumed age of a load in the registry: workers publish every second, and gateways poll (`--poll-s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class WorkerState:
     reported_at: float = float("-inf")
     """When the worker last reported its load to this gateway. The load may also come from the registry."""
     dispatched_tokens: int = 0
-    """Number of prompt tokens that this gateway has sent and that have not been prefilled."""
+    """Number of tokens in this gateway's current prefill calls to the worker: prompts, and outputs of earlier attempts.
+    """
     dispatched_sequences: int = 0
     """Number of sequences that this gateway has sent and that have not ended."""
     suspect_until: float = float("-inf")
@@ -86,9 +87,11 @@ class Considered:
 
     worker_id: str
     predicted_s: float
-    """Predicted time from the choice until decode begins."""
+    """The predicted time by which workers are compared: of the whole route for a prefill worker, and of the rest of the
+    route for a decode worker.
+    """
     missing_tokens: int
-    """Number of prompt tokens that are not cached in the worker's arena."""
+    """Number of prompt tokens, at least 1, that are not cached in the worker's arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class Router:
             state.suspect_until = now + SUSPECT_S
 
     def unreachable(self, worker_id: str, now: float) -> None:
-        """Notes that no process answered at the worker's address."""
+        """Notes that the worker could not be reached. For a while, it gets no prompts."""
         if (state := self.workers.get(worker_id)) is not None:
             state.unreachable_until = now + UNREACHABLE_S
 
@@ -170,8 +173,8 @@ class Router:
         return any(any(self._partners(prefill, usable, adapter)) for prefill in prefills)
 
     def pick_prefill(self, asked: Asked, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
-        """Picks the prefill worker with which decode is predicted to begin first, or returns None if no reachable
-        worker has a partner. `usable` returns whether a decode worker can take the request.
+        """Picks the prefill worker whose best route has the least predicted time. Returns None if no reachable worker
+        that has loaded the adapter has a partner. `usable` returns whether a decode worker can take the request.
         """
         shares = self._shares(usable, asked.adapter, now)
         prefills = [
@@ -190,9 +193,9 @@ class Router:
         return self._pick(partnered, lambda p: costs[p.record.worker_id], asked, now)
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
-        """Picks the decode worker that is predicted to begin first after the route's prefill, among those that accept
-        the prefill worker's tickets, are `usable` for the group and have loaded the adapter. Returns None if there is
-        no such worker.
+        """Picks the decode worker with the least predicted time after the route's prefill, among those that accept the
+        prefill worker's tickets, are `usable` for the group and have loaded the adapter. Returns None if there is no
+        such worker.
         """
         prefill, asked = route.prefill, route.asked
 
@@ -223,7 +226,7 @@ class Router:
         return found
 
     def _after_prefill_s(self, source: str, shares: Mapping[str, float], asked: Asked, now: float) -> float:
-        """Returns the least time in seconds that a request loses between prefill in this arena and decoding, or
+        """Returns the least time in seconds that a request is predicted to lose after a prefill in this arena, or
         infinity if no decode worker accepts the ticket. `shares` is the result of `_shares` for one pairing.
 
         Considers only arenas that can be better than the prefill worker's arena, because a large fleet has many pairs

@@ -40,8 +40,9 @@ class Stores:
         self._by_arena = stores
 
     async def pull(self, request: pb.PullRequest, arena_id: str, timeout_s: float) -> pb.PullResponse:
-        """Copies the blocks of a request's ticket into the arena `arena_id`, and fills in `request.source`. Raises the
-        errors of `PullClient.pull`. If one of the two stores does not answer, routing avoids the pair for a while.
+        """Copies the blocks of a request's ticket into the arena `arena_id`, and fills in `request.source`. Raises
+        WorkerLost if one of the two stores is not in the registry, and the errors of `PullClient.pull`. If a store does
+        not answer, routing avoids the pair for a while.
         """
         pair = (request.ticket.arena_id, arena_id)
         source, destination = map(self._by_arena.get, pair)

@@ -1,5 +1,5 @@
-"""The error after which a request is sent to workers again. The error does not reach clients: they see a pause or, if
-no attempt is left, a status.
+"""Defines the error after which a request may be sent to workers again. The error itself does not reach clients: they
+see a pause or, if no attempt is left, a status.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class WorkerLost(Exception):
 
     The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
     each attempt of this kind has produced at least one token (a beam search returns only when it can reach its end).
-    `final` is the client's error if no attempt is left. `unreachable` means that no process accepted the request. In
-    this case, the attempt is not counted, and the worker, or the pair of block stores, is avoided until the registry
-    has had time to remove it.
+    `final` is the client's error if no attempt is left. `unreachable` means that a prefill worker could not be reached,
+    or that a block store did not answer. The worker, or the pair of block stores, is then avoided for a while
+    (`routing.UNREACHABLE_S`).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WorkerLost(Exception):
         super().__init__(reason)
         self.unreachable = unreachable
         self.death = death
-        """The worker process that ended while it had the request (`incarnation`), or None if no process ended."""
+        """The worker process that ended while it had the request (`incarnation`), or None if none is known to have."""
         self.reason = reason
         self.counted = counted
         self.suspect = suspect
@@ -59,7 +59,7 @@ def incarnation(worker: WorkerRecord) -> str:
 
 
 def is_death(error: grpc.aio.AioRpcError) -> bool:
-    """Returns whether the error shows that the peer's process has ended. After a keepalive timeout, the process may
+    """Returns whether the error suggests that the peer's process has ended. After a keepalive timeout, the process may
     only be frozen, so it does not count as ended.
     """
     return error.code() is grpc.StatusCode.UNAVAILABLE and "timeout" not in (error.details() or "")

@@ -1,7 +1,7 @@
 """Combines all workers in one object, which picks workers for requests and keeps the connections to them.
 
-It joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted at dispatch: that
-of prefill here, and that of decode in `DecodePlace`.
+It joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted at dispatch: the
+load of prefill in this module, and the load of decode in `DecodePlace`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ GATE_EXTRA = 8
 are in prefill.
 """
 ROOM_PER_SEQUENCE = 2
-"""Free blocks required per KV group and sequence of a returning group, in addition to the blocks that the group had.
-With fewer blocks, it would soon be given back again.
+"""Free blocks required per KV group and sequence of a returning group, in addition to the blocks that the group needs
+to continue. With fewer blocks, the group might soon be given back again.
 """
 
 
@@ -99,8 +99,8 @@ class Workers:
 
     @property
     def are_restarting(self) -> bool:
-        """Whether the launcher of this gateway is restarting a service. An orchestrator does not say so; it is assumed
-        to restart workers whenever no pair of workers is ready.
+        """Whether the launcher of this gateway is restarting a service. With `await_workers`, an orchestrator is
+        assumed to restart workers whenever no pair of workers is ready.
         """
         if self._restarts_file is not None and self._restarts_file.exists():
             return True
@@ -124,12 +124,12 @@ class Workers:
         return self._router.workers
 
     def gate_capacity(self) -> int:
-        """Returns how many sequences may be at the workers at a time."""
+        """Returns how many sequences of this gateway the gate lets in at a time."""
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
     def objection(self, need: GroupNeed, adapter: str) -> str | None:
-        """Returns why no ready pair of workers can accept a group: its size or its adapter. Returns None if neither is
-        an obstacle, or if no pair is ready.
+        """Returns why no ready pair of workers can accept a group: its size or its adapter. Returns None if neither
+        alone is an obstacle, or if no pair is ready.
         """
         if not self.ready:
             return None
@@ -149,8 +149,8 @@ class Workers:
         return [record.adapters.get(digest) for record in records]
 
     async def pick_prefill(self, request: ResolvedRequest, need: GroupNeed) -> Route | None:
-        """Picks a prefill worker and returns the route, or None if no ready pair has loaded the request's adapter and
-        has a decode worker with room for a group of this size. The prefix index is consulted only if there are several
+        """Picks a prefill worker and returns the route, or None if no reachable pair of workers has loaded the
+        request's adapter and has room for a group of this size. The prefix index is consulted only if there are several
         arenas.
         """
         records = [s.record for s in self._router.workers.values()]
@@ -207,11 +207,12 @@ class Workers:
         return DecodePlace(session, pick, self._router, need.width)
 
     def promise(self, place: Place, num_blocks: Callable[[KvRules], int]) -> bool:
-        """Returns whether a returning group may be prefilled now, and promises it blocks until `keep_promise`.
+        """Returns whether a returning group may be prefilled now. If so, promises it blocks until `keep_promise`.
 
         The group may be prefilled if a decode worker reports enough free blocks or has not reported its number of
-        blocks, or if no other sequence of this gateway is at the workers. `num_blocks` returns the number of blocks
-        that the group needs under a worker's rules. Without a usable decode worker, returns True and promises nothing.
+        blocks, or if this gateway has no other sequence at the workers and no promise to keep. `num_blocks` returns the
+        number of blocks that the group needs under a worker's rules. Without a usable decode worker, returns True and
+        promises nothing.
         """
         usable = [s for s in self._router.workers.values() if s.record.role == "decode" and self._usable(s.record)]
         for state in usable:
@@ -225,7 +226,7 @@ class Workers:
         return not usable
 
     def keep_promise(self, place: Place) -> None:
-        """Ends a promise, if there is one, because the group has its blocks or no longer needs them."""
+        """Ends a promise, if there is one, because the group's prefill has ended."""
         self._promised.pop(place, None)
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ class GenerationDefaults:
 
 READ = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja",
         "additional_chat_templates/tool_use.jinja")  # fmt: skip
-"""The files that are read from a model's directory."""
+"""The files that `load_assets` reads from a model's directory, if they exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ModelAssets:
 
 def load_assets(directory: str, served_name: str | None = None) -> ModelAssets:
     """Returns the data of a model in a Hugging Face directory, under `served_name` or, if it is not given, under the
-    directory's name. Raises StartupError if a file is missing or invalid.
+    directory's name. Raises StartupError if a required file is missing, or if a file is invalid.
     """
     path = Path(directory)
     if not path.is_dir():

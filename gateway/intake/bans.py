@@ -1,5 +1,5 @@
 """Checks `bad_words`, which the output must not contain, and `allowed_token_ids`, the only tokens that it may contain.
-Combinations that could leave no token to draw are refused.
+Some combinations with other fields are refused, because they could leave no token to draw.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from common.types import StructuredOutput
 CPU_S = 0.15
 """CPU time limit of a trial. Ordinary grammars take a few milliseconds; 500 properties with patterns take 56 ms."""
 STACK_BYTES = 2 << 20
-"""Stack size of a trial. Workers compile with a larger stack, so a grammar that has passed cannot overflow it."""
+"""Stack size of a trial. Workers compile with a larger stack, so a grammar that has passed should not overflow theirs.
+"""
 MEMORY_BYTES = 256 << 20
 """Additional address space that a trial may use."""
 MAX_LINE_BYTES = 4096

@@ -1,10 +1,10 @@
 """Determines from n, best_of and the fields for beams how many sequences a request runs, and whether workers accept
 that many.
 
-The two protocols express a beam search in different ways. gRPC uses `beam_width`: n of these beams are returned, or all
-of them if n is absent. HTTP uses `use_beam_search` with `best_of` beams (default: n) and returns n of them (default:
-1), as in vLLM. A search of width 1 is also a beam search. Samples are never ranked, so `best_of` without a beam search
-must equal n. This module does not depend on protobuf or JSON.
+gRPC and HTTP express a beam search in different ways. gRPC uses `beam_width`: n of these beams are returned, or all of
+them if n is absent. HTTP uses `use_beam_search` with `best_of` beams (default: n) and returns n of them (default: 1). A
+search of width 1 is also a beam search. Samples are never ranked, so `best_of` without a beam search must equal n. This
+module does not depend on protobuf or JSON.
 """
 
 from __future__ import annotations

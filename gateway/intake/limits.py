@@ -41,7 +41,7 @@ MAX_LOGIT_BIAS = 300
 MAX_ID_DIGITS = 10
 """Maximum number of digits of a token id that is the key of an object."""
 MAX_BAD_WORDS = 64
-"""Each word becomes at most two sequences of tokens, so all words together ban fewer tokens than any vocabulary has."""
+"""Each word becomes at most two sequences of tokens, so all words together ban at most 128 tokens at a time."""
 MAX_BAD_WORD_BYTES = 256
 MAX_ALLOWED_TOKEN_IDS = 10_000
 MAX_GRAMMAR_BYTES = 64 << 10
@@ -99,7 +99,7 @@ class PromptLimits:
     text_bytes: int
     """Limit on one prompt, in bytes, before its number of tokens is known."""
     fitting_bytes: int
-    """Size of the longest text that could fit into the context."""
+    """Size of the longest text that could fit into the context, but at most `MAX_PROMPT_BYTES`."""
     max_model_len: int
     """Limit on a prompt and its output together, in tokens."""
 

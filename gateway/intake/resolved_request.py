@@ -21,7 +21,9 @@ class ResolvedRequest:
     prompt_ids: list[int]
     sampling: SamplingParams
     stopping: StoppingParams
-    """Its `stop_token_ids` include the model's end-of-sequence tokens unless `ignore_eos` is set."""
+    """The stopping parameters. The `stop_token_ids` include the model's end-of-sequence tokens unless the client has
+    set `ignore_eos`.
+    """
     timeout_s: float
     stop: tuple[str, ...] = ()
     include_stop: bool = False

@@ -1,4 +1,4 @@
-"""Salts of prefix hashes, which isolate tenants' blocks, and the names under which their blocks are counted."""
+"""Derives the salts of prefix hashes, which isolate tenants' blocks, and the names under which a ledger counts them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Turns a client's request into a request for workers: checks the limits and fills in the defaults.
+"""Turns a client's request into a request for workers: it checks the limits and fills in the defaults.
 
-Both protocols fill in a `Wanted`, so this module uses no protobuf or JSON. Sampling defaults come from the model.
+Every protocol fills in a `Wanted`, so this module uses no protobuf or JSON. Sampling defaults come from the model.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Validator:
         self._cache_percent = cache_percent
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:
-        """Checks a request and fills in its defaults. Raises ModelNotFound, InvalidArgument, or the errors of the
-        function that `use_grammars` has set.
+        """Checks a request and fills in its defaults. Raises ModelNotFound for an unknown model, InvalidArgument for an
+        invalid request, and the errors of the function that `use_grammars` has set.
         """
         adapter = self.check_model(wanted.model)
         checker = self.checker()
@@ -157,7 +157,7 @@ class Validator:
         return await self._pool.decode(ids)
 
     def _check_prompt(self, checker: Checker, wanted: Wanted) -> None:
-        """Checks a prompt before any work on it: length in bytes, Unicode, number of ids."""
+        """Checks the size and the form of a prompt before any work on it."""
         name, prompt = wanted.prompt_field, wanted.prompt
         if prompt is None:
             checker.refuse(name, "must be given")

@@ -82,7 +82,9 @@ class Attempts:
                 state.sum_up()
 
     async def prefill(self, state: RequestState, place: Place) -> HeadStart:
-        """Runs only the prefill, and returns the head start with which `run` can continue. Raises the errors of `run`."""
+        """Runs only the prefill, and returns the head start with which `run` can continue. Raises the same errors as
+        `run`.
+        """
         with ExitStack() as held:
             prefilled = await self._prefill(state, place, held)
         return HeadStart(state.request, place, prefilled.route, prefilled.done)

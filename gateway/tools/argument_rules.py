@@ -1,7 +1,7 @@
 """Grammar rules for arguments that are not written as one JSON object: text between tags, and keyword arguments.
 
-Required arguments come first, in the order of the schema's `required` list. Only properties that the schema names are
-allowed. If the schema names no properties, any properties are allowed, unless it forbids additional properties.
+Required arguments come first, in the order of the schema's `required` list. Only arguments that the schema names are
+allowed. If the schema names none, any arguments are allowed, unless the schema forbids additional properties.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def properties_of(parameters: Mapping[str, Any]) -> list[Property]:
 
 
 def is_open(parameters: Mapping[str, Any]) -> bool:
-    """Returns whether the arguments may have any names, because the schema names no properties and does not forbid
-    additional properties.
+    """Returns whether the arguments may have arbitrary names, which is so if the schema names no properties and does
+    not forbid additional properties.
     """
     root = resolved(parameters, parameters)
     names_some = root.get("properties") or root.get("required")

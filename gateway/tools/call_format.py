@@ -64,6 +64,6 @@ class CallFormat:
     thought: Sequence[str | re.Pattern[str]] = ()
     """The spelling of the reasoning that may precede a call, if the format itself has reasoning."""
     covers_answer: bool = False
-    """Whether all of an answer is written in this format, so that it must be read even if no tools are offered. Such an
-    answer has at most one call, at its end.
+    """Whether all of an answer is written in this format, so that it must be read even if no tools are offered. A
+    grammar allows only one call in such an answer.
     """

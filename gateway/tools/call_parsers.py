@@ -2,7 +2,7 @@
 Hermes, Llama 3 and 4, and Mistral, and for JSON without a marker.
 
 A call is announced once its name is known and its arguments begin. Text that begins like a call but is not one becomes
-content. Only white space around calls is lost. Text that was held back is not searched again, so the cost is linear in
+content. White space around calls is dropped. Text that was held back is not searched again, so the cost is linear in
 the length of the output.
 """
 

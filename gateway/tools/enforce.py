@@ -1,4 +1,5 @@
-"""Grammars for tool calls: `tool_choice` "required" or a named function, and `strict` functions with "auto".
+"""Builds grammars for tool calls, for `tool_choice` "required" or a named function, and for `strict` functions with
+"auto".
 
 The grammar uses the call format of the model's family, so the model uses the format that it was trained on, and the
 family's parser can read the result. The grammar is written in llguidance's variant of Lark, and refers to special
@@ -23,8 +24,8 @@ from gateway.tools.reasoning import CLOSE, OPEN, begins_inside
 from gateway.tools.schemas import object_schema
 
 _MAX_MARKER_BYTES = 20
-"""The longest marker that free text can exclude, unless it is a special token: 28 bytes exceed the limits of
-llguidance's lexer.
+"""The size of the longest marker that free text can exclude, unless the marker is a special token. A marker of 28 bytes
+exceeds the limits of llguidance's lexer.
 """
 _ANY = r"/(.|\n)*/"
 """Any text."""

@@ -77,7 +77,7 @@ class _Values:
         return self._rule(f'"{{" {in_order(list(zip(members, given, strict=True)), ",")} "}}"')
 
     def _value(self, schema: Any) -> str:
-        """Returns the grammar of a value. Raises ValueError for keywords that cannot be enforced in this notation."""
+        """Returns the grammar of a value. Raises ValueError for a schema that cannot be enforced in this notation."""
         is_reference = isinstance(schema, Mapping) and "$ref" in schema
         schema = resolved(schema, self._root)
         if is_reference and not schema:

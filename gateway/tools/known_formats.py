@@ -1,7 +1,8 @@
 """The formats of tool calls by name, and the detection of the format that a model's chat template uses.
 
-A family is recognized by the markers of its format in the template. A template without markers that writes calls as
-JSON objects has the format `json`. For other templates, no format is found, and `--tool-call-parser` must choose one.
+A format is recognized by text that the template contains, such as the format's markers. A template without markers that
+writes calls as JSON objects has the format `json`. For other templates, no format is found, and `--tool-call-parser`
+must choose one.
 """
 
 from __future__ import annotations

@@ -129,9 +129,7 @@ def _string(quote: str, take: Take) -> Scan:
 
 
 def _escape(ch: str, take: Take) -> Scan:
-    """Reads an escape after its backslash. An escape that is not in `_ESCAPES` and has no hexadecimal digits keeps its
-    backslash.
-    """
+    """Reads an escape after its backslash. An unknown escape keeps its backslash."""
     size = {"x": 2, "u": 4, "U": 8}.get(ch)
     if ch == END:
         raise NotACall

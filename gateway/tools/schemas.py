@@ -1,4 +1,4 @@
-"""Schemas of a function's arguments, in the form that grammars contain."""
+"""Converts the schemas of a function's arguments to the form that grammars contain."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON is formatted as `json.dumps` formats it. If any white space were allowed, a model could write it endlessly."""
 NOTES = frozenset(("description", "title", "examples", "default", "$comment", "x-guidance"))
-"""Keywords that do not change what a schema accepts."""
+"""Keywords that grammars omit. They describe the schema, except `x-guidance`, which controls the grammar's compiler."""
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose value maps names chosen by the client to schemas."""
 _DATA = frozenset(("enum", "const", "required", "dependentRequired", "type"))
-"""Keywords whose value is not a schema."""
+"""Keywords whose value is data and is copied unchanged."""
 
 
 def object_schema(parameters: Mapping[str, Any]) -> str:
-    """Returns the schema of a function's arguments on one line. A schema without a type becomes the schema of an
-    object.
+    """Returns the schema of a function's arguments on one line. A schema with neither a type nor a keyword that leads
+    to other schemas becomes the schema of an object.
     """
     schema = without_notes(parameters)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):
@@ -35,7 +35,7 @@ def value_schema(schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without its descriptions, which are long and do not restrict the values."""
+    """Returns a schema without the keywords in `NOTES`, also in the schemas that it contains."""
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):

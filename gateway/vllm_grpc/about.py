@@ -1,4 +1,4 @@
-"""Answers that describe an endpoint: the model, the server, its load, and the tokenizer's files."""
+"""Builds the answers that describe an endpoint: its model, its server, its load, and the tokenizer's files."""
 
 from __future__ import annotations
 
