@@ -135,7 +135,9 @@ class BlockAnswer:
         return self._body
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the body's only request. Raises InvalidArgument or Unimplemented."""
+        """Returns the body's only request, and plans the answer. Raises InvalidArgument if a field is invalid, and
+        Unimplemented if a field is not supported.
+        """
         [wanted] = self._body.all_wanted()
         self._plan = self._planner.plan(wanted, self._body.chosen_tools())
         return [wanted]

@@ -76,8 +76,8 @@ def effort_variable(name: str, effort: str | None) -> dict[str, str]:
 
 
 def tool_choice(body: ToolFields) -> ToolChoice:
-    """Returns the tools of a body, with the choice of those that the model may or must call. Raises InvalidArgument if
-    the tools or the choice are invalid.
+    """Returns the tools of a body that the model may call, and whether the model must call one. Raises InvalidArgument
+    if the tools or the choice are invalid.
     """
     functions = [_function(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
     chosen = chosen_of(body.tool_choice, _name_in, '{"type": "function", "function": {"name": ...}}')

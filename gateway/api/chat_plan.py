@@ -1,5 +1,5 @@
 """The plan of a chat: the tools that it offers or enforces, and whether reasoning is split off. Each body has one plan.
-`ChatPlanner.plan` makes the plan, and adds to the request the options that workers need (a grammar, special tokens as
+`ChatPlanner.plan` makes the plan, and adds the options that reading needs to the request (a grammar, special tokens as
 text). The plan creates a reader for each sample.
 """
 
@@ -108,7 +108,9 @@ class ChatPlanner:
         return CallIds(str if calls is None else calls.new_id)
 
     def check(self, prompt: Prompt | None) -> None:
-        """Raises InvalidArgument if the model's chat template does not support a feature of the prompt."""
+        """Raises InvalidArgument if the model's chat template does not support tools or tool calls that the prompt has,
+        or if the prompt sets a variable that clients cannot set.
+        """
         if not isinstance(prompt, ChatPrompt):
             return
         template = self._tool_template if prompt.tools else self._template

@@ -33,7 +33,7 @@ class Authenticator:
         """Returns the tenant of an Authorization header, or "" if no key is required.
 
         Raises Unauthenticated for a missing or wrong key, and ResourceExhausted if `address` has tried too many wrong
-        keys. If `address` is None, wrong keys are not counted.
+        keys and may not try this one (`WrongKeys.check`). If `address` is None, wrong keys are not counted.
         """
         if not self._tenants:
             return ""

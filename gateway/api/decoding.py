@@ -1,4 +1,6 @@
-"""Decodes one field of a body to the field's type. An error names the field and the position of the error within it."""
+"""Decodes one field of a body to the field's type. An error names the field and, if a value in it has the wrong type,
+the position of the value.
+"""
 
 from __future__ import annotations
 

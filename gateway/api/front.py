@@ -1,4 +1,4 @@
-"""The parts that the gRPC and HTTP interfaces share. Both expose the same service."""
+"""Holds the parts that the gRPC and HTTP interfaces share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.request.request_runner import RequestRunner
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The set of objects that handle a request in either protocol."""
+    """The set of objects that handle the requests of all protocols."""
 
     assets: ModelAssets
     authenticator: Authenticator

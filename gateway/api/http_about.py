@@ -73,7 +73,9 @@ def served_by(front: Front) -> Served:
 
 
 def page_headers(*, images: bool = False) -> dict[str, str]:
-    """Returns the headers of a page that loads only from this server and has no inline scripts or styles."""
+    """Returns the headers of a page that loads resources only from this server and has no inline scripts or styles. The
+    page may load images if `images` is set.
+    """
     policy = (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

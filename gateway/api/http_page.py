@@ -1,5 +1,5 @@
-"""Serves the page at / and its files. They contain no data, so they need no key; the page itself asks the user for a
-key.
+"""Serves the page at / and its files. The files contain no data of users, so they need no key; the page itself asks the
+user for a key.
 """
 
 from __future__ import annotations

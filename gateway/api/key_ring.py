@@ -26,7 +26,7 @@ class KeyRing:
 
     def reload(self) -> None:
         """Reads keys and limits from the file. If the file cannot be read or contains an error, the old keys and limits
-        stay in effect. Running requests are not affected.
+        stay in effect. Requests that have been admitted continue.
         """
         if self._api_key_file is None:
             logger.warning("SIGHUP: there is no --api-key-file to read again")

@@ -38,10 +38,10 @@ class TurnBody(msgspec.Struct):
 
 
 def plain_turns(turns: Sequence[TurnBody]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument or
-    Unimplemented.
+    """Returns the messages for a chat template and, for each, the field of the body from which it comes. Tool results,
+    which are blocks of a user message, become separate messages.
 
-    Tool results, which are blocks of a user message, become separate messages.
+    Raises InvalidArgument for an invalid message, and Unimplemented for a block whose type is not supported.
     """
     if not turns:
         raise InvalidArgument.of("messages", "must hold at least one message")

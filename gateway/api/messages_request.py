@@ -78,7 +78,9 @@ class CountTokensBody(Body, kw_only=True):
     output_config: OutputConfig | None = None
 
     def prompt(self) -> ChatPrompt:
-        """Returns the conversation as a prompt. Raises InvalidArgument or Unimplemented."""
+        """Returns the conversation as a prompt. Raises InvalidArgument if a field is invalid, and Unimplemented for
+        thinking and for types of content that are not supported.
+        """
         if self.thinking is not None and self.thinking.type != "disabled":
             raise Unimplemented.of("thinking.type", f"{self.thinking.type[:40]!r} is not supported yet")
         system = self.system
@@ -116,7 +118,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_k: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the body's only request. Raises InvalidArgument or Unimplemented."""
+        """Returns the body's only request. Raises the errors of `prompt` and `structured`."""
         wanted = Wanted(stop=self.stop_sequences or (), prompt=self.prompt(), prompt_field="messages")
         if (found := self.structured()) is not None:
             wanted.structured_field, wanted.structured = found

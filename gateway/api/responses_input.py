@@ -38,10 +38,10 @@ class InputItem(msgspec.Struct):
 
 
 def plain_items(items: Sequence[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the messages for a chat template, and the client's names for them. Raises InvalidArgument or
-    Unimplemented.
+    """Returns the messages for a chat template and, for each, the field of the body from which it comes. The reasoning,
+    the text and the calls of an answer, which are separate items in this order, become one message.
 
-    The reasoning, the text and the calls of one answer are separate items, which become one message.
+    Raises InvalidArgument for an invalid item, and Unimplemented for an item or a part whose type is not supported.
     """
     check_parts("input", [item.content for item in items] + [item.output for item in items])
     if not items:
@@ -75,7 +75,7 @@ def text_of(parts: Sequence[InputPart], name: str, kinds: Sequence[str] = TEXT_P
 
 
 class _History:
-    """The list of messages converted so far, with the client's names for them."""
+    """The list of the messages that have been converted, with the fields of the body from which they come."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -120,7 +120,9 @@ class _History:
 
 
 def content_text(content: str | list[InputPart] | None, name: str) -> str:
-    """Returns the text of a message's content. Raises InvalidArgument or Unimplemented."""
+    """Returns the text of a message's content. Raises InvalidArgument if there is no content or a part has no text, and
+    Unimplemented for a part that is not text.
+    """
     if content is None:
         raise InvalidArgument.of(name, "must be given")
     return content if isinstance(content, str) else text_of(content, name)

@@ -98,7 +98,9 @@ class ResponsesBody(Body, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns the body's only request. Raises InvalidArgument or Unimplemented."""
+        """Returns the body's only request. Raises InvalidArgument if a field is invalid, and Unimplemented for an
+        option or a type of content that is not supported.
+        """
         self._check()
         wanted = Wanted(stop=[self.stop] if isinstance(self.stop, str) else self.stop or ())
         for name in _PLAIN:

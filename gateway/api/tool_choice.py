@@ -1,4 +1,4 @@
-"""Checks the tools of a request and `tool_choice`. All API formats use this module."""
+"""Checks the tools of a request and its `tool_choice`, for all API formats that have tools."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ class Adapters:
         load the adapter, or does not load it within `LOAD_TIMEOUT_S`, all workers unload it again. If Redis does not
         answer, the call ends at once, and the adapter is removed from the list as soon as Redis answers.
 
-        Raises InvalidArgument, which names the field and the problem, or Unavailable.
+        Raises InvalidArgument if the name or the path is invalid, if adapters are disabled or if a worker cannot load
+        the adapter. Raises Unavailable if another attempt may succeed.
         """
         try:
             ref = await asyncio.to_thread(read_adapter, name, path)

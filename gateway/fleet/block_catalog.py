@@ -1,8 +1,8 @@
 """The cached blocks of one tenant, with their token ids, for subscribers that route by cached prefixes.
 
-The ledger knows a block only by its prefix hash. A catalog therefore learns token ids from the sequences of its
-tenant's requests, and asks the ledgers which blocks of these sequences are in the prefix index. A cached block that no
-sequence contains stays unknown.
+A ledger has only the prefix hash of a block. A catalog therefore takes token ids from the sequences of its tenant's
+requests, and asks the ledgers which blocks of these sequences are in the prefix index. A cached block that no sequence
+contains is not listed.
 
 A block is listed only if one arena has the block and all blocks before it. Prefill would not find it otherwise, and a
 subscriber cannot place a block without its parent.
@@ -77,10 +77,10 @@ class Changes:
 
 @dataclass(slots=True)
 class _Answers:
-    """What the ledgers said about the catalog's blocks."""
+    """The ledgers' answers about the catalog's blocks."""
 
     found: list[set[bytes]] = field(default_factory=list)
-    """The blocks that an arena has for all their KV groups, for each arena that answered."""
+    """For each arena whose ledger answered, the blocks that are indexed under all hashes of `indexed_as`."""
     stale: set[LedgerScripts] = field(default_factory=set)
     """The ledgers that have been rebuilt or lost."""
     all_answered: bool = True

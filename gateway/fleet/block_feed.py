@@ -1,8 +1,8 @@
 """Announces the cached blocks of tenants to subscribers, such as routers that speak vLLM's protocol.
 
 Nothing is recorded for a tenant without subscribers. For the other tenants, the token ids of their requests go to a
-`BlockCatalog`, and the ledgers are asked which blocks they have: every `MIN_INTERVAL_S`, or less often if this takes
-more than `BUSY_SHARE` of the time, but at least every `MAX_INTERVAL_S`.
+`BlockCatalog`, and the ledgers are asked which blocks they have. The pause between two updates is `MIN_INTERVAL_S`, or
+longer if updates would otherwise take more than `BUSY_SHARE` of the time, but at most `MAX_INTERVAL_S`.
 
 All memory is bounded: the blocks of a catalog, the tokens that wait for the next update, the changes that wait for one
 subscriber, and the number of subscribers. A subscriber that falls behind gets the whole list again.

@@ -33,7 +33,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     """Whether the output continues the last message instead of beginning an answer."""
     names: Sequence[str] | None = None
-    """The client's names for the messages, for errors, or None for `messages[i]`."""
+    """For each message, the field of the body from which it comes, for errors, or None for `messages[i]`."""
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
