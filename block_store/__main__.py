@@ -1,4 +1,4 @@
-"""Starts the block store (`python -m block_store --directory DIR`) and builds all objects of the service."""
+"""Starts the block store (`python -m block_store --directory DIR`): builds its objects, and serves until a signal."""
 
 from __future__ import annotations
 

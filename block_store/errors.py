@@ -12,8 +12,8 @@ class BlockStoreError(Exception):
 
 
 class LedgerError(BlockStoreError):
-    """Base class of the errors of a ledger operation. A refused operation has not taken effect. After LedgerUnavailable
-    or LedgerDamaged, the operation may have taken effect.
+    """Base class of the errors of a ledger operation. If the ledger refuses an operation, the operation has not taken
+    effect. After LedgerUnavailable or LedgerDamaged, it may have taken effect.
     """
 
 
@@ -77,8 +77,7 @@ class FloorsExceedArena(LedgerError):
 
 class LedgerUnavailable(LedgerError):
     """Raised if the ledger or Redis cannot be used at the moment: Redis does not answer in time or reports an error,
-    the breaker is open, or the ledger is being rebuilt. If the call was sent, the operation may have taken effect;
-    repeat the call to find out.
+    the breaker is open, or the ledger is being rebuilt. If the call was sent, the operation may have taken effect.
     """
 
 

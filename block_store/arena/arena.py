@@ -86,8 +86,8 @@ class Arena:
         cls, directory: str | os.PathLike[str], layout: KvLayout, num_blocks: int, run_id: str = "", dataset: str = "",
         placement: Placement | None = None, ahead: Prefault | None = None,
     ) -> Arena:  # fmt: skip
-        """Creates the arena file with empty blocks, and maps it. All of its memory is allocated here, so that no later
-        store can raise SIGBUS. `ahead` supplies memory that was allocated earlier.
+        """Creates the arena file with empty blocks, and maps it. All memory of the file is allocated here, so that no
+        later store can raise SIGBUS. `ahead` supplies memory that was allocated earlier.
 
         `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.
         Raises ArenaError if `num_blocks` is below 1 or the layout does not fit into the header, ArenaExists, or
@@ -278,7 +278,7 @@ class Arena:
         """Enters blocks whose content is final in the header as SEALED, with their hashes and digests. A hash is None
         for a partial block; `hashes` is None if all blocks are partial.
 
-        Raises HeaderMismatch if a block has been reallocated.
+        Raises HeaderMismatch if a block has been reallocated or the arena is lost.
         """
         ids, gens = ref_arrays(refs)
         if not self.check(ids, gens):
@@ -291,7 +291,7 @@ class Arena:
 
     def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
         """Returns whether the header generation of every block equals the generation at the same position in
-        `generations` (reader rule). Must be called before and after each step.
+        `generations` (reader rule). Must be called both before and after the blocks are read, as in a step.
         """
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 

@@ -1,7 +1,7 @@
-"""The CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or the
-CUDA toolkit.
+"""Makes the CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or
+the CUDA toolkit.
 
-They need driver 470 or later (`cuDeviceGetUuid_v2`). Signatures and error codes are those of CUDA 13.0's `cuda.h`. This
+The calls need driver 470 or later (`cuDeviceGetUuid_v2`). Their signatures are those of CUDA 13.0's `cuda.h`. This
 module has not run on a GPU yet; the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
 """
 
@@ -63,7 +63,9 @@ class CudaUnavailable(BlockStoreError):
 
 
 class MemoryInfo(NamedTuple):
-    """The free and the total memory of a device, in bytes. Memory that any process uses is not free."""
+    """The free and the total memory of a device, in bytes. Memory in use by any process, not only by this one, does not
+    count as free.
+    """
 
     free: int
     total: int
@@ -171,7 +173,7 @@ class CudaDevice:
 
     def export(self, pointer: int) -> bytes:
         """Returns the 64-byte handle with which another process can open memory that `alloc` returned. The handle
-        becomes invalid when this process ends.
+        becomes invalid when the memory is freed or this process ends.
         """
         handle = _IpcHandle()
         with self._current() as call:

@@ -63,7 +63,9 @@ class DeviceBlocks:
         return self.device.read(self._at(block), self.shape[1])
 
     def write(self, block: int, data: bytes) -> None:
-        """Fills a block from the host. Raises IndexError, or ValueError if `data` does not have a block's length."""
+        """Fills a block with `data` from the host. Raises ValueError if `data` does not have a block's length, and
+        IndexError if there is no such block.
+        """
         if len(data) != self.shape[1]:
             raise ValueError(f"a block has {self.shape[1]} bytes, not {len(data)}")
         self.device.write(self._at(block), data)

@@ -1,5 +1,5 @@
-"""Allocates the shared memory of an arena while workers load their model. Allocating 4 GiB in small pages takes seconds
-of CPU time.
+"""Allocates the shared memory of an arena while workers load their model, because allocating 4 GiB in small pages takes
+seconds of CPU time.
 
 The file gets a name only when it becomes an arena, so a killed store leaves nothing behind.
 """

@@ -1,8 +1,8 @@
 """Copies blocks back from disk into an arena, where workers find them under their prefix hashes.
 
-During the restore, the blocks of the prefix that are already in the arena are held, so that they are not evicted to
-make room for other blocks. Afterwards, all blocks of the prefix are released and cached. `restore` is a blocking
-function. Call it in one thread only.
+During the restore, the needed blocks that are already in the arena are held, so that they are not evicted to make room
+for other blocks. Afterwards, all these blocks are released, and are then usually cached. `restore` blocks; call it in
+one thread only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("disk")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The prefix of a prompt: the hashes of its full blocks, and the quota for the blocks after the public blocks."""
+    """The hashes of a prompt's full blocks, and the quota against which the blocks after the public blocks count."""
 
     hashes: Sequence[bytes]
     """The hashes of the chain, which are the prefix hashes of KV group 0."""

@@ -1,6 +1,7 @@
 """Copies the sealed full blocks of an arena to disk in a separate thread, usually before they can be evicted.
 
-Reads only the arena's header, not the ledger. A block may be reallocated while it is copied; the copy is then dropped.
+Finds the blocks through the arena's header, without the ledger. If a block is reallocated while it is copied, the copy
+is dropped.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class WriteBehind:
             return None
 
     def scan(self) -> int:
-        """Stores the sealed full blocks that are not on disk yet, except blocks that are reallocated during the scan.
-        Returns the number of stored blocks. Raises OSError if the disk fails to store a block.
+        """Stores the sealed full blocks that have been sealed since earlier scans and are not on disk, except blocks
+        that are reallocated during the scan. Returns the number of stored blocks. Raises OSError if the disk fails to
+        store a block.
         """
         states, generations = self._arena.states, self._arena.generations
         num_before = self.num_stored

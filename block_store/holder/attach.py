@@ -69,7 +69,7 @@ class Needs:
     max_model_len: int
     floor_blocks: int
     reserve_blocks: int = 0
-    """Minimum number of blocks that the worker keeps allocated in advance."""
+    """Minimum number of blocks that the worker tries to keep allocated in advance."""
     device: str = "cpu"
     """Device on which the worker computes: "cpu", "cuda" or "cuda:N", with torch's numbering."""
     cuda_library: str = LIBRARY
@@ -110,8 +110,7 @@ class Attached:
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
         self.on_fenced: Callable[[], None] = lambda: None
-        """Callback that runs, in any thread, when a call or beat shows that the holder is fenced, even if it is idle.
-        """
+        """Callback that runs, in any thread, when a call or a beat shows that the holder is fenced."""
         self.on_renewed: Callable[[], None] = lambda: None
         self.held = self._register_patiently(PREDECESSOR_S)
 

@@ -8,9 +8,9 @@ which fills the reserve and runs `Rejoining`.
 
 Once the holder is fenced, methods that change or look up blocks raise Fenced: abort the sequences, close the writer
 slot, and register again. While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the
-reserve. When the reserve is empty, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached
-prefix is found, and seals and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable; the
-worker's record is unchanged, and the caller tries again.
+reserve. When the reserve has too few, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached
+prefix is found, and seals and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable and leave
+the worker's record unchanged, so that the caller can try again.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class HeldBlocks:
         return refs
 
     def top_up(self) -> None:
-        """Brings the reserve to its target size, as far as blocks are available. The beat thread also does this after
-        every answered beat.
+        """Fills the reserve to its target size, as far as blocks are available, or releases a large surplus. The beat
+        thread usually does this after an answered beat.
         """
         self._calls.check_fence()
         self._reserve.level()
@@ -121,8 +121,9 @@ class HeldBlocks:
     @locked
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
         """Returns, for each group, the blocks of the longest prefix that is indexed for every group, and counts one
-        more sequence for each block. If the ledger stops answering, returns the blocks found so far. If the header does
-        not have the generation and hash of one of the blocks, returns no blocks and requests a rebuild.
+        more sequence for each block. The prefix ends before the first block that would use up another worker's floor.
+        If the ledger stops answering, returns the blocks found so far. If the header does not have the generation and
+        hash of one of the blocks, returns no blocks and requests a rebuild.
         """
         found: list[list[BlockRef]] = [[] for _ in hashes_by_group]
         try:
@@ -198,7 +199,9 @@ class HeldBlocks:
 
     @locked
     def release_many(self, tables: Iterable[Sequence[BlockRef]]) -> None:
-        """Releases several sequences' block tables. Blocks that other sequences of this worker use remain held."""
+        """Releases several sequences' block tables. Blocks that other sequences of this worker use remain held. Each
+        table lists the head of its chain first.
+        """
         self._calls.check_fence()
         self._calls.release(self._uncount(tables)[0])
 

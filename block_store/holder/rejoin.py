@@ -63,8 +63,8 @@ class Rejoining:
         return True
 
     def settle_up(self) -> None:
-        """Repeats unanswered calls, brings the reserve to its target, and reports to `fsck` if `fsck` has asked for a
-        report. Does nothing if the holder is fenced.
+        """Repeats unanswered calls, fills the reserve, and reports to `fsck` if `fsck` has asked for a report. Does
+        nothing if the holder is fenced.
         """
         holder = self._calls.holder
         if holder.fenced.is_set():
@@ -137,7 +137,9 @@ class Rejoining:
         )
 
     def _report(self, census: str) -> None:
-        """Checks the remaining differences again under the lock, and reports them to `fsck`."""
+        """Compares the worker's record with the ledger, checks the differences again under the lock, and reports those
+        that remain to `fsck`.
+        """
         holder, believed = self._calls.holder, set(self._everything())
         surplus: list[BlockRef] = []
         for part in self._ledger_side():

@@ -41,8 +41,8 @@ class Reserve:
         return ref in self._refs
 
     def take(self, num_blocks: int) -> list[BlockRef]:
-        """Returns blocks from the reserve, after refilling it if there are too few. Takes no blocks from the reserve if
-        it raises Exhausted, LedgerUnavailable or ArenaLost.
+        """Returns `num_blocks` blocks from the reserve, which is refilled first if it has too few. Takes no blocks from
+        the reserve if it raises Exhausted, LedgerUnavailable or ArenaLost.
         """
         if num_blocks > len(self._refs):
             self._refill(num_blocks)
@@ -87,8 +87,8 @@ class Reserve:
         self._refs.clear()
 
     def _refill(self, num_blocks: int) -> None:
-        """Allocates blocks until `num_blocks` can be taken and, if there is room, `_least` blocks remain afterwards.
-        Allocates at most CHUNK blocks unless more are missing; the next beat allocates the rest.
+        """Allocates the blocks that are missing for `num_blocks` and, if there is room, `_least` more. Allocates at
+        most CHUNK blocks unless more are missing; the next beat allocates the rest.
         """
         self._calls.check_fence()
         missing = num_blocks - len(self._refs)

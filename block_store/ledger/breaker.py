@@ -23,7 +23,9 @@ PROBE_S = 0.1
 
 
 class Breaker:
-    """A circuit breaker that counts openings and refused calls. Logs at most one outage in LOG_EVERY_S. Thread-safe."""
+    """A circuit breaker that counts openings and refused calls, and logs at most one outage in LOG_EVERY_S. Several
+    threads may use it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,7 +46,7 @@ class Breaker:
         return self.is_open
 
     def open(self, reason: object) -> None:
-        """Opens the breaker, because Redis did not answer or its answer invalidates the ledger."""
+        """Opens the breaker, because Redis did not answer, or because the ledger has been or must be rebuilt."""
         if not self.is_open:
             self._closed.clear()
             self._opened_at = time.monotonic()
@@ -54,7 +56,7 @@ class Breaker:
                 _LOG.warning("%s continues without the ledger (outage %d): %s", self._name, self.num_opened, reason)
 
     def close(self) -> None:
-        """Closes the breaker, because the ledger answers again."""
+        """Closes the breaker, because the ledger can be used again."""
         if self.is_open:
             self._closed.set()
             if self._said_at == self._opened_at:

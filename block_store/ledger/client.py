@@ -1,4 +1,5 @@
-"""A holder's client of the ledger: an epoch, a lease (`lease`), and calls that each take effect once (`lane`).
+"""A holder's client of the ledger. It has an epoch, a lease (`lease`), and an ordered sequence of calls (`lane`), each of
+which takes effect only once even if it is repeated.
 
 `alloc`, `hand_over`, `claim`, `release`, `present`, `holdings` and `assert_held` make several calls if there are more
 blocks than one call accepts; the other methods accept at most CHUNK blocks. `HeldBlocks` counts the sequences that use
@@ -38,9 +39,9 @@ class LedgerClient:
     """A client of the ledger for one incarnation of a worker, with one method for each operation of a holder.
     Thread-safe, except `assert_held` and `join`.
 
-    Once the holder is fenced, calls to the ledger raise Fenced, except `release`, `give_up`, `forget` and `close`;
-    register a new incarnation with a new writer slot. Calls can also raise LedgerUnavailable (there is no answer in
-    time, or the breaker is open) and StaleDataset (the ledger has been or will be rebuilt: the beat thread calls
+    Once the holder is fenced, calls in the lane raise Fenced, which `release` ignores; register a new incarnation with
+    a new writer slot. These calls can also raise LedgerUnavailable (there is no answer in time, the breaker is open, or
+    the ledger is damaged) and StaleDataset (the ledger has been or will be rebuilt; the beat thread calls
     `lease.on_stale` until the holder has rejoined).
     """
 
@@ -57,10 +58,11 @@ class LedgerClient:
         beat_s: float | None = BEAT_S, budget_s: float = BUDGET_S,
         on_fenced: Callable[[], None] = lambda: None,
     ) -> LedgerClient:  # fmt: skip
-        """Registers a new holder and starts its beat thread, unless `beat_s` is None.
+        """Registers a new holder. Starts its beat thread unless `beat_s` is None. `on_fenced` runs in the thread that
+        learns of the fence.
 
-        `on_fenced` runs once, in the thread that learns of the fence. Raises FloorsExceedArena, Fenced, StaleDataset,
-        LedgerDamaged or LedgerUnavailable.
+        Raises FloorsExceedArena if the floors would not fit into the arena, and Fenced if the lease has ended before
+        the first beat. Can also raise StaleDataset, LedgerDamaged and LedgerUnavailable.
         """
         epoch = ledger.register(name, writer_slot=writer_slot, floor=floor, lease_s=lease_s)
         lane = OrderedLane(ledger, name, epoch, budget_s)
@@ -83,12 +85,12 @@ class LedgerClient:
 
     @property
     def epoch(self) -> Epoch:
-        """The epoch of the incarnation, which `join` changes."""
+        """The current epoch of the holder. `join` changes it."""
         return self.lane.epoch
 
     @property
     def fenced(self) -> threading.Event:
-        """An event that is set once the holder is fenced."""
+        """An event that is set once the holder is fenced or closed."""
         return self.lane.fenced
 
     @property
@@ -97,10 +99,10 @@ class LedgerClient:
         return self.lane.breaker
 
     def alloc(self, num_blocks: int) -> list[BlockRef]:
-        """Returns RESERVED blocks. Raise their header generations before the first store.
+        """Returns RESERVED blocks. The caller must raise their header generations before it writes into them.
 
-        Allocates nothing if it raises Fenced or Exhausted. After LedgerUnavailable, `holdings` may contain blocks that
-        were allocated but not returned.
+        If this method raises Exhausted, no blocks remain allocated. After LedgerUnavailable, `holdings` may contain
+        blocks that were allocated but not returned.
         """
         refs: list[BlockRef] = []
         try:
@@ -122,8 +124,8 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.seal(call, items), key)
 
     def acquire(self, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Takes references to the longest prefix that is indexed for every group, and returns them per group. Accepts
-        at most CHUNK hashes.
+        """Takes references to the longest prefix that is indexed for every group, and returns them per group. The
+        prefix ends before the first block that would use up another worker's floor. Accepts at most CHUNK hashes.
         """
         return self.lane.call(lambda call: self.ledger.acquire(call, hashes_by_group))
 
@@ -132,8 +134,9 @@ class LedgerClient:
         return self.lane.call(lambda call: self.ledger.present(hashes), changes=False)
 
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
-        """Returns a ticket that holds `refs`. The holder keeps its own references to these blocks. Raises Fenced, Stale
-        or NotHolder. After LedgerUnavailable, the call may be repeated with the same `attempt`.
+        """Returns a ticket that holds `refs`. The holder keeps its own references to these blocks. Raises Stale if a
+        block is not sealed or has a different generation, and NotHolder if the holder does not have a reference. After
+        LedgerUnavailable, the call may be repeated with the same `attempt`.
         """
         while attempt.ticket is None or attempt.num_answered * CHUNK < len(refs):
             first = attempt.num_answered * CHUNK
@@ -150,9 +153,10 @@ class LedgerClient:
         return attempt.ticket
 
     def deliver(self, items: Sequence[SealItem], attempt: Attempt) -> list[BlockRef]:
-        """Seals at most CHUNK items and moves them to the ticket of `attempt`, which begins with the first delivery.
-        Returns, for each item, the reference that the ticket holds. Raises Fenced, Stale or Gone. Do not repeat the
-        call after LedgerUnavailable; call `forget` instead.
+        """Seals at most CHUNK items and moves them to the ticket of `attempt`. The first delivery creates the ticket.
+        Returns, for each item, the reference that the ticket holds. Raises Stale if the holder is not writing one of
+        the blocks, and Gone if the ticket has ended. Do not repeat the call after LedgerUnavailable; call `forget`
+        instead.
         """
         key = (attempt, attempt.num_answered)
         attempt.ticket, refs = self.lane.call(lambda call: self.ledger.deliver(call, items, attempt.ticket), key)
@@ -160,9 +164,10 @@ class LedgerClient:
         return refs
 
     def claim(self, ticket: TicketId, attempt: Attempt) -> list[BlockRef]:
-        """Takes over all references of the ticket. Raises Fenced or Gone.
+        """Takes over all references of the ticket, and returns them. Raises Gone if the ticket has been claimed or has
+        ended, or if its secret is wrong.
 
-        After LedgerUnavailable the call may be repeated with the same `attempt`. Until the claim is complete,
+        After LedgerUnavailable, the call may be repeated with the same `attempt`. Until the claim is complete,
         `attempt.refs` lists the references that it has obtained, and `unfetched` returns those that an unanswered call
         has obtained.
         """
@@ -191,12 +196,12 @@ class LedgerClient:
                 self.give_up(ticket)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket. If the ledger does not answer, the ticket ends with its lease."""
+        """Ends a ticket. If the ledger cannot be used now, the ticket ends with its lease."""
         self.lane.give_up(ticket)
 
     def release(self, refs: Sequence[BlockRef]) -> None:
-        """Gives up `refs`, whose writes must be complete. `refs` lists the head of a chain first; the tail is released
-        first.
+        """Gives up `refs`. The caller must have finished its writes to these blocks. `refs` lists the head of a chain
+        first; the tail is released first.
 
         References that the holder does not have are ignored, and a fenced holder gets no error.
         """
@@ -224,7 +229,7 @@ class LedgerClient:
 
     def contradict(self, reason: str) -> None:
         """Requests a rebuild, because the header contradicts the ledger about blocks that the ledger gave to this
-        holder. Opens the breaker until the holder has joined the new ledger.
+        holder, and opens the breaker.
 
         Raises Fenced if the lease has ended, because the blocks may then have been given to others.
         """
@@ -238,9 +243,10 @@ class LedgerClient:
         self.breaker.open(f"it must be rebuilt: {reason}")
 
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
-        """Registers the holder in a rebuilt ledger and asserts `refs` in it: all blocks that this worker uses, may
-        write to or keeps in reserve. Call `join` afterwards. Not thread-safe. Raises the errors of `register`, and
-        Fenced. After LedgerUnavailable, the next call continues where this call ended.
+        """Registers the holder in the rebuilt ledger `dataset`, asserts `refs` in it, and returns the standings of the
+        blocks. `refs` must contain all blocks that this worker uses, may write to or keeps in reserve. Call `join`
+        afterwards. Not thread-safe. Can raise FloorsExceedArena, Fenced, StaleDataset, LedgerDamaged and
+        LedgerUnavailable. After LedgerUnavailable, the next call with this `dataset` continues where this call ended.
         """
         if self._joining is None or self._joining.ledger.dataset != dataset:
             self._joining = Joining(self.ledger.under(dataset))
@@ -256,7 +262,7 @@ class LedgerClient:
             raise
 
     def join(self) -> None:
-        """Directs all later calls to the ledger in which all blocks have been asserted."""
+        """Directs all later calls to the ledger in which `assert_held` has asserted the blocks."""
         assert self._joining is not None and self._joining.epoch is not None
         self.lane.restart(self._joining.ledger, self._joining.epoch, self._joining.number)
         self._joining = None

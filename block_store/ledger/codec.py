@@ -17,7 +17,7 @@ _NO_HASH = bytes(HASH_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class SealItem:
-    """A block whose content is final: a full block with its prefix hash, or a partial block without one."""
+    """A block to seal, whose content is final. A full block has a prefix hash; a partial block has none."""
 
     ref: BlockRef
     prefix_hash: bytes | None = None
@@ -40,8 +40,8 @@ def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
 
 
 def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
-    """Returns the packed items and the packed quotas. An item contains the position of its quota, starting with 1, or 0
-    if it has none.
+    """Returns the packed items and the packed quotas. An item contains the position of its quota, counted from 1, or 0
+    if the item has no quota.
     """
     places: dict[CacheQuota | None, int] = {None: 0}
     packed = b"".join(
@@ -69,7 +69,7 @@ def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
 
 
 def pack_report(missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> bytes:
-    """Packs a u32 count of the first list, followed by the references of both lists."""
+    """Packs the length of `missing` as a u32, followed by the references of both lists."""
     return struct.pack("<I", len(missing)) + pack_refs(missing) + pack_refs(surplus)
 
 

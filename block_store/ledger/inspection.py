@@ -1,4 +1,4 @@
-"""Reads the ledger's counts, holders and map of blocks, for `Inspect`, the invariants and operators."""
+"""Reads the ledger's counts, holders and map of blocks, for the RPC `Inspect` and for checks of the invariants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from block_store.ledger.scripts import LedgerScripts
 from common.types import BlockRef, Epoch
 
 _PIECE = 512
-"""Maximum number of entries that one command reads."""
+"""Number of entries to read with one command. HSCAN may return more."""
 _TRIES = 3
 _HOPELESS_S = 0.5
 """Duration in seconds above which a reading is not repeated, because a busy ledger does not stay unchanged for so
@@ -108,7 +108,7 @@ class Inspection:
 
 def inspect(ledger: LedgerScripts, with_blocks: bool = False) -> Inspection:
     """Reads the ledger, with the map of blocks if `with_blocks` is True. The map grows with the arena and is read in
-    parts, so that other calls do not wait.
+    parts, so that other calls do not wait long.
 
     If the ledger changes while the map is read, the reading is repeated a few times, unless it takes long. The last
     reading may mix several moments. Raises LedgerUnavailable, StaleDataset or LedgerDamaged.
@@ -137,8 +137,8 @@ def _with_blocks(ledger: LedgerScripts, blocks: BlockMap) -> Inspection:
 
 @contextmanager
 def _available() -> Iterator[None]:
-    """Returns a context for reads from Redis, in which a missing answer becomes LedgerUnavailable and unreadable data
-    become LedgerDamaged.
+    """Returns a context for reads from Redis. It turns a missing answer into LedgerUnavailable, and an error reply or
+    unreadable data into LedgerDamaged.
     """
     try:
         with reading("inspect"):
@@ -194,7 +194,9 @@ def some_blocks(ledger: LedgerScripts, numbers: Sequence[int]) -> list[BlockView
 
 
 class BlockMap:
-    """A reader of a ledger's keys (`lua/lib/state.lua`), with commands of bounded duration. Raises redis' errors."""
+    """A reader of a ledger's keys (`lua/lib/state.lua`), with commands of bounded duration. The methods raise redis'
+    errors.
+    """
 
     def __init__(self, client: redis.Redis, tag: str) -> None:
         self._client = client

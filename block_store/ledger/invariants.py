@@ -1,8 +1,8 @@
 """Checks of the ledger's invariants (docs/design.md, Invariants), at one moment or between two moments.
 
-Tests call `check` after every step; `check_running` is for a running store. Each finding begins with the invariant's
-name. I7 to I10 concern bytes, operations or a period of time, not a single moment; the tests check them. I2 needs no
-check: a block's generation is stored only once, and I3 says when it may change.
+`check` is for a ledger that no other process changes, and `check_running` is for a running store. Each finding begins
+with the invariant's name. I7 to I10 concern bytes, operations or a period of time, not a single moment; the tests check
+them. I2 needs no check: a block's generation is stored only once, and I3 says when it may change.
 """
 
 from __future__ import annotations
@@ -20,22 +20,20 @@ SETTLE_S = 0.3
 
 
 def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
-    """Returns a finding for every violation of an invariant. If an earlier moment `before` is given, also checks the
-    changes since then.
+    """Reads the ledger, and returns the violations that are found in it. If an earlier moment `before` is given, also
+    checks the changes since then.
     """
     return findings(ledger, inspect(ledger, with_blocks=True), before)
 
 
 def check_running(ledger: LedgerScripts) -> list[str]:
-    """Returns the findings for a ledger that is in use. Differences that disappear while the ledger is read again are
-    omitted.
-    """
+    """Returns the findings for a ledger that is in use, without those that disappear when the ledger is read again."""
     return lasting(lambda: check(ledger))
 
 
 def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
-    """Calls `look` up to LOOKS times, and returns the differences that were found every time. Stops when no differences
-    remain. A ledger that changes while it is read in parts can show differences that do not exist.
+    """Calls `look` up to LOOKS times, until no differences remain, and returns the differences that every call found.
+    If a ledger changes while it is read in parts, a single call can find differences that do not exist.
     """
     found = list(dict.fromkeys(look()))
     for _ in range(LOOKS - 1):
@@ -47,7 +45,7 @@ def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
 
 
 def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None = None) -> list[str]:
-    """Returns a finding for every violation in `now`, which the caller has just read from the ledger. If `before` is
+    """Returns the violations that are found in `now`, which the caller has just read from the ledger. If `before` is
     given, also checks the changes since then.
     """
     found = [*_accounting(now), *_references(now), *_index(now), *_fencing(ledger, now)]

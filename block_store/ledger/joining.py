@@ -1,5 +1,5 @@
-"""Joins a holder to a rebuilt ledger: registers the holder once, and asserts each of its blocks once, in parts. No call
-takes long, even if the holder has many blocks. An interrupted attempt can be continued.
+"""Joins a holder to a rebuilt ledger: registers the holder, and asserts its blocks in parts, so that no single call takes
+long even if the holder has many blocks. An interrupted attempt can be continued.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from common.types import BlockRef, Epoch
 
 @dataclass(slots=True)
 class Joining:
-    """The progress of a holder that joins a rebuilt ledger. All methods can raise LedgerUnavailable (call again),
-    StaleDataset, LedgerDamaged and Fenced.
+    """The progress of a holder that joins a rebuilt ledger. The methods can raise LedgerUnavailable (call again),
+    StaleDataset and LedgerDamaged. `assert_all` can also raise Fenced.
     """
 
     ledger: LedgerScripts

@@ -62,7 +62,7 @@ class OrderedLane:
         self.breaker = Breaker(name)
         self.fenced = threading.Event()
         self.on_fenced: Callable[[], None] = lambda: None
-        """Callback that runs once, in the thread that learns of the fence."""
+        """Callback that runs in the thread that learns of the fence."""
         self.number = 0
         """Number of the last mutating call that was made."""
         self.answered = 0
@@ -74,7 +74,7 @@ class OrderedLane:
 
     def call(self, operation: Callable[[CallId], T], key: Key | None = None, changes: bool = True) -> T:
         """Returns the answer to `operation`. Pass a `key` if the caller may repeat the call. If `changes` is False, the
-        call is a read, which has no number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
+        call is a read, which gets no new number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
         refusals.
         """
         self._check_open()  # without the lock, which a call that waits for an answer holds
@@ -89,7 +89,8 @@ class OrderedLane:
             return self._until_answered(operation)
 
     def settled(self, key: Key) -> object:
-        """Returns the late answer to an unanswered call, or None if there is none or the call has been repeated."""
+        """Returns the late answer to an unanswered call, or None if there is none or it has been fetched or forgotten.
+        """
         return self._settled.get(key)
 
     def forget(self, key: Key) -> object:
@@ -105,13 +106,15 @@ class OrderedLane:
             self._settled.clear()
 
     def fence(self) -> None:
-        """Marks the holder as fenced, which means that it has lost all its blocks. Calls `on_fenced` once."""
+        """Marks the holder as fenced, because it has lost all its blocks, and calls `on_fenced`. Does nothing if the
+        holder is already fenced.
+        """
         if not self.fenced.is_set():
             self.fenced.set()
             self.on_fenced()
 
     def distrust(self, reason: object) -> None:
-        """Requests a rebuild of a damaged ledger, and opens the breaker until the ledger has been rebuilt."""
+        """Opens the breaker, and requests a rebuild of the ledger, which is damaged."""
         self.breaker.open(f"it must be rebuilt: {reason}")
         try:
             self.ledger.distrust()
@@ -119,7 +122,7 @@ class OrderedLane:
             _LOG.warning("could not ask for a rebuild: %s", error)
 
     def give_up(self, ticket: TicketId) -> None:
-        """Ends a ticket. If the ledger does not answer, the ticket ends with its lease."""
+        """Ends a ticket. If the ledger cannot be used now, the ticket ends with its lease."""
         try:
             if not self.breaker.refuses():
                 self.ledger.give_up(ticket)

@@ -1,6 +1,5 @@
-"""A holder's lease in the ledger. A separate thread, the beat thread, extends the lease with beats (heartbeats). When
-the ledger answers again after an outage, the beat thread repeats unanswered calls. When the ledger has been rebuilt,
-the beat thread joins the new ledger.
+"""A holder's lease in the ledger. A separate thread, the beat thread, extends the lease with beats (heartbeats). Through
+callbacks (`holder.rejoin`), this thread also repeats unanswered calls after an outage, and joins a rebuilt ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Lease:
         self.on_stale: Callable[[], bool] = lambda: False
         """Callback that joins the rebuilt ledger. It returns whether the holder has joined."""
         self.on_answer: Callable[[], object] = lambda: None
-        """Callback that the beat thread runs after every answered beat."""
+        """Callback that `probe` runs after its beat has been answered."""
         self.num_available = 0
         """Number of blocks that could still be allocated at the last beat, adjusted for later allocations and releases.
         """
@@ -43,15 +42,15 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self, beat_s: float) -> None:
-        """Starts the beat thread, which sends a beat every `beat_s` seconds, and more often while the breaker is open,
-        until `end` is called or the holder is fenced.
+        """Starts the beat thread. It sends a beat every `beat_s` seconds, or after shorter pauses while the breaker is
+        open, until `end` is called or the holder is fenced.
         """
         name = f"beat-{self._lane.name}"
         self._thread = threading.Thread(target=self._beat_on, args=(beat_s,), name=name, daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the beats. Returns when the last beat is over."""
+        """Ends the beats, and waits for the end of the beat thread, unless that thread makes this call."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -74,7 +73,9 @@ class Lease:
             self.beat()
 
     def probe(self) -> None:
-        """Sends a beat, rejoins if the ledger has been rebuilt, and opens or closes the breaker. Raises Fenced."""
+        """Sends a beat, rejoins if the ledger has been rebuilt, and opens or closes the breaker. Raises Fenced if the
+        lease has ended.
+        """
         lane = self._lane
         try:
             self.beat()

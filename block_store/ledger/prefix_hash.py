@@ -1,4 +1,5 @@
-"""Prefix hashes: a SHA-256 chain over (domain and salt, parent hash, token ids of one full block, extra keys).
+"""Computes prefix hashes: a SHA-256 chain over the domain, a salt, and for each full block the parent hash, the token
+ids and other input of the block.
 
 The gateway derives the salt from the tenant. Every field is preceded by its length, so that different inputs give
 different bytes to hash.

@@ -1,10 +1,10 @@
 """Builds the ledger of an arena in Redis from the arena's header: the first ledger, and a new ledger after each loss or
 damage (docs/design.md, Ledger: rebuild).
 
-Sealed full blocks are indexed again. Blocks that a living process may be writing wait for its writer slot. While any
-writer is alive, sealed blocks that the index does not name (partial blocks and duplicates) wait until their holder
-asserts them or the grace period ends. All other blocks are free. Workers then register again and assert their blocks
-(`Rejoining.rejoin`), so that their requests continue.
+Sealed full blocks are indexed again, one for each hash. Blocks that a living process may be writing wait for its writer
+slot. If any writer is alive, sealed blocks that the index does not name (partial blocks and duplicates) wait until a
+holder asserts them, all writers have asserted their blocks, or the grace period ends. All other blocks are free. Workers
+then register again and assert their blocks (`Rejoining.rejoin`), so that their requests continue.
 
 The order of steps ensures that no block is allocated twice and that no worker writes into another worker's block. A
 writer first records its generation, slot and state in the header and then reads the rebuild count. It writes into the
@@ -72,8 +72,8 @@ def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
 def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
     """Rebuilds the ledger and returns its dataset generation. Outside the tests, only the store calls this function.
 
-    Until all workers have asserted their blocks, but for at most `grace_s`, allocations evict no cached block. Raises
-    the errors of redis, or StaleDataset if Redis was flushed during the call. The caller may try again.
+    Until all writers that were alive have asserted their blocks, but for at most `grace_s`, allocations evict no cached
+    block. Raises the errors of redis, or StaleDataset if Redis was flushed during the call. The caller may try again.
     """
     tag = f"{{looseleaf:{arena.arena_id}}}:"
     run_id, dataset = server_run_id(client), secrets.token_hex(8)
@@ -108,8 +108,7 @@ def take_census(arena: Arena) -> Census:
     records["state"][writing] = BlockState.QUARANTINE
     records["slot"][writing] = slots[writing]
     sealed = states == HeaderState.SEALED
-    # Partial blocks and duplicates are not in the index. A living holder soon asserts them; without a holder they are
-    # free.
+    # Partial blocks and duplicates are not in the index. If a living writer holds them, it soon asserts them.
     records["state"][sealed] = BlockState.QUARANTINE if alive else BlockState.FREE
     indexed = _first_of_each_hash(sealed, hashes)
     records["state"][indexed] = BlockState.CACHED
@@ -126,7 +125,7 @@ def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.ui
 
 
 def _write(client: redis.Redis, tag: str, census: Census) -> None:
-    """Writes all keys except `meta`; without `meta`, no script uses the other keys."""
+    """Writes the keys that list blocks. `open` writes `meta` later; without `meta`, no script uses the other keys."""
     packed = census.records.tobytes()
     size = RECORDS.itemsize * _CHUNK
     for first in range(0, len(packed), size):

@@ -44,7 +44,9 @@ class ReapReport:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Returns a context for parsing a reply, in which errors become LedgerDamaged. `what` names the call."""
+    """Returns a context for parsing a reply. It turns the errors of parsing, and error replies of Redis, into
+    LedgerDamaged. `what` names the call.
+    """
     try:
         yield
     except (ValueError, TypeError, IndexError, OverflowError, struct.error, redis.ResponseError) as error:
@@ -94,7 +96,7 @@ def unpack_reaped(reply: bytes) -> ReapReport:
 
 
 def refusal(reply: bytes) -> errors.LedgerError:
-    """Returns the exception for a refusal, '-CODE detail..'."""
+    """Returns the exception for a refusal, whose form is '-CODE detail..'."""
     code, *detail = reply[1:].decode().split(" ")
     match code:
         case "EXHAUSTED":

@@ -1,7 +1,8 @@
 """The ledger's operations, most of which are one call of a Lua script (long: a method for each script).
 
-docs/design.md, Ledger, describes the operations. A script handles at most CHUNK blocks. This module keeps no state of a
-holder: mutating calls carry the holder's epoch and the call's number (`CallId`), which `lane.OrderedLane` keeps.
+docs/design.md, Ledger, describes the operations. One call of a script names at most CHUNK blocks. This module keeps no
+state of a holder: calls in the lane carry the holder's epoch and the call's number (`CallId`), which `lane.OrderedLane`
+keeps.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ TICKET_LEASE_S = 8.0
 TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
 CHUNK = 256
-"""Maximum number of blocks per call. A script blocks the server while it runs, so each script takes less than 5 ms,
-regardless of the number of held blocks. For more blocks, a caller makes several calls (`client.LedgerClient`).
+"""Maximum number of blocks that a call names. It is limited because a script blocks the server while it runs. For more
+blocks, a caller makes several calls (`client.LedgerClient`).
 """
 RELEASE_CHUNK = 96
 """Maximum number of blocks per release. It is smaller than CHUNK, because each released block may cause an eviction if
@@ -88,7 +89,9 @@ class LedgerScripts:
     def register(
         self, name: str, *, writer_slot: int, floor: int = 0, lease_s: float = LEASE_S, token: str | None = None
     ) -> Epoch:
-        """Registers a new holder; a repeated `token` returns the same holder. Raises FloorsExceedArena."""
+        """Registers a new holder, and returns its epoch. A repeated call with the same `token` returns the same epoch.
+        Raises FloorsExceedArena if the floors of all holders would not fit into the arena.
+        """
         token = token or secrets.token_hex(8)
         return Epoch(self._ask(int, "register", name, writer_slot, floor, _ms(lease_s), token))
 
@@ -153,8 +156,8 @@ class LedgerScripts:
         return self._ask(unpack, "deliver", *call, *packed, _ms(lease_s), ticket.epoch, ticket.secret)
 
     def claim(self, call: CallId, ticket: TicketId) -> tuple[list[BlockRef], bool]:
-        """Moves up to CHUNK of the ticket's references to the holder, in the order of `hand_over`. Returns these
-        references, and whether the ticket has more references for a further call. Raises Fenced or Gone.
+        """Moves up to CHUNK of the ticket's references to the holder, in the order in which the ticket got them.
+        Returns these references, and whether the ticket has more references for a further call. Raises Fenced or Gone.
         """
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
@@ -194,8 +197,8 @@ class LedgerScripts:
         return self._call("assert_all", *call) == b"1"
 
     def ask_all(self, census: str) -> None:
-        """Asks every worker to call `report`, with the name `census`, after its next heartbeat. Raises
-        LedgerUnavailable.
+        """Asks every worker to call `report`, with the name `census`, after its next beat. Raises LedgerUnavailable if
+        Redis does not answer.
         """
         try:
             self.client.set(self.tag + "census", census, ex=10)
@@ -209,9 +212,9 @@ class LedgerScripts:
         self._call("report", epoch, census, codec.pack_report(missing[:CHUNK], surplus[:CHUNK]))
 
     def reports(self, census: str) -> dict[Epoch, tuple[list[BlockRef], list[BlockRef]]]:
-        """Returns the reports by holder: references that the ledger lacks, and references unknown to the holder.
+        """Returns each holder's report: references that the ledger lacks, and references unknown to the holder.
 
-        Raises LedgerUnavailable or LedgerDamaged.
+        Raises LedgerUnavailable if Redis does not answer, and LedgerDamaged if a report cannot be read.
         """
         try:
             found: dict[bytes, bytes] = self.client.hgetall(f"{self.tag}census:{census}")  # type: ignore[assignment]
@@ -223,9 +226,9 @@ class LedgerScripts:
             return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
 
     def distrust(self, epoch: Epoch | None = None) -> None:
-        """Requests a rebuild, because the ledger contradicts the header. Every later call raises StaleDataset. `epoch`
-        is the epoch of the holder that found the contradiction in its blocks, or None if the caller is not a holder.
-        Raises Fenced if the holder's lease has ended, because other holders may then have the blocks.
+        """Requests a rebuild, because the ledger is damaged or contradicts the header. Until then, scripts raise
+        StaleDataset. `epoch` is the epoch of the holder whose blocks the contradiction concerns, or None. Raises Fenced
+        if that holder's lease has ended, because other holders may then have the blocks.
         """
         self._call("distrust", epoch or 0)
 
@@ -274,7 +277,7 @@ class LedgerScripts:
     def forget(self) -> None:
         """Removes the ledger's keys; later calls raise StaleDataset.
 
-        Raises LedgerUnavailable.
+        Raises LedgerUnavailable if Redis does not answer.
         """
         try:
             self.client.delete(self.tag + "meta")
@@ -292,7 +295,7 @@ class LedgerScripts:
 
     def clock(self) -> tuple[bytes | None, ...]:
         """Returns counters that show nearly every change to the ledger. A beat does not change them. Raises
-        LedgerUnavailable or LedgerDamaged.
+        LedgerUnavailable if Redis does not answer, and LedgerDamaged if the counters cannot be read.
         """
         try:
             with replies.reading("clock"):
@@ -320,8 +323,8 @@ class LedgerScripts:
 
 @contextmanager
 def answering(name: str) -> Iterator[None]:
-    """Returns a context that translates redis' errors: LedgerUnavailable if Redis does not answer the script `name`,
-    and LedgerDamaged if the script fails.
+    """Returns a context that translates redis' errors into LedgerUnavailable if Redis does not answer the script
+    `name`, and into LedgerDamaged if the script fails.
     """
     try:
         yield
@@ -343,7 +346,7 @@ def source(name: str) -> str:
 
 
 def library() -> str:
-    """Returns the text that precedes every script: the functions that operations share."""
+    """Returns the functions that the operations share. This text precedes the script of each of `_OPERATIONS`."""
     return "\n".join(source(f"lib/{part}") for part in LIBRARY)
 
 

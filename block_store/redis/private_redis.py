@@ -1,4 +1,4 @@
-"""A private `redis-server` on a Unix socket. If the server ends, it is restarted without data."""
+"""Runs a private `redis-server` on a Unix socket. If the server ends, it is usually restarted, without data."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class PrivateServer:
     """A `redis-server` with a password. It starts empty. If it ends before `close` or `kill` is called, it is
     restarted, empty, unless `may_restart` returns False.
 
-    One thread of this object forks the server and waits for it. On Linux, the kernel ends the server when that thread
-    ends, so that the server never outlives this process.
+    One thread of this object forks the server and waits for it. On Linux, the kernel sends SIGTERM to the server when
+    that thread ends, so that the server does not outlive this process.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class PrivateServer:
     ) -> None:
         """Starts a server with its socket in `directory`, and returns when it answers. If `confined` is True, clients
         with the password may use only the commands that services need. (Tests set it to False, for example to empty a
-        server.) `may_restart` is called each time the server ends, and `tell` is called with a log line. Raises
-        RedisUnusable.
+        server.) `may_restart` is called when the server has ended, unless this object is being closed, and `tell` is
+        called with log lines. Raises RedisUnusable if no server can be found or started.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
@@ -181,9 +181,9 @@ def _answers(path: Path) -> bool:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """Returns a `preexec_fn` that makes the child get SIGTERM when its parent ends for any reason.
+    """Returns a `preexec_fn` that makes the child get SIGTERM when the thread that forked it ends for any reason.
 
-    libc is loaded before the fork.
+    libc is loaded here, before the fork.
     """
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

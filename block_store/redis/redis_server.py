@@ -1,7 +1,7 @@
 """The Redis server that stores the ledger: one that is given by URL, or a private `redis-server` (`private_redis`).
 
-Servers with an evicting memory policy are rejected, because they would lose references. A connection accepts only the
-server in which the ledger was built.
+Servers with an evicting memory policy are rejected, because they would lose references. A client can be restricted to
+the server in which the ledger was built.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ class WorkerRegistry:
         self._list = client.register_script(_LIST)
         self.fallbacks = Fallbacks(_LOG)
         self.incarnation = b""
-        """Incarnation of the registry at the last `list`. A change means that Redis has lost the records since then."""
+        """Incarnation of the workers' registry at the last `list`. If a later `list` changes it, Redis has lost the
+        records in between.
+        """
 
     def publish(self, record: WorkerRecord) -> None:
         """Adds a worker's record or renews it. Call it every second."""

@@ -177,7 +177,9 @@ class ArenaOwner:
                 time.sleep(0.2)
 
     def _lose(self, arena: Arena) -> None:
-        """Ends an arena: processes that have mapped it may no longer use it, and its ledger refuses every call."""
+        """Ends an arena: declares it lost, so that processes that have mapped it no longer use it, and removes its
+        ledger, if Redis answers, and its files.
+        """
         _LOG.info("arena %s has ended: its blocks, ledger and files are removed", arena.arena_id)
         arena.declare_lost()
         try:

@@ -73,7 +73,7 @@ class DiskTier:
         logger.info("%d blocks on disk in %s, of at most %d", len(self._file), where, self._file.num_slots)
 
     def end(self) -> None:
-        """Copies the blocks that are not on disk yet, and ends the holder of restored blocks."""
+        """Makes a last scan for blocks to copy to disk, and ends the holder of restored blocks."""
         if self._attached is not None:
             self._attached.withdraw()  # ends the retries of a registration
         for thread in (self._joiner, self._thread):

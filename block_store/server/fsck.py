@@ -2,9 +2,9 @@
 
 Run `python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
 
-Prints every difference. The ledger of a running store changes while it is read in parts, so if there are differences,
-it is read again a few times, and only lasting differences are printed (`invariants.lasting`). A repair is a rebuild
-(`rebuild`): the ledger is built from the header, and every worker asserts its blocks.
+Prints the differences. The ledger of a running store changes while it is read in parts, so if there are differences, it
+is read again a few times, and only lasting differences are printed (`invariants.lasting`). A repair is a rebuild
+(`rebuild`), in which the store builds the ledger from the header, and workers assert their blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from block_store.redis.redis_server import open_client
 PATIENCE_S = 10.0
 """Longest wait for an answer of Redis. A check is in no hurry, so it outlasts the pauses of a busy machine."""
 REPORT_WAIT_S = 3.0
-"""Maximum time in seconds to wait for the workers' reports. A worker reports after its next beat, within a second."""
+"""Maximum time in seconds to wait for the workers' reports. A worker reports after its next beat."""
 _READABLE = (BlockState.SEALED, BlockState.CACHED)
 
 
@@ -43,9 +43,11 @@ class Findings:
 
 
 def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
-    """Returns every difference; with `digests`, also compares the blocks' bytes with their digests (on the host only).
+    """Returns the differences that last. With `digests`, also compares the blocks' bytes with their digests if the
+    blocks are in host memory.
 
-    Raises LedgerUnavailable, or StaleDataset if the ledger is being rebuilt; try again.
+    Raises LedgerUnavailable if Redis does not answer, and StaleDataset if the ledger is being rebuilt. The caller may
+    try again.
     """
     blocks = _digests(arena) if digests else ()
     try:
@@ -57,7 +59,9 @@ def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: 
 
 
 def repair(arena: Arena, ledger: LedgerScripts, timeout_s: float = 15.0) -> bool:
-    """Asks the store to rebuild the ledger. Returns whether the store did so in time. Raises LedgerUnavailable."""
+    """Asks the store to rebuild the ledger. Returns whether the store did so in time. Raises LedgerUnavailable if Redis
+    does not answer.
+    """
     before = arena.rebuild_count
     with suppress(StaleDataset, LedgerDamaged):  # the store's next sweep rebuilds the ledger in any case
         ledger.distrust()
@@ -145,8 +149,8 @@ def _ask_workers(ledger: LedgerScripts, wait_s: float) -> tuple[list[str], tuple
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status. 0: no differences (or repaired); 1: differences; 2: the check failed; 3: no differences,
-    but a worker did not report, so its view is unknown.
+    """Runs the check. Returns the exit status: 0 if there are no differences or the ledger was repaired, 1 if there are
+    differences, 2 if the check failed, and 3 if there are no differences but a worker did not report.
     """
     parser = argparse.ArgumentParser(
         prog="block_store.server.fsck", description="compare Redis, arena header and workers"
@@ -164,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -> int:
-    """Prints the findings; returns the exit status like `main`. Raises BlockStoreError."""
+    """Prints the findings, and returns the exit status 0, 1 or 3 (`main`). Raises BlockStoreError if the check fails.
+    """
     arena = Arena.open(directory)
     ledger = LedgerScripts.attach(open_client(redis_url, lambda: arena.fixed.run_id, PATIENCE_S), arena)
     findings = fsck(arena, ledger, digests=digests)

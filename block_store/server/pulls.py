@@ -38,7 +38,8 @@ class Pulls:
         self, ticket: Ticket, source: str, quota: CacheQuota | None = None, public_tokens: int = 0
     ) -> Pulled:
         """Returns a local ticket for copies of the blocks (`Puller.pull`). Raises FailedPrecondition if there is no
-        arena or its blocks are on a GPU, Unavailable if the ledger does not answer, and the errors of `Puller.pull`.
+        arena or its blocks are on a GPU, Unavailable if the holder of pulled blocks cannot register, and the errors of
+        `Puller.pull`.
         """
         puller = await self._puller_of(self._owner.arena, self._owner.ledger)
         return await puller.pull(ticket, source, quota, public_tokens)
@@ -68,8 +69,8 @@ class Pulls:
 
     async def _make(self, arena: Arena, ledger: LedgerScripts) -> Puller:
         """Registers the holder of pulled blocks, and returns its puller. The holder's floor is the smallest floor of a
-        worker. If a single decode worker and no prefill worker uses this arena, every group that the worker accepts can
-        therefore be pulled, even if the worker uses all blocks outside this floor.
+        worker, if that still fits into the arena. If a single decode worker and no prefill worker uses the arena, every
+        group that the worker accepts can then be pulled, even if the worker uses all blocks outside this floor.
         """
         holders = (await asyncio.to_thread(inspect, ledger, False)).holders
         floor = min((holder.floor for holder in holders if holder.floor), default=0)

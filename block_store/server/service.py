@@ -194,7 +194,7 @@ class BlockStoreServicer:
 
     @property
     def _num_holders(self) -> int:
-        """The expected number of holders: the workers and, if this store pulls blocks, the puller."""
+        """The expected number of holders with floors: the workers and, if this store pulls blocks, the puller."""
         return self._expect_workers + (self._pulls is not None)
 
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:

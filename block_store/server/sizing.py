@@ -1,5 +1,5 @@
-"""Computes how many blocks an arena gets: (budget - weights - activations - reserve - others) / block bytes. Also
-determines the memory limits of a node or a device.
+"""Computes how many blocks an arena gets: about (budget - weights - activations - reserve - others) / block bytes, if
+there is room for them. Also determines the memory limits of a node or a device.
 
 All sizes are in bytes.
 """

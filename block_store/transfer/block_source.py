@@ -48,14 +48,17 @@ class BlockSource:
 
     def keep(self, ticket: TicketId, refs: Sequence[BlockRef]) -> list[bytes]:
         """Extends the ticket's lease. Returns the prefix hash of each block; the hash of a partial block is empty.
-        Raises Gone, NotHolder or Stale.
+        Raises Gone if the ticket has ended, NotHolder if the ticket lacks a block, and Stale if a block was
+        reallocated.
         """
         for part in chunks(refs) if refs else [refs]:
             self._ledger.keep(ticket, part)
         return self.prefix_hashes(refs)
 
     def prefix_hashes(self, refs: Sequence[BlockRef]) -> list[bytes]:
-        """Returns the prefix hash of each block; the hash of a partial block is empty. Raises Stale."""
+        """Returns the prefix hash of each block; the hash of a partial block is empty. Raises Stale if a block was
+        reallocated.
+        """
         hashes = [self.arena.hashes[ref.block].tobytes() for ref in refs]
         if not self.arena.check_refs(refs):
             raise Stale("a block of the ticket was reallocated")
@@ -63,7 +66,7 @@ class BlockSource:
 
     def frames(self, ticket: TicketId, refs: Sequence[BlockRef]) -> Iterator[bytes]:
         """Yields the blocks in serialized frames. Checks the ticket before the first frame, and again after every CHUNK
-        blocks. Raises Gone, NotHolder or Stale.
+        blocks. Raises the errors of `parts` and `read`.
         """
         for first, part in self.parts(ticket, refs, MESSAGE_BYTES):
             yield self.read(first, part)
@@ -72,7 +75,8 @@ class BlockSource:
         self, ticket: TicketId, refs: Sequence[BlockRef], frame_bytes: int = FRAME_BYTES
     ) -> Iterator[tuple[int, Sequence[BlockRef]]]:
         """Yields the blocks of each frame, with the position of its first block, once the ledger has confirmed that the
-        ticket holds them. The confirmation extends the ticket's lease. Raises Gone or NotHolder.
+        ticket holds them. The confirmation extends the ticket's lease. Raises Gone if the ticket has ended, and
+        NotHolder if it lacks a block.
         """
         size = max(1, min(CHUNK, frame_bytes // self.arena.block_bytes))
         for chunk_first in range(0, len(refs), CHUNK):
@@ -83,7 +87,7 @@ class BlockSource:
 
     def read(self, index: int, refs: Sequence[BlockRef]) -> bytes:
         """Returns a serialized frame (`frames`) with the blocks and their digests. `index` is the position of the first
-        block in the ticket's table. Raises Stale.
+        block in the ticket's table. Raises Stale as `reading` does.
         """
         with self.reading(refs) as reading:
             return frames.encode(index, reading.pieces, reading.digests.tolist())

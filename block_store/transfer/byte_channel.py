@@ -1,11 +1,12 @@
 """The byte channel: a TCP or TLS connection on which blocks travel from one arena's memory into another's.
 
-gRPC copies every byte several times. On this channel, the sender's system call reads from the arena and the receiver's
-writes into the arena. `KeepTicket` tells the receiver the port. The two ends of a connection send:
+gRPC copies every byte several times. On this channel without TLS, the sender's system call reads from an arena in host
+memory, and the receiver's writes into the arena. `KeepTicket` tells the receiver the port. The two ends of a connection
+send:
 
     server: nonce[16]
     client: HMAC-SHA256(the deployment's secret, nonce)[32]
-    client: size u32, ReadBlocksRequest          (any number of requests, one after the other)
+    client: size u32, ReadBlocksRequest          (any number of requests, one after another)
     server: FRAME u8, index u32, count u32, digests u64[count], the blocks' bytes, OK u8      (for each frame)
     server: END u8
 
@@ -28,7 +29,7 @@ FRAME_HEAD = struct.Struct("<II")
 """Index of the first block in the request's table, and the number of blocks."""
 MAX_REQUEST_BYTES = 16 << 20
 STALL_S = 4.0
-"""Time in seconds without progress after which either end closes the connection."""
+"""Time in seconds without progress, during a request, after which either end closes the connection."""
 Buffer = bytes | memoryview
 
 
@@ -39,11 +40,11 @@ class Mark(IntEnum):
     OK = 2
     END = 3
     STALE = 4
-    """A block was reallocated, or the ticket has ended."""
+    """A block was reallocated or is not sealed, or the ticket has ended."""
     NOT_HELD = 5
     """The ticket does not hold a block, the request is invalid, or the server cannot send blocks of that arena."""
     UNAVAILABLE = 6
-    """The server's ledger does not answer."""
+    """The server's ledger cannot be used."""
 
 
 def proof(secret: str | None, nonce: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The transport over byte channels: the receiver's system calls write into the arena (`byte_channel`)."""
+"""The transport over byte channels (`byte_channel`), which receives blocks directly into the arena."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Channels:
 
 
 class ByteTransport:
-    """A transport over byte channels. If no byte channel to a source can be used, `otherwise` copies the blocks. Only
+    """A transport over byte channels. If no byte channel to a source can be opened, `otherwise` copies the blocks. Only
     threads of this process store bytes, so nothing is stored after the thread of a copy has ended.
     """
 
@@ -153,7 +153,10 @@ class _Receiving:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> None:
-        """Copies the blocks. Raises Aborted, Unavailable or _CannotConnect."""
+        """Copies the blocks. Raises Unavailable if the source or its ledger does not answer, _CannotConnect if no byte
+        channel can be opened, and Aborted if the source refuses, breaks the protocol or sends wrong bytes, or if the
+        copy was aborted.
+        """
         try:
             self._run()
         except OSError as error:

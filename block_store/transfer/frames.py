@@ -32,7 +32,7 @@ class Frame:
     index: int
     """Position of the first block in the table."""
     data: memoryview
-    """The bytes of all blocks, one after the other: a view of the received message."""
+    """The bytes of all blocks, one after another: a view of the received message."""
     digests: Sequence[int]
 
 

@@ -57,8 +57,8 @@ class _SourceLease:
 
 
 class Puller:
-    """The receiver of other hosts' blocks for one arena. `run` must run as a separate task. One thread makes all calls
-    to the ledger.
+    """The receiver of other hosts' blocks for one arena. `run` must run as a separate task. All pulls use the ledger in
+    the same thread.
     """
 
     def __init__(self, attached: Attached, sources: SourceClient, transport: Transport) -> None:
@@ -84,9 +84,9 @@ class Puller:
         """Returns a local ticket for copies of a ticket's blocks. Cancelling the call ends the pull. `quota` is the
         tenant's quota; the blocks of the first `public_tokens` tokens do not count against it.
 
-        Waits for room without a time limit. Raises Aborted if the source no longer has the blocks, if the bytes are
-        wrong, or if a local block was reallocated. Raises Unavailable if the source or the ledger does not answer, or
-        if the holder of pulled blocks is fenced.
+        Waits for room for as long as the source keeps its ticket. Raises Aborted if the source no longer has the
+        blocks, if the bytes are wrong, or if a local block was reallocated. Raises Unavailable if the source or the
+        ledger does not answer, or if the holder of pulled blocks is fenced.
         """
         if self._attached.is_fenced:
             raise Unavailable("the holder of pulled blocks is registering again", retry_after_s=1.0)

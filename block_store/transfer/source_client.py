@@ -52,7 +52,7 @@ class SourceClient:
         return hashes
 
     async def keep(self, source: str, ticket: Ticket) -> float:
-        """Extends the ticket's lease. Returns its length in seconds."""
+        """Extends the ticket's lease, and returns the length of the lease in seconds."""
         return (await self._keep(source, ticket, ())).lease_ms / 1000
 
     def byte_port(self, source: str) -> int:

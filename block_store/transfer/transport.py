@@ -1,7 +1,7 @@
 """Transports, which copy the bytes of blocks from one host's arena into another host's arena.
 
-A one-sided transport (RDMA) may still write into its destination after a transfer was cancelled or has failed. The
-receiving side therefore asks `is_quiescent` before it gives the destination's blocks to another holder.
+A transport may still write into its destination after a transfer was cancelled or has failed. The receiving side
+therefore calls `is_quiescent` before it releases the destination's blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Copy:
     """Blocks of `arena`, one for each of `refs`, whose header generations have been raised."""
     arena: Arena
     on_stored: Callable[[Sequence[int]], object] = field(default=lambda digests: None, repr=False)
-    """Called in the storing thread with the digests of the next stored blocks, after they have been compared."""
+    """Callback that runs in the storing thread with the digests of the next stored blocks, after they have been
+    compared.
+    """
     writing: asyncio.Future[None] | None = field(default=None, repr=False)
     """The current or last write into the arena; None if nothing has been written yet."""
     num_stored: int = 0

@@ -1,6 +1,6 @@
 -- deliver(epoch, number, items, quotas, ticket lease ms, ticket, secret): seals all items or none (`seal_items`), and
--- moves them from the holder to a ticket, as `seal`, `hand_over` and `release` would do one after the other. Ticket 0
--- means a new one. Answers with the ticket, its secret, and the reference that the ticket holds for each item.
+-- moves them from the holder to a ticket, as `seal`, `hand_over` and `release` would do one after another. Ticket 0
+-- means a new ticket. Answers with the ticket, its secret, and the reference that the ticket holds for each item.
 local epoch, number, lease_ms, ticket, secret = ARGV[2], ARGV[3], tonumber(ARGV[6]), ARGV[7], ARGV[8]
 local early = lane(epoch, number)
 if early then return early end

@@ -1,4 +1,4 @@
--- holds(epoch, refs): answers with one digit each, 1 if the holder holds that reference, else 0. Reads only.
+-- holds(epoch, refs): answers with one digit for each reference: 1 if the holder has it, else 0. Reads only.
 local epoch = ARGV[2]
 if not live(epoch) then return '-FENCED' end
 local blocks, generations = unpack_refs(ARGV[3])

@@ -4,7 +4,7 @@
 -- KEYS[i] is an arena's '{looseleaf:<arena>}:meta'; ARGV[1] has the hashes of 32 bytes, ARGV[1 + i] a dataset.
 local num_hashes, lengths = #ARGV[1] / 32, {}
 
--- Binary search: the later blocks of a prefix are evicted before the earlier ones.
+-- Binary search. The result is exact if the later blocks of the prefix were evicted before the earlier ones, as usual.
 local function length(index)
   local least, most = 0, num_hashes
   while least < most do

@@ -1,12 +1,13 @@
--- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees the blocks that waited for these slots, then
--- reaps holders whose leases have ended. The order matters: the caller checked the locks before the call, so it has not
+-- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees blocks that waited for these slots, then reaps
+-- holders whose leases have ended. The order matters: the caller checked the locks before the call, so it has not
 -- checked the locks for blocks that are only now put into quarantine. Answers with the reaped epochs, the number of
 -- freed blocks, whether the reaping was postponed, whether work remains for a further call, the tick, and the slots to
 -- wait for.
 local MOST_LEASE_MS = 3600000
 
--- Checks that every block is in one list or counted once, that the floors fit, and that every lease ends. A ledger that
--- fails these checks was changed by a different program. Without the checks, nobody would notice until `fsck` is run.
+-- Checks that the numbers of listed and counted blocks add up to the arena, that the floors fit, and that every lease
+-- ends. A ledger that fails these checks was changed by a different program, which might not be noticed otherwise until
+-- `fsck` is run.
 local function check_sums()
   local meta = call('HMGET', META, 'num_blocks', 'reserved', 'sealed')
   local listed = call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) + call('ZCARD', QUARANTINE_SET)
@@ -35,7 +36,7 @@ for at = 1, #slots, 4 do
 end
 if not awaiting() and not free_slot('0') then more = true end
 
--- After a freeze or a clock step, every holder looks dead, so all leases are renewed.
+-- After a freeze or a clock step, every holder can look dead, so all leases are renewed.
 local now, last = now_ms(), tonumber(call('HGET', META, 'last_reap'))
 call('HSET', META, 'last_reap', text(now))
 local postponed, reaped = last > now or now - last > gap_ms, {}

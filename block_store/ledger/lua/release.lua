@@ -1,5 +1,6 @@
--- release(epoch, number, refs): ends the holder's references to `refs`. Never refused: blocks that the holder does
--- not hold, or that have a different generation, are not changed. Answers with the number of references released.
+-- release(epoch, number, refs): ends the holder's references to `refs`. Blocks that the holder does not hold, or that
+-- have a different generation, are not changed. Answers with the number of references released, or with 0 if the holder
+-- is fenced.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early == '-FENCED' then return '+0' end

@@ -1,5 +1,5 @@
--- unregister(epoch): releases the holder's references and ends it. The caller declares that its writes are complete.
--- Idempotent. If the holder had very many blocks, the sweep releases the remaining ones.
+-- unregister(epoch): ends the holder and releases its references, of which the sweep releases those beyond the first
+-- MOST_LET_GO. The caller declares that its writes are complete. Idempotent.
 if live(ARGV[2]) then
   end_holder(ARGV[2], false)
   bury()

@@ -14,8 +14,8 @@ local function leave_cache(blocks, records)
   for owner, owned in pairs(by_owner) do send('ZREM', cached_key(owner), owned) end
 end
 
--- Adds blocks that have become CACHED to the eviction order; `order` lists a tick and a block for each. An owner that
--- now exceeds its quota loses its coldest blocks.
+-- Adds blocks that have become CACHED to the eviction order; `order` lists a tick and a block for each. If an owner now
+-- exceeds its quota, up to MOST_LET_GO of its coldest blocks are evicted.
 local function enter_cache(order, records)
   send('ZADD', CACHED_SET, order)
   local by_owner = {}

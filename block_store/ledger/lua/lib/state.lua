@@ -1,4 +1,5 @@
--- First file of the library that precedes every operation's script (`scripts.LIBRARY`): keys, records, the lane.
+-- First file of the library (`scripts.LIBRARY`), which precedes each script that uses one ledger: keys, records, the
+-- lane.
 -- KEYS[1] is '{looseleaf:<arena>}:meta'; the other keys share its hash tag.
 -- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
 --
@@ -13,11 +14,12 @@
 --   owners (hash: id of a tenant with a quota -> owner)     quotas (hash: owner -> blocks that may be cached)
 --   cached:<owner> (zset: the owner's blocks among `cached`)
 --   dying (zset: epoch -> whether it was reaped)     dying:<epoch> (zset: what it still holds, formerly its `own`)
---   awaited (set: writer slots that were locked when the ledger was built and have not asserted what they hold)
+--   awaited (set: writer slots that were locked when the ledger was built, and whose holders have yet to assert blocks)
 --   leases (zset: deadline, ms)     floors (hash: epoch -> blocks)     tokens (hash: register's token -> epoch)
+--   census (string: name of the census under way)     census:<name> (hash: epoch -> report)
 -- Generations are handled as 8 opaque bytes: a Lua number holds only 53 bits.
 --
--- A script blocks the server while it runs, so no script handles more than MOST blocks beyond those that its call
+-- A script blocks the server while it runs, so each script handles a limited number of blocks beyond those that its call
 -- names. Callers make further calls for the remaining blocks.
 local call = redis.call
 local META = KEYS[1]
@@ -30,8 +32,8 @@ local OWNERS, QUOTAS = TAG .. 'owners', TAG .. 'quotas'
 local FREE, RESERVED, SEALED, CACHED, QUARANTINE = 1, 2, 3, 4, 5
 local RECORD = 56
 local CHUNK = 4000 -- arguments of one command; Lua's unpack fails near 8000
-local MOST = 256 -- blocks that one call frees in addition to those that it names, which are limited by scripts.CHUNK
-local MOST_LET_GO = 96 -- blocks that one call releases; each may evict another (scripts.RELEASE_CHUNK)
+local MOST = 256 -- quarantined blocks that one call frees
+local MOST_LET_GO = 96 -- blocks of ended holders that one call releases; blocks of one owner that a release evicts
 local MOST_HOLDERS = 64 -- holders that one call ends
 local MOST_OWNERS = 65535 -- numbers for owners; blocks of later owners count against no quota
 
@@ -145,8 +147,8 @@ local function state_of(record) return string.byte(record, 1) end
 local function generation_of(record) return string.sub(record, 9, 16) end
 local function owner_of(record) return (struct.unpack('<I2', record, 3)) end
 
--- Checks that blocks from a list are in `state`. If one is not, a different program has written here; without this
--- check, the same block could be given to two writers.
+-- Checks that blocks from a list are in `state`. If one is not, a different program has changed the ledger; without
+-- this check, the same block could be given to two writers.
 local function expect(records, state)
   for _, record in ipairs(records) do
     if state_of(record) ~= state then error('a block is listed in a state that it is not in') end
