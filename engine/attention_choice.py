@@ -32,8 +32,8 @@ def choose_by_layer(
     groups: Sequence[LayerGroup],
     choose: Callable[[AttentionSpec], AttentionProvider],
 ) -> dict[int, tuple[AttentionProvider, int]]:
-    """Returns a provider and a KV group for each layer. Layers with the same group and the same attention share a
-    provider.
+    """Returns a provider and the number of a KV group for each layer in `specs`. Layers with the same group and the
+    same attention share a provider.
     """
     found: dict[object, AttentionProvider] = {}
     providers = {}

@@ -48,7 +48,7 @@ class Hypothesis:
     """An ended beam."""
 
     token_ids: list[int]
-    """Output tokens, including the stop token."""
+    """Output tokens, including the stop token if there is one."""
     score: float
     """Sum of the log-probabilities / number of tokens ** length_penalty."""
     finish_reason: FinishReason

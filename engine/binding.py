@@ -50,7 +50,7 @@ class Binding:
     graphs: DecodeGraphs | None = None
     fused: FusedDecoder | None = None
     is_shared: bool = False
-    """Whether the other ranks have bound the same memory."""
+    """Whether other ranks, if there are any, bind the same memory."""
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGr
     """Returns strided per-layer views [num_blocks, kv_heads, block_size, row_width] of the block-major arena
     (`kernels.kv_cache`).
 
-    The layers of a group are stored one after the other in the group's blocks. A view also covers the blocks of other
+    The layers of a group are stored one after another in the group's blocks. A view also covers the blocks of other
     groups.
     """
     found: dict[int, LayerCache] = {}

@@ -48,7 +48,9 @@ class BlockTable(Sequence[BlockRef]):
         return self[self.first :]
 
     def drop(self, first: int) -> list[BlockRef]:
-        """Drops the entries before `first`, which must be less than the length. Returns their blocks, for release."""
+        """Drops the entries before `first`, which must be less than the length. Returns the blocks of the newly dropped
+        entries, for release.
+        """
         if first <= self.first:
             return []
         dropped = self[self.first : first]

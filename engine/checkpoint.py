@@ -1,6 +1,7 @@
 """The weight files of a model directory: their names, the positions of their tensors, and their fingerprint.
 
-Only the headers of safetensors files are parsed (8 bytes of length, then JSON), so a fingerprint takes milliseconds.
+This module reads only the headers of safetensors files (8 bytes of length, then JSON) and small samples of their
+tensors, so a fingerprint takes milliseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_HEADER_BYTES = 100_000_000
 GGUF_NAME = "model.gguf"
 """Name of the link to a GGUF file in a model directory that `engine.gguf_file` has made."""
 SAMPLE_BYTES = 512
-"""Number of bytes that a fingerprint reads at the start and in the middle of each tensor."""
+"""Maximum number of bytes that a fingerprint reads at the start and in the middle of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class WeightFile:
 
 
 def weight_files(directory: Path) -> list[WeightFile]:
-    """Returns the checkpoint's files in name order, after checking their headers against the files' sizes. Raises
-    ModelError, which names the file that is missing or corrupt.
+    """Returns the checkpoint's files in name order. Headers of safetensors files are checked against the sizes of the
+    files. Raises ModelError, which names the file, if a file is missing or corrupt.
     """
     if (directory / GGUF_NAME).exists():
         from engine.gguf_file import weight_file  # needs the gguf package
@@ -57,8 +58,8 @@ def weight_files(directory: Path) -> list[WeightFile]:
 
 
 def convert(directory: Path) -> str:
-    """Returns the command that converts a directory's pickled weights to safetensors (torch then reads
-    only tensors and runs no pickled code).
+    """Returns advice with the command that converts a directory's pickled weights to safetensors. torch then reads only
+    tensors and runs no pickled code.
     """
     load = f"AutoModelForCausalLM.from_pretrained('{directory}', dtype='auto')"
     code = f"from transformers import *; {load}.save_pretrained('{directory}')"

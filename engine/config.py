@@ -1,6 +1,7 @@
 """The configuration of a model, read from the `config.json` of a Hugging Face directory: sizes, positions, norms.
 
-If a setting would change the numbers and is not supported, reading raises `UnsupportedModel`, which names the setting.
+Reading raises `UnsupportedModel`, which names the setting, for settings that are known to change the numbers and that
+are not supported.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ class ModelConfig:
 
     @classmethod
     def _native(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
-        """Returns the configuration for our own implementation of the model. Raises ModelError or UnsupportedModel."""
+        """Returns the configuration for our own implementation of the model. Raises ModelError if a field is missing or
+        invalid, and UnsupportedModel if a feature is not supported.
+        """
         from engine import families  # needs this module
 
         family = _native_family(raw)

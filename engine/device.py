@@ -1,7 +1,7 @@
 """The device of a runner's model: the cores of a machine, or one GPU with a separate stream.
 
-The two classes differ in how they prepare a thread, transfer a step's arrays, wait for the end of the step and measure
-memory.
+The two classes differ in how they prepare a thread, transfer a step's arrays, wait for the end of the step, capture
+graphs, and measure memory.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CpuDevice:
 
 class CudaDevice:
     """The first GPU that is visible to the process, with a stream and a memory pool for graphs. Two runners of one
-    process have separate streams, so that their steps overlap. This class has not run on a GPU yet.
+    process have separate streams, so that their steps can overlap. This class has not run on a GPU yet.
     """
 
     def __init__(self, num_threads: int, urgent: bool = False) -> None:
@@ -131,7 +131,8 @@ class CudaDevice:
         self._done.synchronize()
 
     def record(self, work: Work) -> Work:
-        """Captures `work` in a CUDA graph and returns a function that replays it. All graphs share a memory pool.
+        """Captures `work` in a CUDA graph and returns a function that replays it. The graphs of this object share a
+        memory pool.
 
         First runs `work` once, which compiles Triton kernels and creates cuBLAS' workspace. If `work` cannot be
         captured, raises the error of `work`, Triton or CUDA.

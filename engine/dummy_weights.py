@@ -18,8 +18,8 @@ DUMMY_STD = 0.02
 
 
 class DummySource:
-    """A source of random weights that depend only on seed, name, shape and dtype. Vectors whose names end in `.bias`
-    are 0, other vectors (norms) are 1, and matrices are normally distributed.
+    """A source of random weights that depend only on seed, name, shape and dtype. Tensors whose names end in `.bias`
+    are 0, other vectors (norms) are 1, and matrices repeat DUMMY_POOL normally distributed values.
     """
 
     def __init__(self, seed: int, target: Target) -> None:

@@ -1,7 +1,8 @@
 """Readers of `config.json`, one for each native family or group of similar families. Absent keys have the defaults of
 transformers.
 
-If a setting would change the numbers and is not supported, reading raises `UnsupportedModel`, which names the setting.
+Reading raises `UnsupportedModel`, which names the setting, for settings that are known to change the numbers and that
+are not supported.
 """
 
 from __future__ import annotations

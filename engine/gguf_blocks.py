@@ -1,4 +1,4 @@
-"""Decodes the blocks of GGUF's quantized types into integers with scales, without loss.
+"""Decodes the blocks of GGUF's quantized types into integers with fp32 scales and offsets.
 
 The layouts are those of llama.cpp (ggml-common.h, ggml-quants.c). A row of a matrix is a row of blocks.
 """

@@ -1,5 +1,5 @@
-"""Decode steps of fixed shapes, which a GPU can replay. There is one CUDA graph for each of several batch sizes, the
-*buckets*. Other batches are padded with rows to the next bucket.
+"""Captures decode steps of fixed shapes, which a GPU can replay. There is one CUDA graph for each of several batch
+sizes, the *buckets*. A smaller batch is padded with rows to the next bucket.
 
 A kernel launch from Python takes 5 to 20 us, and a layer needs 8 to 10 launches, which together take longer than the
 kernels. A replay is a single launch. A padding row has context 0 (attention gives zeros and reads no block) and slot -1

@@ -45,8 +45,8 @@ class StepBuffer:
         return sum(_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in shapes)
 
     def place(self, shapes: Sequence[Shape]) -> list[Place]:
-        """Returns arrays of these dtypes and shapes, one after the other from the start of the buffer. Raises
-        ValueError if they do not fit.
+        """Returns arrays of these dtypes and shapes, one after another from the start of the buffer. Raises ValueError
+        if they do not fit.
         """
         if (need := self.bytes_of(shapes)) > self.num_bytes:
             raise ValueError(f"{need} bytes do not fit into a buffer of {self.num_bytes}")

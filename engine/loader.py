@@ -50,7 +50,7 @@ class Target:
     """Data type of the computation."""
     device: torch.device
     deterministic: bool
-    """Whether a row of a linear layer must not depend on its batch. On a CPU, rows never depend on their batches."""
+    """Whether a row of a linear layer must not depend on its batch. This affects only the choice of GPU kernels."""
     bits: Bits | None = None
     """Number of bits to which matrices of floats are rounded; None if they are not rounded."""
     shard: Shard = WHOLE

@@ -1,5 +1,5 @@
-"""The forward pass of a worker: its weights, its views of the arena, and its steps. Only one thread at a time, a
-worker's step thread, may call the methods.
+"""Runs the forward passes of a worker, with its weights and its views of the arena. Only one thread at a time, usually
+a worker's step thread, may call the methods.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ModelRunner:
 
     @classmethod
     def sharing(cls, other: Self, *, urgent: bool = False) -> Self:
-        """Returns a runner for another thread that shares the weights, adapters and ranks of `other`, but nothing else.
-        `urgent` has the same meaning as in `CudaDevice.__init__`.
+        """Returns a runner for another thread, with the settings of `other`, that shares the weights, adapters and
+        ranks of `other`. `urgent` has the same meaning as in `CudaDevice.__init__`.
         """
         runner = cls(other.settings, other.model, seat=other.seat, urgent=urgent)
         runner.lora = other.lora

@@ -1,6 +1,6 @@
-"""Quantized checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and GGUF, converted to weights for kernels.
+"""Converts quantized checkpoints (GPTQ, AWQ, compressed-tensors, FP8 and GGUF) to weights for kernels.
 
-Integer formats become `QuantizedWeight`s, with their values unchanged. FP8 weights become floats of the compute dtype.
+Integer formats become `QuantizedWeight`s with the same integers. FP8 weights become floats of the compute dtype.
 Activations are not quantized, even if the checkpoint specifies it. Layouts match those of AutoGPTQ, AutoAWQ,
 llm-compressor and transformers. A word contains values of `bits` bits, the lowest bits first.
 """
@@ -45,8 +45,8 @@ class WeightFormat(Protocol):
     """The interface of a storage format of matrices."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | Tensor | None:
-        """Returns the weight [out, in], as floats if it is stored in FP8. Returns None if it is not quantized. Raises
-        ModelError if the stored tensors do not fit the matrix or are not supported.
+        """Returns the weight [out, in], as floats if it is stored in FP8. Returns None if the matrix must be read as
+        floats instead. Raises ModelError if the stored tensors do not fit the matrix or are not supported.
         """
 
 

@@ -18,8 +18,8 @@ LLAMA_KINDS: tuple[RopeKind, ...] = ("default", "linear", "dynamic", "yarn", "ll
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The configuration of rotary positions. The fields beyond `theta` belong to the scaling named by `kind` (as in
-    transformers).
+    """The configuration of rotary positions. The fields other than `theta` and `partial` belong to the scaling named by
+    `kind` (as in transformers).
     """
 
     theta: float = 10_000.0

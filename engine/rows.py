@@ -1,7 +1,7 @@
-"""The arrays of decode steps, which are kept and updated from step to step. In each KV group, there is one row of block
-numbers per sequence. A row is copied again only when the sequence's block table has changed (`BlockTable.stamp`). A
-sequence with a draft computes several positions. `engine.sequence.lay_out` does the same for chunks of any size; tests
-compare the two.
+"""Builds the arrays of decode steps, which are kept and updated from step to step. In each KV group, there is one row
+of block numbers per sequence. A row is not copied again while it belongs to the same, unchanged block table
+(`BlockTable.stamp`), unless the arrays grow. A sequence with a draft computes several positions.
+`engine.sequence.lay_out` does the same for chunks of any size; tests compare the two.
 """
 
 from __future__ import annotations

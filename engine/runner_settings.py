@@ -40,7 +40,7 @@ class RunnerSettings:
     attention_backend: AttentionBackend = "auto"
     attention_library: str | None = None
     deterministic: bool = False
-    """Whether a row's result must not depend on its batch. On a CPU, native models always have this property."""
+    """Whether a row's result must not depend on its batch. This affects only the choice of GPU kernels."""
     enforce_eager: bool = False
     kv_cache_dtype: KvCacheDType = "auto"
     """Type of keys and values in blocks (`kernels.kv_cache`): fp8 takes half the bytes of bfloat16, and int8 takes a

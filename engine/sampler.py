@@ -1,11 +1,11 @@
 """The sampler, which turns logits into tokens, log-probabilities and beam candidates.
 
-Functions are pure and vectorized over the batch. Logits stay on their device; ids and log-probabilities are returned to
-the host.
+The functions are vectorized over the batch. Logits stay on their device; ids and log-probabilities are returned to the
+host.
 
-A row's result depends on its logits, parameters, tokens, seed, sample and position, not on the rest of the batch. The
-order and meaning of the parameters are vLLM's: logit bias, bad words and min_tokens first, then repetition, frequency
-and presence penalties, the grammar's mask and the allowed tokens, then temperature, min-p, top-k and top-p.
+A row's result depends on its logits, parameters, tokens, grammar, seed, sample and position, not on the rest of the
+batch. The parameters have vLLM's meaning and order: logit bias, bad words and min_tokens first, then repetition,
+frequency and presence penalties, the grammar's mask and the allowed tokens, then temperature, min-p, top-k and top-p.
 Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them. Beam
 candidates are an exception (`beam_candidates`).
 """

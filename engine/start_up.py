@@ -81,7 +81,7 @@ def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int,
 def capture(runner: ModelRunner, max_num_seqs: int) -> None:
     """Captures decode steps of up to `max_num_seqs` sequences over the bound arena, in buckets. Later steps replay
     them. Does nothing if the model, the device or the settings do not allow graphs. If a bucket fails, the failure is
-    logged and counted, no further bucket is tried, and steps without a bucket are computed eagerly.
+    logged and counted, and no further bucket is tried. Steps that fit no bucket are computed eagerly.
     """
     if not _can_capture(runner):
         return

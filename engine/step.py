@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepInput:
-    """The arrays of one forward pass over T tokens of B sequences, packed one sequence after the other."""
+    """The arrays of one forward pass over T tokens of B sequences, packed one sequence after another."""
 
     token_ids: npt.NDArray[np.int64]  # [T]
     positions: npt.NDArray[np.int64]  # [T]

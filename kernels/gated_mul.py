@@ -1,4 +1,4 @@
-"""The common code of `gelu_mul` and `silu_mul`, which chooses the implementation."""
+"""Chooses the implementation of `gelu_mul` and `silu_mul`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ Row formats, by the cache's dtype:
   default.
 * int8: head_dim integers in [-127, 127], then their scale, an fp32 number: the row's largest magnitude / 127.
 
-A row depends only on its own token, so its bytes are the same in any chunk, and a block can be copied as it is.
+A row depends only on one token's key or value, so its bytes are the same in any chunk, and a block can be copied as it
+is.
 """
 
 from __future__ import annotations

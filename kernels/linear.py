@@ -7,9 +7,9 @@ this. For weights of 4 or 8 bits, our own SIMD product ("int4", "int8") is used.
 * "simd": ours, in SIMD vectors.
 * "onednn": oneDNN. In measurements, it gives a row the same bits in every batch of two or more. A single row (fp32,
   some bf16 shapes) has different bits, so it is padded to two.
-Our product is used unless oneDNN's is faster by a margin (`SLOWER`). Both are timed once per process. An argument or
-the environment variable KERNELS_LINEAR forces a provider; KERNELS_CHOICES names a directory in which processes agree on
-a provider.
+Our product is used unless oneDNN's is faster by a margin (`SLOWER`). A process times both once for each dtype and
+build. An argument or the environment variable KERNELS_LINEAR requests a provider; KERNELS_CHOICES names a directory in
+which processes agree on a provider.
 """
 
 from __future__ import annotations

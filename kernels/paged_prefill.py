@@ -1,6 +1,6 @@
 """Causal prefill attention of packed chunks of queries over cached blocks and over the chunks themselves.
 
-On the C++ path, this kernel gives the same bits as `paged_attention`.
+On the C++ path, a query gets the same bits as in `paged_attention`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The sequences of a step, T tokens packed one sequence after the other."""
+    """The sequences of a step, T tokens packed one sequence after another."""
 
     block_table: Tensor  # int32 [B, max_blocks]
     context_lens: Tensor  # int32 [B], including this step's tokens

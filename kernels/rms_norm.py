@@ -34,8 +34,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Computes the root mean square layer norm (Zhang and Sennrich 2019) over the last dimension.
 
     x, residual: [..., hidden] in one dtype; weight: [hidden] in the same dtype, or in fp32.
-    Returns the norm of x or, with a residual, (norm of x + residual, x + residual). The sum is rounded to the dtype. A
-    row is summed in an order that depends only on its length. Raises ValueError if shapes or dtypes do not fit.
+    Returns the norm of x or, with a residual, (norm of x + residual, x + residual). The sum is rounded to the dtype.
+    Except on the reference path, a row is summed in an order that depends only on its length. Raises ValueError if
+    shapes or dtypes do not fit.
     """
     if weight.shape != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError("weight must be [hidden] in the dtype of x or in fp32")

@@ -27,8 +27,8 @@ def entry() -> Callable[..., int] | None:
 
 
 def our_provider(dtype: torch.dtype, n_in: int = amx.DEPTH) -> Provider:
-    """Returns the fastest of our own providers for `n_in` inputs. Their outputs do not depend on each other, so a
-    matrix may be divided by its outputs.
+    """Returns "amx" if AMX tiles are available and fit `n_in` inputs, else "simd". With these providers, an output does
+    not depend on the other outputs, so a matrix may be divided by its outputs.
     """
     fits_tiles = dtype == torch.bfloat16 and amx.available() and n_in % amx.DEPTH == 0
     return "amx" if fits_tiles else "simd"

@@ -8,7 +8,7 @@ which fills the reserve and runs `Rejoining`.
 
 Once the holder is fenced, methods that change or look up blocks raise Fenced: abort the sequences, close the writer
 slot, and register again. While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the
-reserve. When the reserve has too few, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached
+reserve. If the reserve has too few, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached
 prefix is found, and seals and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable and leave
 the worker's record unchanged, so that the caller can try again.
 """

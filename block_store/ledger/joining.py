@@ -1,5 +1,5 @@
-"""Joins a holder to a rebuilt ledger: registers the holder, and asserts its blocks in parts, so that no single call takes
-long even if the holder has many blocks. An interrupted attempt can be continued.
+"""Joins a holder to a rebuilt ledger: registers the holder, and asserts its blocks in parts, so that no call takes long
+even if the holder has many blocks. An interrupted attempt can be continued.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class OrderedLane:
             return self._until_answered(operation)
 
     def settled(self, key: Key) -> object:
-        """Returns the late answer to an unanswered call, or None if there is none or it has been fetched or forgotten.
+        """Returns the late answer to an unanswered call. Returns None if there is none, or if it has been fetched or
+        forgotten.
         """
         return self._settled.get(key)
 

@@ -1,5 +1,6 @@
-"""A holder's lease in the ledger. A separate thread, the beat thread, extends the lease with beats (heartbeats). Through
-callbacks (`holder.rejoin`), this thread also repeats unanswered calls after an outage, and joins a rebuilt ledger.
+"""A holder's lease in the ledger. A separate thread, the beat thread, extends the lease with beats (heartbeats). The
+callbacks of `holder.rejoin` run in this thread: they repeat unanswered calls after an outage, and join a rebuilt
+ledger.
 """
 
 from __future__ import annotations

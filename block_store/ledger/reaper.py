@@ -1,8 +1,8 @@
 """The sweep, which ends silent holders every half second, and frees quarantined blocks whose writers are dead. It
 rebuilds the ledger if the ledger is missing, outdated or damaged, or if a different Redis answers.
 
-The sweep runs in a thread of the store. Outside the tests, this thread is the only caller of `reap` and, once the ledger
-has been opened, of `rebuild`.
+The sweep runs in a thread of the store. Outside the tests, this thread is the only caller of `reap` and, once the
+ledger has been opened, of `rebuild`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ damage (docs/design.md, Ledger: rebuild).
 
 Sealed full blocks are indexed again, one for each hash. Blocks that a living process may be writing wait for its writer
 slot. If any writer is alive, sealed blocks that the index does not name (partial blocks and duplicates) wait until a
-holder asserts them, all writers have asserted their blocks, or the grace period ends. All other blocks are free. Workers
-then register again and assert their blocks (`Rejoining.rejoin`), so that their requests continue.
+holder asserts them, all writers have asserted their blocks, or the grace period ends. All other blocks are free.
+Workers then register again and assert their blocks (`Rejoining.rejoin`), so that their requests continue.
 
 The order of steps ensures that no block is allocated twice and that no worker writes into another worker's block. A
 writer first records its generation, slot and state in the header and then reads the rebuild count. It writes into the

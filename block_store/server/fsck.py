@@ -168,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(directory: Path, redis_url: str, *, digests: bool, and_repair: bool) -> int:
-    """Prints the findings, and returns the exit status 0, 1 or 3 (`main`). Raises BlockStoreError if the check fails.
-    """
+    """Prints the findings, and returns an exit status as `main` does. Raises BlockStoreError if the check fails."""
     arena = Arena.open(directory)
     ledger = LedgerScripts.attach(open_client(redis_url, lambda: arena.fixed.run_id, PATIENCE_S), arena)
     findings = fsck(arena, ledger, digests=digests)

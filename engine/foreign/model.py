@@ -49,7 +49,7 @@ class TransformersModel:
         import transformers
 
         self.is_variant = False
-        """Whether a row depends on the other rows of its batch."""
+        """Whether a row is known to depend on the other rows of its batch (`row_check`)."""
         self._version = transformers.__version__
         attention_hook.register()
         found = foreign_config.read(directory)

@@ -35,9 +35,7 @@ _PROPERTIES = {
 
 
 class _Matrices:
-    """The values of a weight, which its views share. The first product of each kind packs the raw values. `settle`
-    frees the raw values.
-    """
+    """The values of a weight, which its views share. The first product of each kind packs the raw values."""
 
     def __init__(self, raw: Tensor, name: str, deterministic: bool, bits: Bits | None) -> None:
         self.name = name

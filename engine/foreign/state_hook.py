@@ -29,7 +29,9 @@ _STATE_ARGUMENTS = ("output_final_state", "return_final_states", "return_last_st
 
 
 def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """Returns the modules with a recurrent state, which have a causal convolution, by the index of their layer."""
+    """Returns the modules with a recurrent state, by the index of their layer. They are recognized by their
+    convolution. Raises UnsupportedModel if such a module does not belong to exactly one layer.
+    """
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         if convolution_of(module) is not None:
@@ -60,7 +62,7 @@ def facts_of(mixer: nn.Module) -> StateFacts:
 
 
 def install(model: nn.Module) -> None:
-    """Replaces the functions that the model's recurrent layers call. A second call has no further effect."""
+    """Replaces the functions that the model's recurrent layers call. Replacements are not replaced again."""
     for layer, mixer in mixers_of(model).items():
         mixer.register_forward_pre_hook(functools.partial(_enter, layer))
         module = sys.modules[type(mixer).__module__]

@@ -1,4 +1,4 @@
-"""The attention of a layer: rotates q and k, writes K and V to their slots, and computes attention over the blocks."""
+"""Computes a layer's attention: rotates q and k, writes K and V to their slots, and attends to the blocks."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def load_norm(c: ModelConfig, weights: Weights, name: str, size: int | None = No
 
 
 class Decoder:
-    """A model that maps token ids [T] to logits of the requested rows [R, vocab], with K and V in blocks; or a stage of
-    one (`engine.ranks.stage`).
+    """A model, or a stage of one (`engine.ranks.stage`), that maps token ids [T] to logits of the requested rows [R,
+    vocab], with K and V in blocks.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int) -> None:
@@ -122,8 +122,8 @@ class Decoder:
         return weights.pack(embed, is_kept=self.embed is not None)
 
     def shallow(self, num_layers: int) -> Self:
-        """Returns a model of the first `num_layers` layers with the same weights. Its steps have the same peak memory,
-        but different results.
+        """Returns a model of the first `num_layers` layers with the same weights, to measure the peak memory of a step.
+        Its results are different.
         """
         model = copy.copy(self)
         model.layers = self.layers[:num_layers]

@@ -1,4 +1,4 @@
-"""Rotary position tables, computed once per model in fp32. The formulas are those of transformers'
+"""Computes a model's tables of rotary positions, which are in fp32. The formulas are those of transformers'
 `modeling_rope_utils`.
 
 A row depends only on its position, so cached KV does not depend on how a prompt was divided into chunks.

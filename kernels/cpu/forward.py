@@ -93,7 +93,7 @@ Entry = Callable[[Model, Pass], None]
 
 def entry(library: CpuLibrary) -> Entry | None:
     """Returns the function of a build that runs a pass, or None if the build has none. The function raises ValueError
-    if a token, position, slot or block is out of range.
+    if a token, position, slot or block is out of range, or if a rank has closed its connection.
     """
     if library.handle is None or not hasattr(library.handle, "ll_forward"):
         return None

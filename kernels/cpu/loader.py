@@ -74,7 +74,8 @@ def amx_library() -> Path | None:
 def load(isa: Isa | None = None) -> CpuLibrary:
     """Chooses the process's kernels: `isa`, or the best build for this CPU. Returns the build now in use. Raises
     ValueError if `isa` is given but is not installed, cannot run on this CPU or cannot be loaded. If `isa` is None, the
-    torch reference replaces a build that is missing or cannot be loaded; this is logged and counted under "library".
+    torch reference is used if no build is installed that this CPU can run, or if the best build cannot be loaded; this
+    is logged and counted under "library".
     """
     from kernels.cpu.ops import register  # needs torch, unlike the queries above
 

@@ -1,7 +1,7 @@
 """`paged_attention` and `paged_prefill` in Triton: shape checks, choice of tiles, launches.
 
 Nothing is read back from the device, so a call can be captured in a CUDA graph. Values are therefore not checked:
-invalid block tables, lengths or `cu_seqlens_q` cause reads outside the caches. Only `out` is written.
+invalid block tables, lengths or `cu_seqlens_q` cause accesses outside the tensors. The caches are not written.
 """
 
 from __future__ import annotations

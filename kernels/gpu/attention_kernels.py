@@ -86,7 +86,7 @@ def walk(
     q,  # [ROWS, WIDTH]
     positions,  # [ROWS]
     keys_from, keys_to,  # keys_from is a multiple of TILE
-    first_key,  # position of the tile's first row
+    first_key,  # the first key that the first row sees
     key_cache, value_cache, table,
     scale_log2, cap_log2, window, kv_block, kv_slot,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,

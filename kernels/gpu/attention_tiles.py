@@ -1,5 +1,5 @@
-"""Tile sizes, warps, stages and key splits of paged attention. The head dimension and the chip determine tiles, warps
-and stages; shapes determine the splits.
+"""Tile sizes, warps, stages and key splits of paged attention. The shape of the heads, the dtypes, the length of chunks
+and the chip determine tiles, warps and stages; shapes and the chip determine the splits.
 
 This code has not run on a GPU yet. The numbers come from compiler output (no spills, registers, shared memory;
 `tests/kernels/gpu/test_compile_attention.py` enforces them) and from a model of memory traffic. `python -m
@@ -120,8 +120,8 @@ def fp32_tiling(head_dim: int, group: int) -> Tiling:
 
 
 def prefill_tiling(head_dim: int, group: int, fp8: bool, chip: Chip, max_q_len: int | None) -> Tiling:
-    """Returns the tiling for prefill. If chunks of `max_q_len` fit into the rows of the tiling for decode, returns that
-    tiling.
+    """Returns the tiling for prefill. This is the tiling for decode if chunks of up to `max_q_len` queries fit into its
+    rows.
     """
     decode = decode_tiling(head_dim, group, fp8)
     if max_q_len is not None and max_q_len * group <= decode.rows:
@@ -130,7 +130,7 @@ def prefill_tiling(head_dim: int, group: int, fp8: bool, chip: Chip, max_q_len: 
 
 
 def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
-    """Returns the number of splits in fast mode, which depends only on shapes.
+    """Returns the number of splits in fast mode, which depends only on shapes and the chip.
 
     programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if the programs fill at
     least 80 % of the places on the chip (as in FlashAttention-3). Otherwise, enough splits are used to fill the places,

@@ -67,7 +67,7 @@ def linear_kernel(
 
 def constexprs(out_features: int, has_bias: bool, wide: bool = False) -> dict[str, Any]:
     """Returns the kernel variant for a weight. With few rows, about one program per multiprocessor is needed to keep
-    the memory busy, so the column tile is made narrower until there are that many programs.
+    the memory busy, so the column tile is made narrower until there are that many programs, but not below 32 columns.
     """
     block_n = 128
     while block_n > 32 and out_features < block_n * _FULL_GRID:

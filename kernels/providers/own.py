@@ -23,7 +23,7 @@ FP8_COMPUTE_CAPABILITY = (8, 9)
 class CpuAttention:
     """A provider that runs `kernels.paged_attention` and `kernels.paged_prefill` on CPU tensors.
 
-    It is deterministic, except with the torch reference, which replaces a missing build.
+    It is deterministic unless the torch reference is in use.
     """
 
     name = "cpu"

@@ -1,5 +1,5 @@
--- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees blocks that waited for these slots, then reaps
--- holders whose leases have ended. The order matters: the caller checked the locks before the call, so it has not
+-- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees blocks that waited for these slots, and then
+-- reaps holders whose leases have ended. The order matters: the caller checked the locks before the call, so it has not
 -- checked the locks for blocks that are only now put into quarantine. Answers with the reaped epochs, the number of
 -- freed blocks, whether the reaping was postponed, whether work remains for a further call, the tick, and the slots to
 -- wait for.

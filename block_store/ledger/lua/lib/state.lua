@@ -19,8 +19,8 @@
 --   census (string: name of the census under way)     census:<name> (hash: epoch -> report)
 -- Generations are handled as 8 opaque bytes: a Lua number holds only 53 bits.
 --
--- A script blocks the server while it runs, so each script handles a limited number of blocks beyond those that its call
--- names. Callers make further calls for the remaining blocks.
+-- A script blocks the server while it runs, so each script handles a limited number of blocks beyond those that its
+-- call names. Callers make further calls for the remaining blocks.
 local call = redis.call
 local META = KEYS[1]
 local TAG = string.sub(META, 1, -5)
