@@ -222,9 +222,9 @@ class HeldBlocks:
     @locked
     def deliver(self, items: Sequence[SealItem], digests: Sequence[int], attempt: Attempt) -> list[BlockRef]:
         """Seals blocks that one sequence uses, and moves them to the ticket of `attempt`. Accepts at most CHUNK items.
-        Returns, for each item, the reference that the ticket holds. After an error, call `forget` and release the
-        blocks. If the header contradicts one of the returned references, requests a rebuild and raises Stale; the
-        blocks are then no longer counted.
+        Returns, for each item, the reference that the ticket holds. After an error, call `forget`, and release the
+        blocks that are still counted. If the header contradicts one of the returned references, requests a rebuild and
+        raises Stale; the blocks are then no longer counted.
         """
         refs = [item.ref for item in items]
         self._expect(refs)

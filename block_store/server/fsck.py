@@ -27,7 +27,7 @@ from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import open_client
 
 PATIENCE_S = 10.0
-"""Longest wait for an answer of Redis. A check is in no hurry, so it outlasts the pauses of a busy machine."""
+"""Maximum time in seconds to wait for an answer from Redis. It is long, because Redis may pause on a busy machine."""
 REPORT_WAIT_S = 3.0
 """Maximum time in seconds to wait for the workers' reports. A worker reports after its next beat."""
 _READABLE = (BlockState.SEALED, BlockState.CACHED)
