@@ -17,7 +17,7 @@ from common.grammar import GrammarError
 from common.types import StoppingParams
 
 MAX_MASK_CPU_S = 0.25
-"""Maximum CPU time in seconds to compute a mask. The computation delays the steps of all requests."""
+"""Maximum CPU time in seconds to compute a mask. The computation delays the steps of all the worker's requests."""
 Mask = npt.NDArray[np.uint8]
 """A bit mask over the vocabulary. Bit i % 8 of byte i // 8 is set if token i may follow."""
 

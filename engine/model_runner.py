@@ -151,7 +151,7 @@ class ModelRunner:
             self.seat.share(shared)
 
     def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
-        """Returns private blocks on the runner's device, filled with the byte `fill` (0xff: NaN in any dtype)."""
+        """Returns private blocks on the runner's device, filled with the byte `fill` (0xff: NaN in any KV dtype)."""
         self.device.enter()  # so that the memory is filled in the stream that will use it
         shape = (num_blocks, self.layout.block_bytes)
         return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)

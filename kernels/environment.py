@@ -1,6 +1,6 @@
 """The environment variables of the kernels.
 
-KERNELS_LINEAR       the provider of linear layers (amx, onednn, simd, torch); unset: the one measured to be fastest
+KERNELS_LINEAR       the provider of linear layers (amx, onednn, simd, torch); unset: chosen by measurement
 KERNELS_CHOICES      a directory in which the processes of a deployment agree on the measured choice
 TRITON_INTERPRET=1   triton's own variable: GPU kernels are interpreted on the CPU, as a rehearsal
 """

@@ -201,8 +201,8 @@ class PackedLinear:
         for them is not available (a GPU, a build without C++ kernels), they run as a matrix of `dtype`. This is logged
         once and counted.
     keep_weight: also keeps the unpacked weight.
-    provider: the provider to use on a CPU; None: the one that the environment requests, or else the one that was
-        measured to be best.
+    provider: the provider to use on a CPU; None: the one that the environment requests, or else the one that is chosen
+        by measurement.
     """
 
     __slots__ = ("_product", "bias", "how", "in_features", "out_features", "packed", "site", "weight")

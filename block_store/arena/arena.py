@@ -1,9 +1,10 @@
 """The arena, a file in shared memory with a header and equally sized blocks (long: all rules concern the same header).
 
-Every Looseleaf process on the host can map the file. On a GPU the file contains only the header; the blocks are in
-device memory (`placement`). The header can be read without Redis and without CUDA. References to blocks are recorded in
-the ledger. This module implements the writer rule (a header generation is raised from a lower value before the first
-store) and the reader rule (a block is valid only while its header names the generation in the block table).
+The block store, the workers on its host and `fsck` map this file. On a GPU the file contains only the header; the
+blocks are in device memory (`placement`). The header can be read without Redis and without CUDA. References to blocks
+are recorded in the ledger. This module implements the writer rule (a header generation is raised from a lower value
+before the first store) and the reader rule (a block is valid only while its header names the generation in the block
+table).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ PREDECESSOR_S = 10.0
 """Seconds for which a starting worker retries its registration, so that the lease of a killed predecessor can end."""
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
-"""Seconds to wait for the store, which answers when all expected workers have sent their requests."""
+"""Seconds to wait for the store, which may have to wait for the requests of other workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class Attached:
 def attach(address: str, needs: Sequence[Needs], trust: Trust = NO_TRUST) -> list[Attached]:
     """Attaches all roles of one process to the store at `address`, with one mapping of the arena.
 
-    All requests are sent at once, because the store answers only when it has a request from every expected worker.
+    All requests are sent at once, because a store without an arena waits for the requests of all expected workers.
     Raises StartupError if the store refuses or does not answer, or if the arena or ledger cannot be used.
     """
     replies = _ask(address, [_request_of(need) for need in needs], trust)

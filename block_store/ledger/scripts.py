@@ -100,7 +100,7 @@ class LedgerScripts:
         census (`report`), or "" if there is none. Raises Fenced.
 
         `number` is the number of the holder's last answered call. If the ledger's last number is lower, an older
-        snapshot was restored, and this and every later call raises StaleDataset.
+        snapshot was restored, and this and later calls raise StaleDataset.
         """
         return self._ask(replies.unpack_beat, "beat", epoch, _ms(lease_s), number)
 

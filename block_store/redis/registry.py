@@ -1,4 +1,4 @@
-"""The registry of live workers and block stores, which publish records in Redis regularly. Gateways list the fresh
+"""The registry of live workers and block stores. They publish records in Redis regularly, and gateways list the fresh
 records.
 
 Timestamps come from Redis' `TIME`, so the clocks of different machines are not compared. An unreadable entry is skipped
