@@ -50,7 +50,7 @@ class CertificateFiles:
         return tuple(path.stat().st_mtime_ns for path in (self.cert, self.key, self.ca) if path is not None)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns server credentials that present the current certificate to each new connection."""
+        """Returns server credentials that present the newest usable certificate to each new connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
             cast(Callable[[], grpc.ServerCertificateConfiguration], _Fetch(self)),  # None: unchanged

@@ -1,5 +1,5 @@
-"""Converts between protobuf messages and the types of `common` (long: no other module converts them). The gateway
-validates the parameters of requests.
+"""Converts between protobuf messages and the types of `common` (long: many small functions). The gateway validates the
+parameters of requests.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
 
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
-    """Converts a ticket. The leading blocks that a branch shares with the first branch are not repeated, so the message
-    hardly grows with the number of samples.
+    """Converts a ticket. The leading blocks that a branch shares with the first branch in every KV group are sent only
+    once.
     """
     branches = []
     for index, (groups, num_tokens) in enumerate(zip(ticket.tables, ticket.num_tokens, strict=True)):
@@ -99,8 +99,8 @@ def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch does not match the first branch, whose blocks it may share, and
-    InvalidArgument if one of its block tables is invalid.
+    """Converts a ticket. Raises ValueError if a branch has another number of KV groups than the first branch, or shares
+    more blocks than the first branch has, and InvalidArgument if one of the block tables is invalid.
     """
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:

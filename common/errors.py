@@ -150,4 +150,4 @@ BY_GRPC_CODE: dict[str, type[LooseleafError]] = {error.grpc_code: error for erro
 
 
 class StartupError(Exception):
-    """The error for a service that cannot start. Its message is one sentence, for the user."""
+    """The error for a service that cannot start. Its message is for the user."""

@@ -24,9 +24,9 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 10_000,
     "max_grammar_size": 100_000,
 }
-"""Limits of llguidance. With these limits, computing a mask of a hostile regular expression takes at most about 60 ms
-(1.6 s without them), and llguidance reports at most 20 MB for a lexer (1 to 2 KB per state). Some grammars are
-expensive within these limits, so `gateway.intake.grammar_trial` also limits CPU time and memory.
+"""Limits of llguidance. For the hostile regular expressions that we measured, computing a mask takes at most about 60
+ms with these limits (1.6 s without them), and llguidance reports at most 20 MB for a lexer (1 to 2 KB per state). Some
+grammars are expensive within these limits, so `gateway.intake.grammar_trial` also limits CPU time and memory.
 """
 WHITESPACE = r"( |\r?\n {0,16}|\r?\n\t{0,8})"
 """The whitespace between two tokens of JSON: a space, or a new line with its indentation. Without a limit, a small
@@ -92,7 +92,7 @@ def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatch
 
 def explore(tokenizer: LLTokenizer, start: LLMatcher) -> None:
     """Follows a compiled grammar for a few tokens, on a few paths. Raises GrammarError if a path becomes too complex.
-    This detects, before a request begins, most hostile grammars that stay within the limits at their start.
+    This detects many hostile grammars that stay within the limits at their start, before a request begins.
     """
     for way in (0, 1, 2):
         matcher = start.deep_copy()

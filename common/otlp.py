@@ -1,9 +1,9 @@
 """Records traces with OpenTelemetry's SDK, and exports them over OTLP. Only `common.tracing` imports this module, and
 only if traces are on.
 
-Spans wait in the SDK's bounded queue, from which a separate thread exports them. If the collector does not answer,
-spans are dropped and counted, and nothing else changes. OpenTelemetry's variables configure the sampler, the queue and
-the exporter.
+Spans wait in a bounded queue of the SDK, from which a separate thread exports them. If the collector does not answer,
+spans are dropped and counted, and requests are not affected. OpenTelemetry's variables configure the sampler, the queue
+and the exporter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from common.version import VERSION
 logger = logging.getLogger("traces")
 CLOSE_S = 2.0
 DEFAULT_QUEUE = 2048
-"""The SDK's default for OTEL_BSP_MAX_QUEUE_SIZE."""
+"""The default of OpenTelemetry's SDK for OTEL_BSP_MAX_QUEUE_SIZE."""
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _NOISY = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
 """Loggers that report each failed export. They are silenced, because `CountingExporter` reports an outage once."""
@@ -93,8 +93,8 @@ class CountingExporter(SpanExporter):
 
 
 class CountedProcessor(BatchSpanProcessor):
-    """The SDK's processor with a queue of spans, extended to count the spans that enter the queue. All spans of the
-    process end in the same thread.
+    """OpenTelemetry's processor with a queue of spans, extended to count the spans that enter the queue. All spans of
+    the process end in the same thread.
     """
 
     def __init__(self, exporter: CountingExporter, queue_size: int) -> None:
@@ -108,7 +108,7 @@ class CountedProcessor(BatchSpanProcessor):
 
 
 class OtlpSpan(Span):
-    """A span of the SDK. The same offset converts its times and those of its children to Unix time."""
+    """A span of OpenTelemetry's SDK. The same offset converts its times and those of its children to Unix time."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, unix_ns: int) -> None:
         """`unix_ns` is the Unix time at which `time.monotonic_ns` was 0."""
@@ -153,7 +153,7 @@ class OtlpSpan(Span):
 
 
 class OtlpTracer(Tracer):
-    """A tracer that records with the SDK. All methods are called in one thread."""
+    """A tracer that records spans with OpenTelemetry's SDK."""
 
     is_enabled = True
 
@@ -183,8 +183,8 @@ class OtlpTracer(Tracer):
 
 
 def otlp_tracer(service: str, instance: str) -> OtlpTracer:
-    """Returns a tracer that exports to the collector that OpenTelemetry's variables name. Raises StartupError if a
-    variable has an invalid value.
+    """Returns a tracer that exports to the collector that OpenTelemetry's variables name. Raises StartupError if the
+    protocol is unknown, or if the SDK raises ValueError for another variable.
     """
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -200,7 +200,9 @@ def otlp_tracer(service: str, instance: str) -> OtlpTracer:
 
 
 def _exporter() -> SpanExporter:
-    """Returns the exporter of the configured protocol. The SDK for Python speaks gRPC by default."""
+    """Returns the exporter of the configured protocol, which is gRPC by default. Raises ValueError for an unknown
+    protocol.
+    """
     name, protocol = _first(_PROTOCOLS)
     if protocol in ("", "grpc"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

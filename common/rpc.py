@@ -1,6 +1,6 @@
-"""The parts of gRPC that every service uses: a server with health and reflection, channels, signals.
+"""Provides the gRPC server of every service, with health and reflection, and channels to other services.
 
-A process has one event loop, in which the model never runs. `common.guard` runs before every method.
+`common.guard` runs before every method of a server.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HEARTBEAT_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of a server, which also apply to unauthenticated callers. None means gRPC's own limit."""
+    """The limits of a server, which also apply to unauthenticated callers. None means gRPC's default."""
 
     message_bytes: int = MAX_MESSAGE_BYTES
     rpcs: int | None = None

@@ -1,7 +1,7 @@
-"""Runs a service's process: settings, logs, one event loop, and one sentence of explanation if the service cannot
-start.
+"""Runs a service's process. Reads the settings, sets up the logs and runs one event loop. If the service cannot start,
+prints the reason.
 
-Workers appear here only as `Role`s. A worker's process serves one role, or prefill and decode together.
+A worker's process serves one `Role`, or prefill and decode together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _LAST_MESSAGES_S = 0.5
 
 
 class Role(Protocol):
-    """The interface of one role of a worker's process. Methods other than `drain` block. No method is called twice."""
+    """The interface of one role of a worker's process. Methods other than `drain` may block. `serve_roles` calls each
+    method at most once.
+    """
 
     weights_bytes: int
     """Bytes of the weights that the role has loaded, or 0 if a different role of the process has loaded them."""
@@ -39,8 +41,8 @@ class Role(Protocol):
         """Registers the role's service."""
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Starts the step thread. If an exception ends the thread, `on_failure` is called, possibly from another
-        thread than the caller's.
+        """Starts the step thread. `on_failure` is called, possibly in another thread than the caller's, when an
+        exception has ended the step thread or the role has lost its arena.
         """
 
     def announce(self, address: str) -> None:
@@ -56,7 +58,7 @@ class Role(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Ends the step thread, and waits at most `timeout_s` for a running step. Gives up all blocks if the thread has
-        ended.
+        ended without an exception.
         """
 
 
@@ -110,7 +112,8 @@ async def wait_idle(busy: Callable[[], object], timeout_s: float) -> None:
 
 
 def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable[None]]) -> None:
-    """Runs `main(settings)`. Expected failures end the process with status 1 and one sentence on stderr.
+    """Runs `main(settings)`. A StartupError or LooseleafError ends the process with status 1, and its message is
+    printed or, with JSON logs, logged.
 
     The garbage collector does not visit the objects that exist when this function begins, mostly those of imported
     modules (`gc.freeze`). They stay until the process ends, and visiting them would delay tokens.
@@ -142,6 +145,6 @@ def _tell_failure(name: str, error: Exception, log_format: LogFormat) -> None:
 
 def worker_name(role: str, given: str | None) -> str:
     """Returns the name given to the worker, or a new name. A new name has a random part, because a container's host
-    name and process id are the same after a restart.
+    name and process id may be the same after a restart.
     """
     return given or f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -2,7 +2,8 @@
 
 A field `max_num_seqs` of a service with the prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
 LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags override variables, and variables override defaults. pydantic-settings ignores a
-mistyped variable even with extra="forbid"; this base class rejects it.
+mistyped variable even with extra="forbid". This base class rejects every variable with the prefix that matches no
+field.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ class ServerSettings(Settings):
     port: int = Field(0, ge=0, le=65535)
     """gRPC port. 0 chooses any free port."""
     ready_file: str | None = None
-    """A file that is written when the service is ready. Its first line is the bound host:port."""
+    """A file that is written when the service is ready. Its first line is an address, host:port, at which the service
+    listens.
+    """
     secret_file: Path | None = Field(
         None,
         description="a file with the deployment's secret, the same for all services; every internal call must carry it",

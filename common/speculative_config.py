@@ -1,4 +1,4 @@
-"""The value of `--speculative-config`: a JSON object with vLLM's names (docs/speculation.md)."""
+"""Defines the value of `--speculative-config`, a JSON object with vLLM's names (docs/speculation.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SpeculativeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     method: Literal["ngram"]
     num_speculative_tokens: int = Field(ge=1, le=MAX_DRAFT_TOKENS)
-    """Most tokens that a step verifies for a sequence."""
+    """Maximum number of draft tokens that a step verifies for a sequence."""
     prompt_lookup_max: int | None = Field(None, ge=1, le=MAX_LOOKUP)
     prompt_lookup_min: int | None = Field(None, ge=1, le=MAX_LOOKUP)
 
@@ -40,8 +40,8 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the JSON object. If the object is invalid, raises ValueError with a message that names the field and
-        the reason.
+        """Reads the JSON object. If the object is invalid, raises ValueError with a message that gives the reason and,
+        if the error belongs to a field, names the field.
         """
         try:
             return cls.model_validate_json(text)

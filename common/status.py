@@ -40,7 +40,7 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def error_of(error: grpc.RpcError) -> LooseleafError:
-    """Returns the LooseleafError of a failed call, from the call's status (the inverse of `status_of`)."""
+    """Returns the LooseleafError of a failed call, from the call's status and its details."""
     code: grpc.StatusCode = error.code()
     kind = BY_GRPC_CODE.get(code.name, Internal)
     violations: list[FieldViolation] = []

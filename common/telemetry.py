@@ -1,5 +1,5 @@
-"""Logs and fallback counts of every service. Log lines contain no prompts. A line that a request's task logs contains
-the request's id. A JSON line also has the service's name, and the trace's id if there is one.
+"""Sets up the logs of a service, and counts its fallbacks. A line that a request's task logs contains the request's id.
+A JSON line also has the service's name, and the trace's id if there is one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ticket that a prefill worker hands over to a decode worker, through the gateway.
 
-`block_store/ledger/lua/hand_over.lua` creates a ticket. `claim.lua`, `give_up.lua` or, after its lease, the reaper ends
-it.
+In `block_store/ledger/lua`, `hand_over.lua` and `deliver.lua` create tickets. A claim (`claim.lua`), `give_up.lua` or,
+after the ticket's lease, the reaper ends a ticket.
 """
 
 from __future__ import annotations

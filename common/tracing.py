@@ -1,8 +1,8 @@
 """Traces of requests. A trace is a tree of spans, which OpenTelemetry's protocol (OTLP) carries to a collector.
 
-Traces are off unless OpenTelemetry's standard variables name a collector. `common.otlp` then records them; this module
-imports nothing from OpenTelemetry. Times are nanoseconds of `time.monotonic_ns`, so that a span can be created from
-recorded times when its phase has ended.
+Traces are off unless OpenTelemetry's standard variables name a collector. If they are on, `common.otlp` records them.
+This module imports nothing from OpenTelemetry. Times are nanoseconds of `time.monotonic_ns`, so that a span can be
+created from recorded times when its phase has ended.
 
 A trace continues from process to process through the W3C headers `traceparent` and `tracestate`
 (https://www.w3.org/TR/trace-context/), over HTTP, in gRPC metadata and in `decode_pb2.Submit`.
@@ -125,13 +125,13 @@ class Tracer:
     is_enabled = False
 
     def begin(self, name: str, start_ns: int, parent: TraceContext, *, kind: Kind = "server") -> Span:
-        """Begins a child of a span of another process, or a new trace if `parent` is `NO_CONTEXT`. The parent
-        decides whether the trace is recorded; without a parent, the configured sampler decides.
+        """Begins a child of a span of another process, or a new trace if `parent` is `NO_CONTEXT`. The configured
+        sampler decides whether the span is recorded. The default sampler records it unless the parent is not recorded.
         """
         return NO_SPAN
 
     def close(self) -> None:
-        """Exports the remaining spans. Waits for at most two seconds."""
+        """Exports the remaining spans, and waits for about two seconds at most."""
 
 
 NO_SPAN = Span()
@@ -165,10 +165,11 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def tracer_of(service: str, instance: str = "") -> Tracer:
-    """Returns the tracer of a service, such as "gateway". `instance` is a name that distinguishes this
-    process from others of the same service.
+    """Returns the tracer of a service, such as "gateway". `instance` is a name that distinguishes this process from
+    others of the same service.
 
-    Raises StartupError if the environment asks for traces and the packages are missing or the settings are wrong.
+    Raises StartupError if the environment asks for traces but the packages are missing, and the errors of
+    `common.otlp.otlp_tracer`.
     """
     if not is_wanted(os.environ):
         return NO_TRACER

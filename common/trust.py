@@ -79,7 +79,9 @@ def trust_of(settings: ServerSettings) -> Trust:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only processes on this machine can reach a port bound to `host`."""
+    """Returns whether `host` is "localhost", a Unix socket or a loopback address, so that other machines cannot reach
+    it.
+    """
     if host == "localhost" or host.startswith("unix:"):
         return True
     try:

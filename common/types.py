@@ -1,4 +1,4 @@
-"""Values that cross package boundaries, mostly as frozen dataclasses (long: it defines all of them).
+"""Defines values that cross package boundaries, mostly as frozen dataclasses (long: many small types).
 
 They do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes. Times
 are in nanoseconds or seconds, according to their names.
@@ -48,19 +48,21 @@ when no running beam can win any more ("never").
 
 
 class BlockRef(NamedTuple):
-    """A block and one of its allocations: its number in the arena and its generation."""
+    """A reference to one allocation of a block: the block's number in the arena, and the allocation's generation."""
 
     block: int
     generation: int
 
 
 class KvKind(str, Enum):
-    """The kind of a KV group: which past positions it keeps."""
+    """The kind of a KV group. It says which past positions the group keeps, or that the group keeps a recurrent state."""
 
     FULL = "full"
     SLIDING = "sliding"
     STATE = "state"
-    """A recurrent state instead of positions: a block has the state after its last computed position."""
+    """A recurrent state instead of keys and values. A block contains the state after the block's last computed
+    position.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class KvSpec:
     dtype: DType
     kind: KvKind = KvKind.FULL
     window: int | None = None
-    """Sliding window in tokens, or None for full attention."""
+    """Sliding window in tokens, or None if there is no window."""
     state_bytes: int = 0
     """Size of one layer's recurrent state, or 0 for attention."""
 
@@ -92,7 +94,7 @@ class KvSpec:
 
     @property
     def retention(self) -> Retention:
-        """The group's retention rule, which schedulers and the ledger use instead of the group's kind."""
+        """The rule that says which blocks of a sequence the group keeps."""
         return Retention(1 if self.kind is KvKind.STATE else self.window)
 
 
@@ -219,7 +221,7 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """The largest number of sequences that run at once for one request."""
+        """The number of samples, or of beams in a beam search, that run at once for the request."""
         return self.num_sequences if self.beam_width is None else self.beam_width
 
     @property
@@ -269,7 +271,9 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """The sources of the KV of all prompt tokens. `cached` and `computed` add up to the prompt's length."""
+    """The sources of the KV of a prompt's tokens. Once the prompt is computed, `cached` and `computed` add up to its
+    length.
+    """
 
     cached: int = 0
     computed: int = 0

@@ -1,6 +1,6 @@
-"""The LoRA adapters that a worker's process has loaded, and the thread that loads and drops them. The roles of a
-process share the adapters. A sequence keeps its adapter alive, so a dropped adapter stays in memory until its last
-sequence ends. Adapters are not loaded in the step thread.
+"""Loads and drops the LoRA adapters of a worker's process. The roles of a process share the adapters. A sequence keeps
+its adapter alive, so a dropped adapter stays in memory until its last sequence ends. Adapters are not loaded in the
+step thread.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class AdapterPool:
         return adapter
 
     def status(self) -> Mapping[str, str]:
-        """Returns the status of each adapter, by digest: "" if it is loaded, or the reason why it cannot be loaded."""
+        """Returns the status of each adapter that was loaded or could not be loaded, by digest: "" if it is loaded, or
+        the reason why it cannot be loaded.
+        """
         return {**dict.fromkeys(list(self._loaded), ""), **self._problems}
 
     def follow(self, wanted: AdapterList | None) -> None:

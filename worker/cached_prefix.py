@@ -34,8 +34,8 @@ class CachedPrefix:
 
 def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> CachedPrefix:
     """Returns the longest usable cached prefix of a sequence, and takes references to its blocks. `hashes` contains the
-    hashes of the sequence's full blocks for KV group 0. If the ledger stops answering, returns the prefix found so far,
-    as `HeldBlocks.acquire` does.
+    hashes of the sequence's full blocks for KV group 0. If the ledger stops answering, the prefix may be shorter than
+    the longest one, or empty.
     """
     rules = layout.rules()
     windowed = {number for number, group in enumerate(rules.groups) if group.slides}

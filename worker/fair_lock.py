@@ -15,8 +15,8 @@ from common.telemetry import Fallbacks
 logger = logging.getLogger("turns")
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
-"""The bytes of the file that are locked. A process waits for the first byte while it holds the second one, so that the
-process that has just stepped does not get the turn again.
+"""The bytes of the file that are locked. A process waits for the first byte while it holds the second one. The process
+that has just stepped must therefore let the process that holds the second byte step first.
 """
 _COUNT_BYTES = 8
 
@@ -54,9 +54,9 @@ class FairLock:
 class FairFileLock:
     """A fair lock between processes on the same cores, for one thread of each process. It locks two bytes of a file.
 
-    Waiting processes precede the process that has just stepped. When a process dies, the kernel releases its lock. If a
-    process is frozen or its step is long, the others wait for `patience_s`, and then step out of turn until a turn is
-    given back. This is safe, because only speed depends on turns.
+    The process that is next in line precedes the process that has just stepped. When a process dies, the kernel
+    releases its lock. If a process is frozen or its step is long, the others wait for `patience_s`, and then step out
+    of turn until a turn is given back. This is safe, because only speed depends on turns.
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:

@@ -1,5 +1,6 @@
-"""The compiled grammars of a worker's process, and the thread that compiles them. The roles of a process share both.
-The gateway has already compiled each grammar in a trial, so compiling it here stays within the trial's time limit.
+"""Compiles the grammars of a worker's process in a thread, and caches them. The roles of a process share the thread and
+the cache. There is no time limit here, because the gateway refuses a grammar that takes too long in a trial
+(`gateway.intake.grammar_trial`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from common.types import StructuredOutput
 
 MAX_COMPILED = 32
-"""Maximum number of compiled grammars in memory. A grammar takes a few KB, or 20 MB if it reaches the limit
-of states.
+"""Maximum number of compiled grammars in memory. A grammar takes from a few KB up to about 20 MB, if it reaches the
+limit of states.
 """
 INLINE_TOKENS = 64
 """Maximum number of tokens that are replayed in the event loop. A token takes about 5 us."""

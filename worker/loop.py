@@ -21,10 +21,12 @@ class Role(Protocol):
     """The interface of a prefill or decode worker that the loop uses."""
 
     def work(self) -> bool:
-        """Runs one step. Returns whether a step ran. Raises LedgerError or ArenaError."""
+        """Runs one step. Returns whether a step ran. Raises LedgerError or ArenaError if an operation of the ledger or
+        the arena fails.
+        """
 
     def start_over(self, reason: str) -> None:
-        """Rejects all requests, because the worker no longer owns its blocks, and registers again."""
+        """Rejects all requests, gives up the worker's blocks, and registers the worker again."""
 
 
 def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool:
@@ -44,10 +46,10 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
 
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
-    """Calls `run`, the computation of a step. If it raises an error other than LedgerError and ArenaError, calls
-    `fail`, which fails the requests of the step. Raises LedgerError and ArenaError. Also raises the error if the device
-    is no longer usable or a rank is lost. Such an error ends the thread; the worker then keeps its blocks until its
-    lease has expired and its process has ended.
+    """Calls `run`, the computation of a step. Raises the LedgerError or ArenaError that `run` raises. After any other
+    exception, calls `fail`, which fails the requests of the step, unless the device is no longer usable or a rank is
+    lost. In that case, raises an error that ends the thread; the worker then keeps its blocks until its lease has
+    expired and its process has ended.
     """
     try:
         run()

@@ -1,8 +1,8 @@
 """Connects the ranks of a worker to its arena: they map the same blocks, and keep the writer slot locked.
 
-A writer slot is free when no process locks its file. The lock belongs to the open file, which the first rank sends to
-the others. As long as a rank is alive and may store keys and values, the blocks that the worker was writing therefore
-stay in quarantine.
+A writer slot is free when no process locks its file. The lock belongs to the open file, which rank 0 sends to the
+others. If rank 0 dies, the blocks that the worker was writing therefore stay in quarantine as long as another rank is
+alive and may store keys and values.
 """
 
 from __future__ import annotations

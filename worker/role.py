@@ -38,8 +38,9 @@ class Model(Protocol):
 
 
 def load_model(settings: WorkerSettings) -> ModelRunner:
-    """Loads the model of a worker's process, and registers the kernels' fallback counts for /metrics. A worker without
-    a GPU that uses Triton's attention under TRITON_INTERPRET=1 also uses all other Triton kernels.
+    """Loads the model of a worker's process, checks its rows (`check_rows`), and registers the kernels' fallback counts
+    for /metrics. If Triton's attention is chosen and Triton interprets its kernels (TRITON_INTERPRET=1), the other CPU
+    kernels are also Triton's, except with `--device cuda`.
     """
     count_fallbacks_of(fallbacks)
     if settings.attention_backend == "triton" and settings.device != "cuda" and interprets_triton():

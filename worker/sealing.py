@@ -1,4 +1,4 @@
-"""The seal items of a full block: one for each KV group, with the block's hash for that group."""
+"""Creates the seal items of a full block: one for each KV group, with the block's hash for that group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from engine.sequence import Sequence
 
 
 def seal_items(sequence: Sequence, block: int) -> list[SealItem]:
-    """Returns the items, one per KV group, that publish the full block with index `block`. Its hash must be known."""
+    """Returns the items, one per KV group, that publish the full block with index `block`. The block's hash must be
+    known.
+    """
     block_hash, quota = sequence.block_hash(block), sequence.quota_of(block)
     return [SealItem(table[block], group_hash(block_hash, g), quota) for g, table in enumerate(sequence.tables)]

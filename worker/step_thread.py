@@ -1,4 +1,4 @@
-"""The thread that runs a worker's model, and its inbox. The ledger is the only other service that the thread calls."""
+"""The thread that runs a worker's model, and the inbox of this thread's commands."""
 
 from __future__ import annotations
 
