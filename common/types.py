@@ -55,7 +55,7 @@ class BlockRef(NamedTuple):
 
 
 class KvKind(str, Enum):
-    """The kind of a KV group. It says which past positions the group keeps, or that the group keeps a recurrent state."""
+    """The kind of a KV group, which keeps all positions, those of a window, or a recurrent state."""
 
     FULL = "full"
     SLIDING = "sliding"

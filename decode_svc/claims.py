@@ -39,9 +39,8 @@ class Claim:
 
 
 def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
-    """Returns whether the ticket's tables fit the group's sequences. A worker does not rely on its caller's checks. The
-    newest token of a sample has no KV yet. A beam search begins with the prompt; its first tokens come from the
-    candidates.
+    """Returns whether the ticket's tables fit the group's sequences. The newest token of a sample has no KV yet. A beam
+    search begins with the prompt; its first tokens come from the candidates.
     """
     newest = 0 if group.search is not None else 1
     return len(ticket.tables) == len(ticket.num_tokens) == len(group.sequences) > 0 and all(
@@ -54,7 +53,9 @@ def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
 
 
 def most_needed(group: Group, max_model_len: int) -> GroupNeed:
-    """Returns the largest size that the group may reach. There must be enough blocks for this size."""
+    """Returns the largest sizes that the group may reach. The worker rejects the group if its floor is too small for
+    them.
+    """
     first = group.sequences[0]
     width = len(group.sequences) if group.search is None else first.sampling.width
     prompt_len = len(first.prompt_ids)

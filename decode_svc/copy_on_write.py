@@ -1,4 +1,5 @@
-"""Copy-on-write: a sequence writes in place only to a block that is not sealed and that no other sequence uses.
+"""Implements copy-on-write: a sequence writes in place only to a block that is not sealed and that no other sequence
+uses.
 
 Otherwise, a new block replaces the last entry of the sequence's table, and the source is kept until the copy has been
 verified.
@@ -16,7 +17,7 @@ from engine.sequence import Sequence
 
 
 class CopyOnWrite:
-    """The copy-on-write of one worker: decides which blocks the running sequences must copy, and makes the copies."""
+    """The object that decides which blocks one worker's running sequences must copy, and makes the copies."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._runner = runner

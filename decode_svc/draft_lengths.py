@@ -1,8 +1,8 @@
 """Chooses how many tokens of each prediction a step verifies. The functions are pure.
 
-Plain decoding gains one token per sequence in t(n) seconds, for n sequences. Each further row adds time. Its expected
-gain is the probability that its token and all tokens of the draft before it are right. Rows are added in descending
-order of their gain, and the number of rows with the highest expected rate is chosen.
+Plain decoding gains one token per sequence in t(n) seconds, for n sequences. Each further row adds time. A row's
+expected gain is the probability that the row's token and all earlier tokens of the draft are right. Rows are added in
+descending order of their gain, and the number of rows with the highest expected rate is chosen.
 """
 
 from __future__ import annotations

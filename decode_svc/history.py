@@ -1,5 +1,5 @@
-"""The record of a group's waits, swaps and copies on a decode worker. The gateway receives the record when a sequence
-of the group ends. This module reads no clock.
+"""The record of a group's waits, swaps and copies on a decode worker. The worker reports them to the gateway when a
+sequence of the group ends, or when it gives the group up. This module reads no clock.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from engine.sampler import Sampled
 from engine.sequence import Sequence
 
 TELL_S = 1.0
-"""Interval in seconds of the messages that show a session that the worker is alive while all of its groups wait."""
+"""Interval in seconds at which a session with groups also gets messages without outputs, which show that the worker is
+alive.
+"""
 
 
 class Rejection(Enum):
@@ -45,9 +47,7 @@ class Account:
 
 
 class PlainToken(NamedTuple):
-    """An output that is a single token, without extra data, of a sequence that continues. Most outputs are of this
-    kind.
-    """
+    """An output that is a single token, without extra data, of a sequence that continues."""
 
     handle: int
     attempt: int
@@ -60,7 +60,7 @@ class PlainToken(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An output of a sequence in one step that is not a PlainToken."""
+    """An output that is not a PlainToken: tokens with extra data, the end of a sequence, or a rejection."""
 
     handle: int
     attempt: int

@@ -116,8 +116,8 @@ class Preemption:
         While other groups run, a group is resumed only if there are blocks for the group and for this step of the
         running groups (`needed`). In addition, each KV group must have one more block for each of the group's sequences
         and for every fourth running sequence. With fewer blocks, the group would soon preempt a different group or be
-        preempted again. If nothing runs, calls `make_way` with a waiting group, which must be preempted. While the
-        ledger does not answer, no group is resumed, and no group is preempted to make room.
+        preempted again. If nothing runs and the blocks are too few, calls `make_way` with a waiting group, which must
+        be preempted. While the ledger does not answer, no group is resumed, and no group is preempted to make room.
         """
         with suppress(LedgerUnavailable):
             while (group := self._scheduler.resumable()) is not None:
@@ -190,6 +190,8 @@ class Preemption:
 
 
 def _num_tokens(group: Group) -> int:
-    """Returns the number of positions that prefill would compute for the group. The prompt counts once."""
+    """Returns the number of positions that prefill would compute for the group if nothing were cached. The prompt
+    counts once.
+    """
     prompt_len = len(group.live[0].prompt_ids)
     return prompt_len + sum(sequence.num_computed - prompt_len for sequence in group.live)

@@ -1,4 +1,6 @@
-"""The blocks of running sequences: the reader rule, sealing, forks of a beam search, and release."""
+"""Manages the blocks of running sequences: applies the reader rule, seals blocks, shares them among forked beams, and
+releases them.
+"""
 
 from __future__ import annotations
 

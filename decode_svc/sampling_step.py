@@ -97,7 +97,9 @@ class SamplingStep:
             self.advance(group, search, candidates)
 
     def advance(self, group: Group, search: BeamSearch, candidates: list[Candidates]) -> None:
-        """Adds a token to every beam, and sets the group's sequences to the new running beams."""
+        """Sets the group's sequences to the new running beams, each with one more token. If the search is done, emits
+        its results and ends the group.
+        """
         parents = search.advance(candidates)
         group.live = self._blocks.fork(group.live, parents)
         for sequence, beam in zip(group.live, search.running, strict=True):

@@ -1,8 +1,8 @@
-"""Decides which sequence groups run, wait, or are preempted when blocks run out. Continuous batching: every running
-group is in every step. Waiting groups have been claimed, so they hold blocks. Preempted groups hold no blocks; their KV
-is in the host tier (`swap`). A group that arrives while a group of the same or a higher priority is preempted starts
-after that group. The oldest group of the highest priority is never preempted, and its worker's floor ensures that it
-can finish. So no group starves within a priority.
+"""Decides which sequence groups run, wait, or are preempted when blocks run out. With continuous batching, a step
+includes all running groups, except those that wait for blocks. Waiting groups have been claimed, so they hold blocks.
+Preempted groups hold no blocks; their KV is in the host tier (`swap`). A group that arrives while a group of the same
+or a higher priority is preempted starts after that group. The oldest group of the highest priority is never preempted,
+and its worker's floor ensures that it can finish. So no group starves within a priority.
 
     add -> waiting -- admit --> running -- preempt --> preempted -- resume --> running
                   \\------------- preempt ------------/
@@ -23,7 +23,7 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples or beams of one request on this worker. They are scheduled, preempted and finished together."""
+    """The samples or beams of one request on this worker. They are scheduled, preempted and resumed together."""
 
     handle: int
     attempt: int

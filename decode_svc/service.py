@@ -124,8 +124,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _response(steps: list[Step]) -> pb.SessionResponse:
-    """Returns one response with the outputs of all steps, so that no queue grows if the gateway is slow. Without steps,
-    the response is a heartbeat.
+    """Returns one response with the outputs of all steps, so that a slow gateway gets fewer and larger responses.
+    Without steps, the response is a heartbeat.
     """
     response = pb.SessionResponse()
     for outputs, _ in steps:

@@ -164,7 +164,9 @@ class Speculation:
         return guess if guess.tokens else None
 
     def _forget_others(self, plan: Plan) -> None:
-        """Drops the predictions for sequences that have ended or are not in this step."""
+        """If there are more predictions than sequences in this step, drops those for sequences that are not in the
+        step.
+        """
         if len(self._guesses) > len(plan):
             kept = {sequence for _, sequence in plan}
             for sequence in [sequence for sequence in self._guesses if sequence not in kept]:

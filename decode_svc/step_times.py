@@ -15,8 +15,8 @@ KEPT = 9
 LEAST = 3
 """Number of times that are needed for a median. A single time may have been disturbed."""
 MAX_AGE = 512
-"""The times for a number of rows are dropped if no step in about this many steps had that number. The machine's load
-may have changed since.
+"""Every MAX_AGE steps, the times for a number of rows are dropped if none of the last MAX_AGE steps had that number.
+The machine's load may have changed since.
 """
 _SHARE = 0.5
 """Assumed cost of an additional row, before it is measured, as a part of a row's share of the whole step."""

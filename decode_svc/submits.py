@@ -1,6 +1,6 @@
 """Reads a submit message from a gateway: the group, its ticket, and a beam search's first candidates.
 
-A worker does not rely on its caller's checks.
+Token ids and the values of a beam search are checked here, because a bad value could make a whole step fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ fail.
 
 
 def read_submit(submit: pb.Submit, vocab_size: int) -> Submission:
-    """Returns the submission in a message. Raises ValueError if a value is invalid or contradicts another value."""
+    """Returns the submission in a message. Raises ValueError if the branches, the ticket, the token ids, the quota or a
+    beam search's candidates fail a check, and InvalidArgument if a block table of the ticket is invalid.
+    """
     sampling = convert.sampling_from_pb(submit.sampling)
     stopping = convert.stopping_from_pb(submit.stopping)
     ticket = convert.ticket_from_pb(submit.ticket)
@@ -97,7 +99,7 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
 
 
 def _check_ids(submit: pb.Submit, sampling: SamplingParams, stopping: StoppingParams, vocab_size: int) -> None:
-    """Raises ValueError if an id is outside the vocabulary. Such an id would make every group of a step fail."""
+    """Raises ValueError if an id is outside the vocabulary. Such an id could make every group of a step fail."""
     known = [submit.prompt_token_ids, submit.beam_candidates.token_ids, stopping.stop_token_ids]
     known += [branch.output_token_ids for branch in submit.branches]
     largest = max([max(ids, default=0) for ids in known] + list(sampling.named_ids))

@@ -1,6 +1,6 @@
-"""The host tier: copies of the blocks of preempted groups in private memory. A swapped group has no blocks in the
-arena. When the group is resumed, blocks that are still cached under their hashes are acquired, and only the others are
-copied back. The group's sequences then share blocks as before.
+"""The host tier, which holds copies of the blocks of preempted groups in private memory. A swapped group has no blocks
+in the arena. When the group is resumed, blocks that are still cached under their hashes are acquired, and only the
+others are copied back. The group's sequences then share blocks as before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The work of a decode worker's step thread (long: the order of a step is in one place).
-
-A step claims, reserves, computes, samples, seals, publishes and releases.
+"""Does the work of a decode worker's step thread (long: the order of a step is in one place). A step claims tickets,
+reserves blocks, computes logits, draws tokens, seals full blocks, and sends the tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step
 
 logger = logging.getLogger("decode")
 SURVIVED_S = 6.0
-"""Time in seconds for which running sequences continue while the ledger does not answer: the length of a lease, plus
-the interval between two beats, which fill the reserve.
+"""Time in seconds for which the reserve should let running sequences continue while the ledger does not answer: the
+length of a lease, plus the interval between two beats, which fill the reserve.
 """
 
 
@@ -83,8 +82,8 @@ class DecodeWorker:
         candidates: Candidates | None = None,
         public_tokens: int = 0,
     ) -> None:
-        """Rejects a group, or claims its ticket as soon as the ledger answers and queues the group. `candidates` are
-        the candidates of a beam search's first step, or None for samples.
+        """Rejects a group or, as soon as the ledger answers, claims the group's ticket and queues the group.
+        `candidates` are the candidates of a beam search's first step, or None for samples.
         """
         if candidates is not None:
             first = group.sequences[0]
@@ -148,8 +147,8 @@ class DecodeWorker:
             self._progress.cancel(group, sample_index)
 
     def cancel(self, session: Session, handle: int, sample_index: int | None = None) -> None:
-        """Drops a group, or one of its samples, and releases the blocks. Does nothing if the group has already
-        ended.
+        """Drops a group, or one of its samples, and releases the blocks. Does nothing if the group has already ended,
+        or for a single beam.
         """
         if (group := session.groups.get(handle)) is None:
             return
@@ -175,8 +174,8 @@ class DecodeWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Claims, schedules, reserves, and runs a step. Returns whether a step ran. Unlike `step`, raises LedgerError
-        or ArenaError.
+        """Claims tickets, chooses the groups to run, reserves their blocks, and runs a step. Returns whether a step
+        ran. Unlike `step`, raises the errors of the ledger and the arena (LedgerError, ArenaError).
         """
         self._claim_all()
         for group in self._scheduler.expired(time.monotonic_ns(), self._claims):
@@ -351,7 +350,7 @@ class DecodeWorker:
         self._draining = True
 
     def reject_all(self, rejection: Rejection) -> None:
-        """Rejects every group. The gateways then prefill the groups again."""
+        """Rejects every group with this reason."""
         for group in self._groups():
             self._reject(group, rejection)
         self._outbox.flush(self.load)

@@ -1,5 +1,5 @@
-"""The public names: `Client`, `AsyncClient`, `LLM`, their results and errors. A name is imported when it is first
-used.
+"""Exports the library's public names, such as `Client`, `AsyncClient` and `LLM`. The module that defines a name is
+imported when the name is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `looseleaf`. Each of its commands loads only what it needs.
+"""The command `looseleaf`. A command's module is imported only when the command runs.
 
     looseleaf serve [MODEL]             start everything on this machine
     looseleaf complete "Once upon"      stream a continuation
@@ -14,8 +14,7 @@
     looseleaf secrets DIRECTORY         create secrets for services that run without a launcher
     looseleaf certs DIRECTORY           create a CA and certificates for trying TLS
 
-Exit status: 0 success, 1 refusal or failure (the reason is on stderr), 2 a mistake in flags or variables, 130 an
-interrupt.
+Exit status: 0 success, 1 refusal, failure or a negative answer, 2 a mistake in flags or variables, 130 an interrupt.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(module: str, argv: Sequence[str]) -> int:
-    """Runs a command's module and returns the exit status. Reports expected failures in one sentence on stderr."""
+    """Runs a command's module and returns the exit status. Prints the message of an expected failure to stderr."""
     from common.errors import LooseleafError, StartupError
 
     try:

@@ -1,4 +1,5 @@
-"""Clients of the gateway over gRPC: `Client` is blocking, `AsyncClient` is for asyncio, and both can stream.
+"""Defines two clients of the gateway over gRPC. `Client` is blocking, `AsyncClient` is for asyncio, and both can
+stream.
 
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
@@ -9,8 +10,8 @@
 
 With `n` or `beam_width`, a stream contains deltas of several samples, and `delta.index` is the sample's number.
 
-A refused or failed call raises a subclass of `LooseleafError` with the gateway's one-sentence message. Ending a
-stream early (break, `close`, garbage collection) cancels the request at the gateway.
+A call that is refused or fails raises a subclass of `LooseleafError`. Closing a stream early cancels the request at the
+gateway. A stream is closed by its `close` or `aclose`, or by garbage collection, as after a `break`.
 """
 
 from __future__ import annotations

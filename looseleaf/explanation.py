@@ -56,13 +56,13 @@ class AttemptExplanation:
     swapped_in_blocks: int
     num_swaps: int
     end: str
-    """"done", "failed", the reason for the next attempt, or "" if the attempt has not ended."""
+    """"done", "failed", the reason why the attempt was lost or given back, or "" if the attempt has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The record of one request. The durations of its phases add up to `total_ns`. The timings are sums of these
-    durations by kind of phase.
+    """The record of one request. The durations of its phases add up to `total_ns`. The timings are sums of the times
+    that the workers reported.
     """
 
     request_id: str

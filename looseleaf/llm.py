@@ -1,4 +1,4 @@
-"""The class `LLM`: a model that is served on this machine until the object is closed.
+"""Defines the class `LLM`, a model that is served on this machine until the object is closed.
 
 with LLM("path/to/model") as llm:
     for completion in llm.generate(["Once upon a time", "The wolf"], max_tokens=32):
@@ -28,9 +28,7 @@ from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.supervisor import Supervisor
 
 _MAX_IN_FLIGHT = 64
-"""Number of sequences sent at once: fewer than the gateway's queue limit, but more than fit into one step on a small
-machine.
-"""
+"""Maximum number of sequences that `generate` requests at once, unless a single prompt has more."""
 _PATIENCE_S = 600.0
 _PORTS = ("port", "grpc_port", "vllm_grpc_port", "vllm_grpc_prefill_port", "vllm_grpc_decode_port")
 

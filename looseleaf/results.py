@@ -55,7 +55,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A continuation of a prompt: one of `n` samples, or a beam. The best beam comes first."""
+    """One continuation of a prompt: one of `n` samples, or one beam of a beam search."""
 
     text: str
     token_ids: tuple[int, ...]

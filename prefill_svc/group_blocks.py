@@ -1,6 +1,4 @@
-"""The blocks of sequence groups in prefill: allocated for a whole group or not at all, sealed when full, and handed
-over.
-"""
+"""Manages the blocks of sequence groups in prefill: allocates, shares, seals, hands over and releases them."""
 
 from __future__ import annotations
 
@@ -52,9 +50,9 @@ class GroupBlocks:
     # --- admission
 
     def admit(self, job: Job) -> bool:
-        """Acquires the cached prefixes and allocates the remaining blocks, for all sequences or for none. Returns
-        whether the job got its blocks. `grow` later allocates the blocks of KV groups with a window, because a sequence
-        releases most of them before it needs more.
+        """Acquires the cached prefixes, and allocates the remaining blocks of KV groups without a window, for all
+        sequences or for none. Returns whether the job got these blocks. `grow` later allocates the blocks of KV groups
+        with a window, because a sequence may release them before it needs more.
         """
         held, groups = self._attached.held, self._groups
         cached = self._cached_prefixes(job)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class Job:
     """A request in prefill. A token sequence is computed once, even if several branches continue it. The first sequence
-    is the trunk. The others reuse its blocks up to their first different token.
+    is the trunk. The others reuse the trunk's full blocks that precede their first different token.
     """
 
     sequences: list[Sequence]

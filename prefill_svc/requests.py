@@ -1,4 +1,6 @@
-"""Checks a request message and converts it to a job. A worker does not rely on its caller's checks."""
+"""Checks the branches, lengths and token ids of a request message, and converts the message to a job. The gateway
+checks the other sampling parameters.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class RequestLimits:
 
 
 def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
-    """Returns a job for the request, with the current time as its arrival. If a field is invalid, raises
-    InvalidArgument, which names the field.
+    """Returns a job for the request, with the current time as its arrival. If a check fails, raises InvalidArgument,
+    which names the field.
     """
     prompt = list(request.prompt_token_ids)
     branches = [convert.branch_from_pb(branch) for branch in request.branches]

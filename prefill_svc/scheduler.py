@@ -1,7 +1,8 @@
 """Decides which chunks of which prompts are in the next prefill step. Prompts of one priority are served in order of
 arrival, in chunks under a token budget, with several prompts per step. A prompt is admitted only if blocks are
-available for its whole group. An exception are the blocks of KV groups with a window, which are allocated chunk by
-chunk. While the first prompt of the queue or a running prompt waits for blocks, no other prompt is admitted.
+available for its whole group. The blocks of KV groups with a window are an exception: they are allocated chunk by
+chunk. No prompt is admitted while the first prompt of the queue cannot get its blocks, or while a running prompt gets
+no chunk for lack of blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The work of a prefill worker's step thread: it admits, computes, seals, samples and hands over."""
+"""Does the work of a prefill worker's step thread: admits prompts, computes them, seals and hands over their blocks,
+and draws their first tokens.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class PrefillWorker:
         """The load after the last step. Other threads may read it."""
 
     def submit(self, job: Job, salt: bytes, emit: Emit, public_tokens: int = 0) -> None:
-        """Queues a job. The step thread calls `emit` with its events, the last of which is Done or an error."""
+        """Queues a job, or emits an error. `emit` is called in the step thread with the job's events. Unless the job is
+        cancelled, the last event is Done or an error.
+        """
         if not job.trunk.hashes:
             self.begin_chain(job, salt, public_tokens)
         needed = job.num_blocks(self._runner.layout.rules())
@@ -95,8 +99,8 @@ class PrefillWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Hands over computed prompts, and then plans and runs a step. Returns whether a step ran. Unlike `step`,
-        raises LedgerError or ArenaError.
+        """Repeats the hand-overs that the ledger has not accepted yet, and then plans and runs a step. Returns whether
+        a step ran. Unlike `step`, raises the errors of the ledger and the arena (LedgerError, ArenaError).
         """
         for conclude in list(self._parked.values()):
             conclude()
@@ -245,7 +249,9 @@ class PrefillWorker:
         return FirstToken(sequence.sample_index, sampled.token_id, sampled.logprob, reason)
 
     def _conclude(self, job: Job, done: Done) -> None:
-        """Sends the job's result, with a ticket if a branch continues. If the ledger does not answer, parks the job."""
+        """Sends the job's result, with a ticket if a branch continues. If the ledger does not answer, parks the job. If
+        a block was lost, fails the job.
+        """
         self._parked.pop(job, None)
         ticket: Ticket | None = None
         if job.sequences:

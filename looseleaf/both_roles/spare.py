@@ -1,13 +1,13 @@
 """The program `python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to replace a worker
 that dies.
 
-While it waits, it is neither a holder nor a worker: the block store, Redis and gateways do not know about it. Its
+While it waits, it is neither a holder nor a worker, and it has no connection to the block store or to Redis. Its
 launcher sends one line on stdin with the package and flags of the process to replace. The spare worker then attaches
 and becomes that worker.
 
-It loads in a thread with the lowest priority, so it takes little time from serving processes. A low priority
-applies to a thread and to the threads that it starts, and cannot be raised again. Other threads therefore start the
-serving threads.
+It loads in a thread with the lowest priority, so it takes little time from serving processes. A low priority applies to
+a thread and to the threads that it starts, and cannot be raised again. Other threads therefore start the serving
+threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`looseleaf blocks [ADDRESS]`: the block map of a running block store, with the holders of each block.
+"""`looseleaf blocks [ADDRESS]`: shows the block map of a running block store, with the holders of each block.
 
 The report does not show tenants, because a prefix hash does not reveal the tenant.
 """

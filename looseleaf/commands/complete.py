@@ -1,5 +1,5 @@
-"""`looseleaf complete PROMPT`: streams the continuation of a prompt to stdout, or several continuations, one after the
-other.
+"""`looseleaf complete PROMPT`: streams the continuation of a prompt to stdout, or several continuations, one after
+another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show(deltas: Iterable[Delta], *, numbered: bool) -> None:
-    """Prints the samples one after the other. If `numbered` is set, each sample begins with its index and, for a beam,
+    """Prints the samples one after another. If `numbered` is set, each sample begins with its index and, for a beam,
     its score.
     """
     begun = -1

@@ -1,4 +1,6 @@
-"""`looseleaf explain [ID]`: the phases of a request, the workers that served it, and the reasons for their choice."""
+"""`looseleaf explain [ID]`: shows the phases of a request, the workers that served it, and the predictions by which
+they were chosen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that several commands share: the connection to the gateway, and the sampling parameters."""
+"""Defines flags that several commands share: those for the connection to the gateway, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class ConnectionSettings(Settings):
 
 
 class ClientSettings(ConnectionSettings):
-    """Flags for the connection and the sampling parameters. Absent flags use the model's or the gateway's default."""
+    """Flags for the connection and the sampling parameters. If a sampling parameter is None, the default of the model
+    or of the gateway applies.
+    """
 
     temperature: float | None = Field(None, description="0 is greedy")
     top_k: int | None = None

@@ -1,4 +1,6 @@
-"""`looseleaf top [ADDRESS]`: requests, workers and blocks of a running gateway, refreshed in the terminal."""
+"""`looseleaf top [ADDRESS]`: shows the requests, workers and blocks of a running gateway, and refreshes them in the
+terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The addresses of the gateway, for listening and for clients on this machine."""
+"""Checks that the gateway's ports are free, and converts addresses for clients on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m looseleaf.serve.child PARENT_PID PACKAGE [FLAGS]` runs a service that does not outlive its parent process.
+"""`python -m looseleaf.serve.child PARENT_PID PACKAGE [FLAGS]` runs a service, and ends it soon after its parent
+process has ended.
 
 A flag `@ready:FILE:LINE` is replaced by that line of another service's ready file. The service's imports run before it
 waits for the file, so services start in parallel even if one needs another's address. Python's garbage collector is off

@@ -1,4 +1,5 @@
-"""The launcher's child processes: start, logs, readiness, limited restarts, orderly shutdown.
+"""Manages the launcher's child processes: starts them, forwards their logs, waits until they are ready, limits their
+restarts, and ends them.
 
 This module does not depend on which services the processes run.
 """
@@ -35,7 +36,7 @@ class ServiceSpec:
     """The specification of a process to start."""
 
     name: str
-    """Unique name, used as the prefix of its log lines."""
+    """Unique name, which labels the process's log lines."""
     package: str
     flags: tuple[str, ...]
     environment: Mapping[str, str]
@@ -47,8 +48,8 @@ class ServiceSpec:
 
 
 class ChildDied(StartupError):
-    """The error for a service that has ended unexpectedly. Its message names the service and ends with the service's
-    last log lines.
+    """The error for a service that has ended unexpectedly. Its message names the service. The message of `Child.check`
+    ends with the service's last log lines.
     """
 
 

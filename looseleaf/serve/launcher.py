@@ -1,7 +1,7 @@
-"""Runs every service on this machine as child processes that end together: Redis, block store, workers, gateway.
+"""Runs the services of a launch as child processes on this machine: Redis, block store, workers and gateway.
 
-Defines the order in which they start and stop, and restarts a service that ends. State that must survive is in the
-arena, in Redis, or in the launcher. `children` handles the processes, and `service_flags` builds their flags.
+Defines the order in which they start and stop, and restarts a service that ends. State that must survive a restart is
+in the arena, in Redis, or in the launcher. `children` handles the processes, and `service_flags` builds their flags.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Launcher:
         return Addresses(http, grpc_address, services["block_store"], services, tuple(vllm_grpc), self._is_tls, notice)
 
     def _start_redis(self) -> str:
-        """Starts a private Redis of the launch, which outlives the block store. Returns its URL."""
+        """Starts the launch's private Redis, which keeps running when the block store is restarted. Returns its URL."""
         assert self._shared is not None
         try:
             self._redis = PrivateServer(

@@ -1,5 +1,5 @@
-"""Finds the model directory that a launch serves, or creates a small random model if none is given. Loads no
-weights.
+"""Finds the model directory that a launch serves, or creates a small random model if no model is given and none is
+built in. Loads no weights.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from looseleaf.serve.settings import ServeSettings
 
 SPLIT_FROM_CORES = 8
 """With `--roles auto` on a CPU with at least this many cores, prefill and decode run in separate processes, which share
-the cores evenly. On two cores, a single process in which the roles take turns had a higher throughput under every kind
-of load. Larger machines have not been measured.
+the cores evenly. On two cores, a single process in which the roles take turns had a higher throughput under every load
+that was measured. Larger machines have not been measured.
 """
 _TORCHLESS = ("block_store", "gateway")
 

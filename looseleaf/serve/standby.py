@@ -64,7 +64,7 @@ class Standby:
 
     def take_place(self, spec: ServiceSpec) -> Child | None:
         """Makes the spare worker the process of `spec` and returns it. Returns None if no spare worker has loaded the
-        model, or if it cannot replace this kind of process.
+        model, or if it has ended or cannot replace this kind of process.
         """
         child = self._child
         if child is None or spec.package not in WORKERS or not self.is_loaded or not child.become(spec):

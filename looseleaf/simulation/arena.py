@@ -1,4 +1,5 @@
-"""A simulated arena: how many blocks are free, in use and cached, and which prefixes are cached. There is no KV.
+"""Simulates an arena. Counts the blocks that are free, in use and cached, and records which prefixes are cached, but
+stores no KV.
 
 The rules are those of the ledger (docs/design.md): free blocks are taken before the coldest cached ones, no holder
 takes blocks from the unused parts of other holders' floors, and a full block that is indexed already is used instead of
@@ -55,7 +56,7 @@ class Arena:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without content."""
+        """Number of blocks that are neither in use nor cached."""
         return self.num_blocks - self._num_own - len(self._references)
 
     @property
@@ -105,7 +106,9 @@ class Arena:
         self._cold.pop(key, None)
 
     def release(self, holder: Holder, table: Table) -> None:
-        """Releases all blocks of a sequence. Full blocks stay cached, and the last of them is evicted first."""
+        """Releases all blocks of a sequence. Full blocks without other references stay cached, and the last of them is
+        evicted first.
+        """
         holder.held -= len(table)
         self._num_own -= table.num_own
         for key in reversed(table.keys):

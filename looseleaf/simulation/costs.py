@@ -79,7 +79,9 @@ def mean(first: Costs, second: Costs) -> Costs:
 
 
 def load(path: Path) -> Costs:
-    """Reads the file that `Costs.save` wrote. Raises StartupError, which names the field, if the file is not valid."""
+    """Reads the file that `Costs.save` wrote. Raises StartupError if the file cannot be read or a check of its fields
+    fails.
+    """
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -33,7 +33,7 @@ _DOMAIN = "simulated"
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Hosts, the links between them, and the gateway's limits."""
+    """The numbers of hosts and workers, the speed of the links between hosts, and the gateway's limits."""
 
     hosts: int = 1
     prefill: int = 1
@@ -50,7 +50,7 @@ class FleetOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a client saw of one request. Times are seconds since the start of the trace."""
+    """The outcome of one request for its client. Times are seconds since the start of the trace."""
 
     arrived_s: float
     token_times: tuple[float, ...] = ()
@@ -99,7 +99,7 @@ async def _serve(requests: Sequence[TraceRequest], costs: Costs, options: FleetO
 
 
 class Fleet:
-    """Hosts with their workers, and one gateway."""
+    """The simulated deployment: hosts with their workers, and one gateway."""
 
     def __init__(self, costs: Costs, options: FleetOptions) -> None:
         self._clock = asyncio.get_running_loop().time

@@ -1,4 +1,6 @@
-"""Sends requests to a real server: a trace at its arrival times, and probes from which costs are fitted."""
+"""Sends requests to a real server: the requests of a trace, each at its arrival time, and probes, from whose times
+costs are fitted.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NUM_LONG = 4
 
 
 async def replay(address: str, requests: Sequence[TraceRequest], vocab_size: int, seed: int = 0) -> list[Outcome]:
-    """Sends each request at its time, regardless of the state of the others. Returns what the client saw."""
+    """Sends each request at its arrival time, regardless of the state of the others. Returns the outcomes."""
     prompts = [request.token_ids(vocab_size, seed) for request in requests]
     async with AsyncClient(address) as client:
         began = time.perf_counter()
@@ -47,7 +49,9 @@ async def _send(client: AsyncClient, request: TraceRequest, prompt: list[int], b
 
 
 def kv_bytes_per_token(directory: Path, block_size: int = 16) -> int:
-    """Returns the size of one position's KV. Raises StartupError unless the model has one group of full attention."""
+    """Returns the size of one position's KV in bfloat16. Raises StartupError unless the model has one group of full
+    attention.
+    """
     from engine.config import ModelConfig
 
     dtype: DType = "bfloat16"
@@ -59,7 +63,7 @@ def kv_bytes_per_token(directory: Path, block_size: int = 16) -> int:
 
 
 async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest: int, seed: int = -1) -> Costs:
-    """Measures an idle server with prompts one at a time and with batches of equal requests, in about a minute.
+    """Measures an idle server with prompts one at a time, and with batches of requests of equal lengths.
 
     `longest` is the length of the longest prompt. A second fit on the same server needs another seed, because prompts
     must not be cached. The fitted times of steps lie on straight lines through medians. In addition, each position that
@@ -109,7 +113,7 @@ class _Probe:
 
 
 class _Prober:
-    """A sender of probes, of which no two have prompts with a common prefix."""
+    """A sender of probes. Each probe's prompt is drawn at random with a different seed, so its prefix is not cached."""
 
     def __init__(self, client: AsyncClient, vocab_size: int, seed: int) -> None:
         self._client = client

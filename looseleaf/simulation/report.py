@@ -52,7 +52,7 @@ class Summary:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the value below which `share` of the values lie, or NaN without values."""
+    """Returns the value that follows the lowest `share` of the values, or NaN without values."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else math.nan
 
 
@@ -67,8 +67,8 @@ class Trial:
 
 
 def plan(requests: Sequence[TraceRequest], costs: Costs, options: FleetOptions, slo: Slo, most: int) -> Iterator[Trial]:
-    """Yields trials with 2, 3, ... workers per host, and ends after the number with which the SLO is met, or after
-    `most` workers.
+    """Yields trials with 2, 3, ... workers per host, for each division into prefill and decode. Ends after the first
+    number of workers with which the SLO is met, or after `most` workers.
     """
     for total in range(2, most + 1):
         found = []

@@ -43,7 +43,9 @@ class TraceRequest:
         return sum(length for _, length in self.runs)
 
     def token_ids(self, vocab_size: int, seed: int = 0) -> list[int]:
-        """Returns a prompt for a real server. The tokens of a run depend only on its id and the seed."""
+        """Returns a prompt for a real server. The tokens of a run depend on the run's id, the seed and the vocabulary's
+        size, and not on other runs.
+        """
         first = min(_FIRST_TOKEN_ID, vocab_size - 1)
         drawn: list[int] = []
         for name, length in self.runs:
@@ -64,11 +66,11 @@ class TraceRequest:
 def read(
     path: Path, *, count: int | None = None, divisor: float = 1.0, rate: float | None = None
 ) -> list[TraceRequest]:
-    """Returns the first `count` requests of a trace, in order of arrival.
+    """Returns the first `count` requests of the file, in order of arrival.
 
     Each length, also that of a shared prefix, is divided by `divisor`, but is at least 1. `rate` scales the arrival
-    times so that this many requests arrive per second on average. Raises StartupError if the file cannot be read, or if
-    it has no requests or an invalid line; the message names the line and the field.
+    times so that this many requests arrive per second on average. Raises StartupError if the file cannot be read, has
+    no requests or has an invalid line, which the message names. Also raises the error of `paced`.
     """
     try:
         opened = lzma.open if path.suffix == ".xz" else open

@@ -1,5 +1,5 @@
-"""Simulated workers: what prefill and decode have in common. The schedulers and the preemption are the real ones, and
-measured times replace the model.
+"""Defines what simulated prefill and decode workers have in common. The schedulers and the preemption are the real
+ones, and measured times replace the model.
 
 The steps are those of `prefill_svc.worker` and `decode_svc.worker`, for requests with one sample, without the reserve
 of blocks for outages. A lock that workers share stands for the cores on which they take turns.
