@@ -348,7 +348,7 @@ class WorkerRecord:
     pairing: str
     """Hex fingerprint of model, layout and numerics. Workers exchange tickets only if their fingerprints are equal."""
     hash_domain: str
-    """Hex of the domain with which every prefix hash of this worker starts (before the tenant's salt)."""
+    """Hex of the hash domain from which, with the adapter and the salt, a prompt's chain of prefix hashes starts."""
     max_model_len: int
     max_num_seqs: int
     max_group_blocks: int = 0
