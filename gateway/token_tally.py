@@ -18,7 +18,7 @@ _LABELS = ["model_name"]
 
 
 class TokenTally(Collector):
-    """A collector of the number of tokens produced and a histogram of the seconds between them."""
+    """A collector for the number of tokens produced and for a histogram of the seconds between two tokens."""
 
     def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:
         """`bounds_s` are the upper bounds of the histogram's buckets, in ascending order."""

@@ -1,3 +1,3 @@
-"""The policy that decides whether a request is admitted (queue, predicted wait, limits of tenants) and when it
-starts.
+"""Decides whether a request is admitted, by the queue, the predicted wait and the limits of tenants, and when the
+request starts.
 """

@@ -195,7 +195,7 @@ class Gate:
 
     def wake(self) -> None:
         """Lets in the first group that was given back if it fits, and otherwise the requests whose turn it is. The
-        owner must also call this method when workers have joined or reported.
+        owner must also call this method regularly, because workers may have joined or may have more room.
         """
         self._let_in()
         self._note_time()

@@ -1,5 +1,5 @@
-"""The limits of tenants: requests and tokens per minute, priority, cached blocks. Callers pass the current time, in
-seconds of a monotonic clock.
+"""Keeps the limits of tenants: requests and tokens per minute, priority, and cached blocks. Callers pass the current
+time, in seconds of a monotonic clock.
 
 The limits come from the key file (`common.api_keys`) and may change while requests run. A tenant that the file does not
 list has no limits.

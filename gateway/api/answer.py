@@ -1,4 +1,4 @@
-"""The interfaces of the bodies and answers of HTTP requests, which the API formats implement."""
+"""Defines the interfaces of the bodies and answers of HTTP requests, which the API formats implement."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lists of blocks (text, reasoning and tool calls), from which answers of the Responses and Messages APIs are built. At
-most one block is open at a time. Complete answers and streams go through the same steps, so they have the same blocks.
+"""Divides an answer of the Responses or Messages API into blocks: text, reasoning and tool calls. At most one block is
+open at a time. Complete answers and streams go through the same steps, so they have the same blocks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Building blocks of the HTTP endpoints: bounded bodies, event streams, errors as JSON, and the detection of clients
-that disconnect.
+"""Provides building blocks of the HTTP endpoints: bounded bodies, event streams, errors as JSON, and the detection of
+clients that disconnect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fields of a chat body that determine the chat template's input and the tools that the model may call."""
+"""Converts the fields of a chat body that determine the chat template's input and the tools that the model may call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of a chat, in the form of OpenAI's API and in the form that chat templates expect."""
+"""Converts the messages of a chat from the form of OpenAI's API to the form that chat templates expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a chat: the tools that it offers or enforces, and whether reasoning is split off. Each body has one plan.
+"""Plans a chat: which tools it offers or enforces, and whether reasoning is split off. Each chat has one plan.
 `ChatPlanner.plan` makes the plan, and adds the options that reading needs to the request (a grammar, special tokens as
 text). The plan creates a reader for each sample.
 """

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/embeddings (OpenAI's API) and of POST /score (vLLM's)."""
+"""Defines the bodies of POST /v1/embeddings (OpenAI's API) and of POST /score (vLLM's)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between the fields of a body. A body's class lists its rules, the parser checks them, and /openapi.json
+"""Defines rules between the fields of a body. A body's class lists its rules, the parser checks them, and /openapi.json
 describes them.
 """
 

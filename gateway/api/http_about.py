@@ -1,4 +1,6 @@
-"""HTTP endpoints about the gateway itself, which need no key: version, health, load, and the description of the API."""
+"""Serves the HTTP endpoints about the gateway itself, which need no key: version, health, load, and the description of
+the API.
+"""
 
 from __future__ import annotations
 

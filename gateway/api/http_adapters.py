@@ -1,4 +1,4 @@
-"""HTTP endpoints that load and unload LoRA adapters, as in vLLM. Only an operator may use them."""
+"""Serves the HTTP endpoints that load and unload LoRA adapters, as in vLLM. Only an operator may use them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The HTTP application: OpenAI's completions, chat, responses, embeddings and models, Anthropic's messages, vLLM's
-endpoints (/score, /tokenize, adapters), explanations, workers and blocks, metrics, the page, and `http_about`.
+"""Builds the HTTP application with all its endpoints, and answers the requests that run on workers: completions, chats,
+responses, messages, embeddings and scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP endpoints that explain a tenant's recent requests."""
+"""Serves the HTTP endpoints that explain a tenant's recent requests."""
 
 from __future__ import annotations
 

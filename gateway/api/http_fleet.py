@@ -1,4 +1,4 @@
-"""HTTP endpoints about workers and blocks, for the page and for operators.
+"""Serves the HTTP endpoints about workers and blocks, for the page and for operators.
 
 Every caller with a key sees loads and the states of blocks. Only operators see prefix hashes and holders.
 """

@@ -1,5 +1,5 @@
-"""The HTTP endpoints about the model: the list of the model and its adapters, and the tokenizer. They send nothing to
-the workers.
+"""Serves the HTTP endpoints about the model: the list of the model and its adapters, and the tokenizer. These endpoints
+send nothing to the workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operator's options for the HTTP API."""
+"""Defines the operator's options for the HTTP API."""
 
 from __future__ import annotations
 

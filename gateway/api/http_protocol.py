@@ -1,5 +1,5 @@
-"""The HTTP protocol of one connection, with limits that apply before the client is identified: the size of the request
-head, the time for it, and the number of connections.
+"""Limits HTTP connections before the client is identified: the size of the request head, the time until the head is
+complete, and the number of connections.
 
 uvicorn limits neither a head's size nor its time, and it limits connections only after it has parsed a head. Refusals
 have the format of OpenAI's errors.

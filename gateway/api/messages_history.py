@@ -1,4 +1,4 @@
-"""The `messages` of POST /v1/messages: text, tool calls and their results, as chat templates expect them."""
+"""Converts the `messages` of POST /v1/messages to the form that chat templates expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens (Anthropic's API), with text and tools."""
+"""Defines the bodies of POST /v1/messages and /v1/messages/count_tokens (Anthropic's API), with text and tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the HTTP API, generated from the bodies' types and rules and from the table of limits."""
+"""Generates the OpenAPI description of the HTTP API from the bodies' types and rules and from the table of limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits of the fields in /openapi.json, from the table that checks requests (`gateway.intake.limits`)."""
+"""Adds limits to the fields in /openapi.json, from the table that checks requests (`gateway.intake.limits`)."""
 
 from __future__ import annotations
 

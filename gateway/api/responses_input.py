@@ -1,5 +1,5 @@
-"""The `input` of POST /v1/responses: messages, tool calls and their results, and reasoning, as chat templates expect
-them.
+"""Converts the `input` of POST /v1/responses to the form that chat templates expect: messages, reasoning, and tool
+calls and their results.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The body of POST /v1/responses (OpenAI's Responses API). Each request contains the whole conversation, because
-nothing is stored.
+"""Defines the body of POST /v1/responses (OpenAI's Responses API). Each request contains the whole conversation,
+because nothing is stored.
 """
 
 from __future__ import annotations

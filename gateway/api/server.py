@@ -1,4 +1,6 @@
-"""The HTTP server, and what it shares with the gRPC servers: limits, readiness, pollers, and the drain at shutdown."""
+"""Runs the HTTP server, and contains what HTTP and gRPC share: binding ports, limits on connections, readiness, and the
+drain at shutdown. It also keeps the metrics of workers and blocks up to date.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""HTTP fields that request structured output: `response_format` (OpenAI), `structured_outputs` and `guided_*` (vLLM). A
-request may have one of them, which becomes a `StructuredOutput`.
+"""Converts the HTTP fields that request structured output: `response_format` (OpenAI), `structured_outputs` and
+`guided_*` (vLLM). A request may use one of them to request a grammar, which becomes a `StructuredOutput`.
 """
 
 from __future__ import annotations

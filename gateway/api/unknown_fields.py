@@ -1,4 +1,4 @@
-"""Reports unknown fields of request bodies: warns the client, and logs each name at most once."""
+"""Reports the unknown fields of request bodies to the client in a warning, and logs each name at most once."""
 
 from __future__ import annotations
 

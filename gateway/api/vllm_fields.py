@@ -1,6 +1,6 @@
-"""vLLM's request fields that this server recognizes but does not support, each with its neutral value. A field in this
-table is refused unless it has its neutral value, which has no effect. The field is not ignored like an unknown field,
-because it would change the answer. If a body supports a field, this table does not apply to the field.
+"""Lists vLLM's request fields that this server recognizes but does not support, each with its neutral value. A field in
+this table is refused unless it has its neutral value, which has no effect. The field is not ignored like an unknown
+field, because it could change the answer. If a body supports a field, this table does not apply to the field.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class _Bucket:
 
 class WrongKeys:
     """A counter of wrong keys per address. When an address has used up its tries, only keys that have been accepted
-    from the address before are still accepted. A client that shares an address with an attacker is therefore still
-    served.
+    from the address before are still accepted. A client that has used its key before is therefore usually still served,
+    even if it shares the address with an attacker.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:

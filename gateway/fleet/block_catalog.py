@@ -109,7 +109,8 @@ class BlockCatalog:
         """Adds the blocks of `sequences`, and reads from the ledgers which blocks are in their index. Returns the
         changes since the last update.
 
-        A ledger that does not answer has no blocks until it answers again: workers cannot find them either.
+        A ledger that does not answer counts as a ledger without blocks until it answers again, because workers cannot
+        find its blocks either.
         """
         clocks = {ledger: self._clock(ledger) for ledger in arenas.ledgers}
         sequences = list(sequences)

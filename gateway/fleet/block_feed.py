@@ -47,8 +47,8 @@ class Subscription:
         self._is_over = False
 
     def put(self, changes: Changes) -> None:
-        """Adds changes, unless the subscriber needs all blocks anyway. If more than `MOST_BLOCKS` blocks wait, all
-        changes are dropped, and the subscriber needs all blocks.
+        """Adds changes, unless the subscriber needs all blocks anyway. If the waiting changes are larger than
+        `MOST_BLOCKS` (`Changes.size`), drops them all, and the subscriber needs all blocks.
         """
         if self.is_behind or changes == Changes():
             return

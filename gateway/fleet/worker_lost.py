@@ -25,7 +25,7 @@ class WorkerLost(Exception):
     """The error of an attempt that ended without an answer. The request may be prefilled again.
 
     The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
-    each attempt of this kind has produced at least one token (a beam search returns only when it can reach its end).
+    its attempt has produced at least one token or, in a beam search, because the next attempt waits for enough blocks.
     `final` is the client's error if no attempt is left. `unreachable` means that a prefill worker could not be reached,
     or that a block store did not answer. The worker, or the pair of block stores, is then avoided for a while
     (`routing.UNREACHABLE_S`).

@@ -1,5 +1,5 @@
-"""The data that the gateway reads from a model's directory: tokenizer, sizes, generation defaults and chat template.
-The gateway does not read the weights.
+"""Reads the data that the gateway needs from a model's directory: the tokenizer, sizes, generation defaults and chat
+templates. The gateway does not read the model's weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class ModelAssets:
     tool_template: str | None = None
     """A separate template for requests with tools, if the model has one."""
     longest_token: int = 64
-    """An upper bound on the size of a token in bytes. A text longer than max_model_len times this number cannot fit."""
+    """An upper bound on the size of a token in bytes. A text longer than max_model_len times this number does not fit,
+    unless the tokenizer's normalization shortens the text.
+    """
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """The texts of the special tokens by name (bos_token, eos_token, ...), for the chat template."""
 

@@ -1,4 +1,4 @@
-"""Derives the salts of prefix hashes, which isolate tenants' blocks, and the names under which a ledger counts them."""
+"""Derives the salts of prefix hashes, which isolate tenants' blocks, and the tenants' cache quotas."""
 
 from __future__ import annotations
 

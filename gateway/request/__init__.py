@@ -1,1 +1,1 @@
-"""Runs a request, from its admission to its last token: attempts, text, stop strings, isolation."""
+"""Runs a request, from its admission to its last token, and converts the tokens to text."""

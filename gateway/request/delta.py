@@ -1,4 +1,4 @@
-"""The output for a client: deltas of samples. The last delta also has the request's summary."""
+"""Defines the deltas of samples, which are the output for a client. A request's last delta also has its summary."""
 
 from __future__ import annotations
 

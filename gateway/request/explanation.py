@@ -1,4 +1,4 @@
-"""The record of one request: its phases, its attempts, and the workers that were considered for them.
+"""Records the phases and the attempts of one request, and the workers that were considered for the attempts.
 
 The record is the message that `Explain` returns. It is filled in while the request runs, and its size is bounded. There
 are no gaps between phases: each phase begins when the previous phase ends. A worker's report divides the phase of its

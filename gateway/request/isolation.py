@@ -1,4 +1,4 @@
-"""Isolation of requests whose workers have died. A request that has lost two workers is refused for a while.
+"""Isolates requests whose workers have died. A request that has lost two workers is refused for a while.
 
 When a worker dies, every request that it had becomes a suspect, because any of them may have caused the death. A
 suspect is prefilled again alone: other requests of this gateway for the same prefill worker wait until decode has made

@@ -1,8 +1,8 @@
 """Decides whether and when a lost request is prefilled again.
 
-The number of lost attempts is limited. An attempt that decode gave back for lack of blocks does not count, because it
-has produced a token, and the next attempt waits until there are blocks. A request is refused if two workers have died
-while they processed it (`isolation`).
+The number of lost attempts is limited. An attempt that decode gave back for lack of blocks does not count, and the next
+attempt waits until there are blocks. A request is refused if two workers have died while they processed it
+(`isolation`).
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class Sample:
                 self._cumulative_logprob += details[number].logprob
 
     def accept_token(self, outlet: Outlet, index: int, token_id: int) -> None:
-        """Adds a single token that has no log-probability and does not end the sample at the worker. This is the hot
-        path of `accept`.
+        """Adds a single token that has no log-probability and with which the worker does not end the sample. This is a
+        fast path of `accept`.
         """
         if self._has_stops or index != len(self.output_ids):
             return self.accept(outlet, index, (token_id,), (), None)

@@ -1,4 +1,4 @@
-"""Grammar rules for arguments that are not written as one JSON object: text between tags, and keyword arguments.
+"""Writes grammar rules for arguments that are not one JSON object: for text between tags, and for keyword arguments.
 
 Required arguments come first, in the order of the schema's `required` list. Only arguments that the schema names are
 allowed. If the schema names none, any arguments are allowed, unless the schema forbids additional properties.
@@ -180,8 +180,8 @@ class TagRules:
 
 
 def _text_values(name: str, schema: Any, root: Mapping[str, Any], seen: set[int]) -> list[Any] | None:
-    """Returns the values that a text's schema allows, or None if it allows any text. Raises ValueError for keywords
-    that cannot be enforced for text between tags.
+    """Returns the values that a text's schema allows, or None if the schema allows any text. Raises ValueError for a
+    schema that cannot be enforced for text between tags.
     """
     schema = resolved(schema, root)
     choices = [*items(schema, "anyOf"), *items(schema, "oneOf")]

@@ -1,4 +1,4 @@
-"""The description of the format in which a model family writes tool calls."""
+"""Describes the format in which a model family writes tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formats of a served model's output, the ids of their special tokens, and the ids of calls."""
+"""Defines the formats of a served model's output, finds the ids of their special tokens, and gives ids to calls."""
 
 from __future__ import annotations
 

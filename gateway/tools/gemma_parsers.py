@@ -1,4 +1,6 @@
-"""Finds tool calls in the formats of FunctionGemma and Gemma 4: keys without quotation marks, texts between marks."""
+"""Finds tool calls in the formats of FunctionGemma and Gemma 4, in which keys have no quotation marks and texts are
+between two marks.
+"""
 
 from __future__ import annotations
 

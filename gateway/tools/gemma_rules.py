@@ -1,4 +1,5 @@
-"""Grammar rules for arguments in the notation of Gemma: keys without quotation marks, and texts between two marks.
+"""Writes grammar rules for arguments in the notation of Gemma, in which keys have no quotation marks and texts are
+between two marks.
 
 As in `argument_rules`, required arguments come first, in the order of the schema's `required` list.
 """

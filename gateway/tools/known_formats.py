@@ -1,4 +1,4 @@
-"""The formats of tool calls by name, and the detection of the format that a model's chat template uses.
+"""Lists the formats of tool calls by name, and detects the format that a model's chat template uses.
 
 A format is recognized by text that the template contains, such as the format's markers. A template without markers that
 writes calls as JSON objects has the format `json`. For other templates, no format is found, and `--tool-call-parser`

@@ -1,4 +1,4 @@
-"""The pieces of an answer's text: content, reasoning, and parts of tool calls."""
+"""Defines the pieces of an answer's text: content, reasoning, and parts of tool calls."""
 
 from __future__ import annotations
 

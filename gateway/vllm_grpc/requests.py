@@ -1,4 +1,4 @@
-"""Converts vLLM's GenerateRequest into a `Wanted`. The error for unsupported fields names the fields.
+"""Converts vLLM's requests into a `Wanted`. The error for unsupported fields of a GenerateRequest names the fields.
 
 Absent numbers have the same meaning as in vLLM's own server: proto3's 0 means "not given" for top_p, repetition_penalty
 and n. The model's generation config does not apply, because the router has applied it.
