@@ -4,8 +4,8 @@
 The last line is JSON: `cases` with the share of each, and `ratios` (see `bench.kernel_ratios`). Limits are measured
 at the start and after every case, and the highest value counts: memory by reading 256 MB, arithmetic by the faster of a
 packed bf16 product and torch's fp32 product. A share is meaningful only on a quiet machine (see `load`) and for data
-larger than the caches. A share above 1 shows that one of these two conditions was not met. `bench.kernel_works` defines
-the calls.
+larger than the caches. A share above 1 suggests that one of these two conditions was not met. `bench.kernel_works`
+defines the calls.
 """
 
 from __future__ import annotations

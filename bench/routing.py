@@ -2,11 +2,11 @@
 
 Each host has an arena, a prefill worker and a decode worker. Chats grow turn by turn, so arenas cache prefixes. The
 router and its cost estimates are real; workers, links and time are simulated. The router has the information of a
-gateway: its own dispatches, reported rates, and the copies that it has made.
+gateway: its own dispatches, reported rates, cached prefixes, and the copies that have been made.
 
-Regret is the time that a request's route loses compared with the best route at the moment of its arrival, which is
-found by computing the outcome of all routes. The policies "copy" and "compute" are the same router with a fixed
-estimate for a copy: no time, or a very long time.
+Regret is the time that a request's route loses compared with the best route at the moment of the request's arrival. The
+best route is found by computing the outcome of all routes. The policies "copy" and "compute" are the same router with a
+fixed estimate for a copy: no time, or a very long time.
 """
 
 from __future__ import annotations

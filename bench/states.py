@@ -1,9 +1,9 @@
 """Compares our speed with that of transformers for a model with recurrent states (`python -m bench.states`).
 
-The model has the architecture of Mamba-2 130M and random weights, and runs on this CPU with one thread per core.
-Prompts and decode steps alternate, at several context lengths (with states, the time of a step does not depend on the
-length). In transformers, the model runs in float32, which is faster there than bf16, and uses the cache of
-transformers. In our engine, it runs in bf16. The last line is one JSON object.
+The model has the architecture of Mamba-2 130M and random weights, and runs on this CPU. Our engine and transformers are
+measured in turn, with a prompt and with decode steps of several batch sizes and context lengths (with states, the time
+of a step does not depend on the length). In transformers, the model runs in float32 and uses the cache of transformers.
+In our engine, it runs in bf16. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ HERO: dict[str, Any] = {
 }
 SCHEMA = {"type": "array", "items": HERO, "minItems": 60, "maxItems": 80}
 BOUNDED = json.loads(json.dumps(SCHEMA).replace('"type": "string"', '"type": "string", "maxLength": 40'))
-"""The same schema with bounded strings, whose masks cost several times as much."""
+"""The same schema with bounded strings, whose masks take longer to compute."""
 EOS = 2
 
 

@@ -1,6 +1,6 @@
 """Holds a conversation of two turns with the `openai` package: `python examples/chat.py [BASE_URL]`.
 
-The second turn's prompt repeats the first turn, which the server finds in its prefix cache.
+The second turn's prompt repeats the first turn, whose full blocks the server can find in its prefix cache.
 """
 
 from __future__ import annotations

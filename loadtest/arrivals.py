@@ -1,5 +1,5 @@
-"""What a run sends: requests by number, and for open-loop runs the time of each. Every process computes the same list
-and sends its share of it. Does no I/O except to read a trace.
+"""Determines what a run sends: requests by number and, for open-loop runs, the time of each. Every process computes the
+same list and sends its share of it. Does no I/O except to read a trace.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Plan:
     """The requests of a run."""
 
     def __init__(self, settings: LoadSettings) -> None:
-        """Raises StartupError if the trace cannot be read."""
+        """Reads the trace, if there is one. Raises StartupError if the trace cannot be read."""
         self._settings = settings
         self._trace: list[TraceRequest] = []
         if settings.trace is not None:
@@ -71,7 +71,8 @@ class Plan:
     def arrivals(self) -> Iterator[float]:
         """Yields the time of each request of an open-loop run in seconds, in order. The request's number is its place.
 
-        Without a trace, arrivals are a Poisson process whose rate varies with the shape.
+        Without a trace, arrivals are a Poisson process whose rate varies with the shape. Raises StartupError if there
+        is neither a trace nor a rate.
         """
         if self._trace:
             yield from (request.at_s / (self._settings.speed or 1.0) for request in self._trace)

@@ -73,8 +73,8 @@ async def health_under_prefill(llm: LLM, settings: LatencySettings) -> dict[str,
 
 
 async def refusals_when_full(llm: LLM, settings: LatencySettings, limit: int) -> dict[str, list[float]]:
-    """Returns the seconds until requests beyond the limit are refused: by the gateway, one after the other ("refusal")
-    and all at the same instant ("burst"), and by the server that only refuses ("burst, bare").
+    """Returns the seconds until requests beyond the limit are refused: by the gateway, sent one after another
+    ("refusal") and all at the same instant ("burst"), and by the server that only refuses ("burst, bare").
     """
     waits: list[float] = []
     async with AsyncClient(llm.addresses.grpc) as client:
@@ -121,7 +121,7 @@ async def refusals_at_once(address: str, num: int) -> list[float]:
 
 @contextmanager
 def refuser() -> Iterator[str]:
-    """A context manager that yields the address of a process that refuses every call."""
+    """A context manager that yields the address of a process that refuses every Generate call."""
     with subprocess.Popen([sys.executable, "-m", "loadtest.refuser"], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

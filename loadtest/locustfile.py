@@ -28,7 +28,7 @@ _HOST = "http://127.0.0.1:8000"
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def add_arguments(parser: Any) -> None:
-    """Adds the flags. Their values are validated in `prepare`. Running requests get time to end by default."""
+    """Adds the flags. Their values are validated in `prepare`. By default, running requests get 60 s to end."""
     for name, description in FLAGS.items():
         parser.add_argument(flag(name), help=description, include_in_web_ui=False)
     parser.set_defaults(stop_timeout=60.0)
@@ -36,7 +36,9 @@ def add_arguments(parser: Any) -> None:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def prepare(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
-    """Prepares the process. A worker gets its settings from the master. Exits with status 2 if a flag is wrong."""
+    """Prepares the process. A worker gets its settings from the master. Exits with status 2 if a flag is wrong, the
+    trace cannot be read, or no gateway answers.
+    """
     grpc_gevent.init_gevent()  # after locust has forked its workers, and before any channel is opened
     if isinstance(runner, WorkerRunner):
         serve_master(Sender(environment, Record()))

@@ -1,8 +1,8 @@
-"""Holds what a load test counts, in a form that can be added up over processes: counters and histograms.
+"""The counters and histograms of a load test, in a form that can be added up over processes.
 
-A `Record` holds the totals and one tally for each interval of time, for charts. Worker processes send the intervals to
-locust's master, which adds them up. So percentiles come from all observations, not from percentiles of processes.
-Depends on neither locust nor a protocol.
+A `Record` contains the totals and one tally for each interval of time, for charts. Worker processes send the tallies of
+the intervals to locust's master, which adds them up. Percentiles are therefore those of all observations. This module
+depends on neither locust nor a protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMES = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of positive values in buckets of equal ratio. After `merge`, it is the histogram of all values of both."""
+    """Counts of positive values in buckets of equal ratio. `merge` adds the values of another histogram."""
 
     counts: dict[int, int] = field(default_factory=dict)
     total: float = 0.0
@@ -58,7 +58,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Tally:
-    """The observations of an interval. Times are in seconds."""
+    """The observations of an interval or of a whole run. Times are in seconds."""
 
     sent: int = 0
     answered: int = 0
@@ -68,7 +68,7 @@ class Tally:
     cut: int = 0
     """Requests of a trace that were shortened because they did not fit the model."""
     tokens_in: int = 0
-    """Tokens of the prompts whose first token arrived."""
+    """Tokens of the prompts for which a first output token has arrived."""
     tokens_out: int = 0
     failed: dict[str, int] = field(default_factory=dict)
     """Failures by status."""
@@ -117,7 +117,7 @@ class Record:
         return self.cells.setdefault(int(now_s // self.width_s) * self.width_s, Tally())
 
     def take(self) -> dict[str, Any]:
-        """Returns what was recorded since the last call as data for a message."""
+        """Returns what was recorded since the last call as data for a message, and clears the record."""
         data = {
             "cells": {start: asdict(cell) for start, cell in self.cells.items()},
             "span": [self.first_s, self.last_s],
@@ -157,5 +157,7 @@ class Slo:
         return {name: limit for name, limit in given.items() if limit is not None}
 
     def met(self, times: dict[str, float]) -> bool:
-        """Returns whether an answered request meets all limits. A request with one token has no TPOT, and meets it."""
+        """Returns whether an answered request meets all limits. A request with one token has no TPOT, and meets that
+        limit.
+        """
         return all(times.get(name, 0.0) <= limit for name, limit in self.limits.items())

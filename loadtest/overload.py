@@ -1,10 +1,10 @@
 """Sends more requests than a service can handle: `python -m loadtest.overload`.
 
 Serves the built-in model and sends streamed completions over HTTP. First keeps enough requests in flight to fill the
-service, which shows its capacity. Then sends 0.8 and 4 times as many requests per second, at times that do not depend
-on answers. At the end, during an overload, sends 1,000 requests at the same instant to the gateway, and then to a
-server that only refuses. Prints goodput (answers finished per second), times to first token of admitted requests, and
-times of refusals; the last line is JSON.
+service, which shows its capacity. Then sends 0.8 times and, by default, 4 times as many requests per second, at times
+that do not depend on answers. At the end, during an overload, sends 1,000 requests (by default) at the same instant to
+the gateway, and later to a server that only refuses. Prints goodput (answers finished per second), times to first token
+of admitted requests, and times of refusals; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ async def measure(address: str, settings: OverloadSettings) -> dict[str, Seen]:
 
 @contextmanager
 def refuser() -> Iterator[str]:
-    """A context manager that yields the HTTP address of a process that refuses every request."""
+    """A context manager that yields the HTTP address of a process that refuses every POST."""
     command = [sys.executable, "-m", "loadtest.refuser", "http"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

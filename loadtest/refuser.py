@@ -1,5 +1,5 @@
-"""A server that refuses every call. It shows the cost of a refusal in grpc.aio or uvicorn, for comparison with the
-gateway.
+"""A server that refuses every Generate call over gRPC, or every POST over HTTP. It shows the cost of a refusal in
+grpc.aio or uvicorn, for comparison with the gateway.
 
 `python -m loadtest.refuser [http]` prints its address and serves until it is terminated.
 """

@@ -126,7 +126,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def series(record: Record, slo: Slo) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Returns the lines of each chart: points of seconds since the start, and a value."""
+    """Returns the lines of each chart. A line consists of points (seconds since the start, value)."""
     cells = sorted(record.cells.items())
     begin = cells[0][0] if cells else 0
     ends = [(max(start, record.first_s), min(start + record.width_s, record.last_s)) for start, _ in cells]

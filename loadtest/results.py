@@ -1,5 +1,5 @@
 """Shows the result of a load test: in locust's web page, in its HTML report, at the end of the output (the last line is
-JSON), and as the exit status. Only in the process that owns the result.
+JSON), and as the exit status. Runs only in the process that owns the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ setInterval(async () => {
   if (reply.ok) charts.innerHTML = await reply.text();
 }, 250);
 </script>"""
-"""Shows our section in our tab, which is empty. Locust's page has no place for charts of others."""
+"""HTML that shows our section when our tab, which is otherwise empty, is selected. Locust's page has no place for
+charts of others.
+"""
 
 
 class Results:

@@ -53,7 +53,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of `clients` that each send one request after the other."""
+    """A load of `clients` that each send requests one after another."""
 
     name: str
     clients: int

@@ -2,7 +2,7 @@
 that owns the result. A run of one process has both.
 
 In a distributed run, the master gives each worker the settings and a share of the requests, workers add their records
-to locust's reports, and the master adds these up. At the end it waits for the last report of each worker.
+to locust's reports, and the master adds these up. At the end, the master waits for the last report of each worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from loadtest.workload import Request
 
 _log = logging.getLogger("loadtest")
 _HELLO, _START, _FINISH = "looseleaf_hello", "looseleaf_start", "looseleaf_finish"
-"""A worker's message that it listens, and the master's with settings and share, and to stop and report."""
+"""The types of three messages: a worker announces that it listens; the master sends the settings and the worker's
+share; and the master asks the worker to stop and to report.
+"""
 _MOST_WORKERS = 1024
 """Workers of a closed-loop run draw disjoint requests up to this number of workers."""
 _REPORT_S = 10.0
@@ -37,14 +39,14 @@ _REPORT_S = 10.0
 
 
 class Sender:
-    """What a process needs to send: the requests, the clients and the record of what it observes."""
+    """The part of a process that sends requests, with its clients and its record of observations."""
 
     def __init__(self, environment: Any, record: Record) -> None:
         self.environment = environment
         self.record = record
         self.settings = LoadSettings()
         self.share: tuple[int, int] | None = None
-        """The index of this process, and the number of processes, or None if it joined after the start."""
+        """The index of this process, and the number of processes. A worker that joined after the start has None."""
         self.digest: str | None = None
         """The digest of the master's plan."""
         self.replay: Replay | None = None
@@ -66,7 +68,9 @@ class Sender:
             self.environment.user_classes[:] = [shapes.OpenLoopUser]
 
     def connect(self) -> None:
-        """Prepares plan and clients. Raises StartupError if the trace or the server cannot be read."""
+        """Prepares the plan and the requests. Raises StartupError if the trace cannot be read or differs from the
+        master's, or if no gateway answers.
+        """
         self._plan = Plan(self.settings)
         if self.digest not in (None, self._plan.digest):
             raise StartupError(f"--trace {self.settings.trace}: differs from the master's file")
@@ -94,7 +98,9 @@ class Sender:
             self.replay.start()
 
     def _closed_loop_numbers(self) -> Iterator[int]:
-        """Returns the numbers of the requests that this process sends, which no other process sends."""
+        """Returns the numbers of the requests that this process sends. With up to _MOST_WORKERS workers, no other
+        process sends them.
+        """
         if isinstance(self.environment.runner, WorkerRunner):
             return itertools.count(self.environment.runner.worker_index, _MOST_WORKERS)
         return itertools.count()
@@ -133,7 +139,7 @@ class Owner:
         self.expected = self.plan.num_requests
         """The number of requests of the run, or None if it has no end."""
         self.stopped_early = False
-        """Whether the run ended before all requests were sent, by --run-time or by hand."""
+        """Whether an open-loop run was ended before it was over, by --run-time or by hand."""
         self._listening: set[str] = set()
         """Workers that have said that they listen."""
         self._waiting: set[str] = set()
@@ -160,7 +166,7 @@ class Owner:
         return int(self.environment.runner.worker_count)
 
     def is_over(self) -> bool:
-        """Whether every process has sent its share of an open-loop run, and all answers have ended."""
+        """Whether every process that was not lost has sent its share of an open-loop run and has had all answers."""
         if not isinstance(self.environment.runner, MasterRunner):
             return bool(self.environment.looseleaf.done)
         return not self._present(self._waiting)
@@ -186,7 +192,7 @@ class Owner:
                 self._assign(client_id, (index, len(workers)))
 
     def _greet(self, msg: Any, **_: Any) -> None:
-        """Notes that a worker listens. One that joins a run takes part only if the run is one of users."""
+        """Notes that a worker listens. A worker that joins during a run takes part only if the run is closed-loop."""
         self._listening.add(msg.node_id)
         if self.environment.runner.state in (STATE_SPAWNING, STATE_RUNNING):
             self._assign(msg.node_id, None)
@@ -203,7 +209,7 @@ class Owner:
             self._unfinished -= {client_id} if report["finished"] else set()
 
     def _stopping(self, **_: Any) -> None:
-        """Notes why the run ends, and waits until the workers have stopped and reported everything."""
+        """Notes whether an open-loop run ends early. Waits, for a limited time, until all workers have reported."""
         runner = self.environment.runner
         self.stopped_early = self.settings.open_loop and not self.is_over()
         if not isinstance(runner, MasterRunner):

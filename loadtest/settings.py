@@ -1,4 +1,4 @@
-"""The settings of the load test. `python -m loadtest` and the locustfile have the same flags but for locust's own."""
+"""The settings of the load test. `python -m loadtest` and the locustfile have the same flags except for locust's."""
 
 from __future__ import annotations
 

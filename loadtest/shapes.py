@@ -1,4 +1,4 @@
-"""Locust's view of a run: the number of users over time, and of open-loop runs the end and the user."""
+"""Tells locust the number of users over time and, for open-loop runs, when the run ends and which user to start."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LogPart = Callable[[str, str, float, int], Any]
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """What the timers of a process report to."""
+    """The destinations to which the timers of a process report."""
 
     fire: Fire
     log_part: LogPart
@@ -39,8 +39,9 @@ class StreamTimer:
     def __init__(
         self, collector: Collector, protocol: str, prompt_len: int, *, late_s: float | None = None, cut: bool = False
     ) -> None:
-        """`protocol` is the request type by which locust groups the entries. `late_s` is the time since the request
-        was due, if it was due at a time. `cut` says that the request was shortened to fit the model.
+        """Starts the timer. `protocol` is the request type by which locust groups the entries. `late_s` is the time
+        since the request was due, or None if it was not due at a certain time. `cut` says whether the request was
+        shortened to fit the model.
         """
         self._collector = collector
         self._protocol = protocol

@@ -1,10 +1,10 @@
 """Measures the effect of one tenant on another: `python -m loadtest.tenants`.
 
-Serves the built-in model with two tenants. In the flood, one tenant keeps many streams open, at the best priority that
-its key allows, while the other tenant sends one request after the other. The output shows the other tenant's times to
-first token and refusals. The timing part measures how well the time to first token distinguishes a known prompt from a
-new one, for prompts of the same tenant and of the other tenant (area under the ROC curve: 0.5 is a guess, 1 is
-certain). The last line is JSON.
+Serves the built-in model with two tenants. First measures how well the time to first token distinguishes a known prompt
+from a new one, for prompts of the same tenant and of the other tenant. The result is the area under the ROC curve: 0.5
+means chance, and 1 means certainty. Then one tenant floods the service: it keeps many streams open, at the best
+priority that its key allows, while the other tenant sends requests one after another. The output shows the other
+tenant's times to first token and refusals. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ async def _flood(address: str, streams: int, tokens: int) -> None:
 
 
 async def send_meanwhile(llm: LLM, settings: TenantsSettings) -> Seen:
-    """Sends one request after the other for `flood_s` seconds, and returns the observations."""
+    """Sends requests one after another for `flood_s` seconds, and returns the observations."""
     seen, until = Seen(), time.perf_counter() + settings.flood_s
     async with AsyncClient(llm.addresses.grpc, api_key="other-key") as client:
         for prompt in prompts(100_000, seed=2, lengths=(16, 48)):

@@ -61,7 +61,7 @@ class Seen:
 
 
 async def client_loop(client: AsyncClient, work: Iterator[list[int]], length: int, seen: Seen) -> None:
-    """Sends one request after the other until `work` has no more prompts, and adds the times to `seen`."""
+    """Sends requests one after another until `work` has no more prompts, and adds the times to `seen`."""
     for prompt in work:
         at = started = time.perf_counter()
         first = True

@@ -86,8 +86,8 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the model's name for its cache, as an argument and in its results: "cache" since transformers 5.24, or
-    "past_key_values" or "cache_params" in earlier versions.
+    """Returns the model's name for its cache, as an argument and in its results: "cache", "past_key_values" or
+    "cache_params", which depends on the model and on the version of transformers.
     """
     taken = inspect.signature(model.forward).parameters
     return next(name for name in ("cache", "past_key_values", "cache_params") if name in taken)

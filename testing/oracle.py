@@ -1,6 +1,6 @@
-"""The reference for all other paths: a single process that runs one sequence without a prefix cache or a scheduler,
-with the same kernels. The oracle builds its steps without `engine.sequence`, over a private arena, so it shares no
-bookkeeping with the code under test.
+"""The reference for all other paths: a single process that runs one sequence at a time, without a prefix cache or a
+scheduler, with the same kernels. The oracle builds its steps without `engine.sequence`, over a private arena, so it
+does not share the bookkeeping of blocks and positions with the code under test.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Runs a command as on a slow and busy machine: with a share of one core, and with pauses of 1 to 3 s, each of all its
-processes or of one of them. A test that passes here does not depend on the speed of the machine.
+"""Runs a command as on a slow and busy machine. By default, the command gets half a core, and is interrupted by pauses
+of 1 to 3 s, in which all its processes or one of them are stopped. A test that depends on the speed of the machine is
+likely to fail here.
 
     python -m testing.slow -- .venv/bin/python -m pytest tests/worker
 
@@ -57,7 +58,7 @@ class SlowMachine:
     """The cgroups of one command."""
 
     def __init__(self, cpus: float, rng: random.Random) -> None:
-        """`cpus` is the number of cores that all processes of the command share, such as 0.5."""
+        """Creates the cgroups. `cpus` is the number of cores that all processes of the command share, such as 0.5."""
         name = f"looseleaf-slow-{os.getpid()}"
         self._cpu, self._all, self._one = Cgroup("cpu", name), Cgroup("freezer", name), Cgroup("freezer", name + "-one")
         self._cpu.write("cpu.cfs_period_us", PERIOD_US)
@@ -94,7 +95,7 @@ class SlowMachine:
 
 
 def run(command: Sequence[str], machine: SlowMachine, every_s: float, pauses_s: tuple[float, float]) -> int:
-    """Runs the command, with a pause every `every_s` seconds on average. Returns its exit status."""
+    """Runs the command, with `every_s` seconds between two pauses on average. Returns the command's exit status."""
     process = subprocess.Popen(command, preexec_fn=machine.enter)
     try:
         while process.poll() is None:

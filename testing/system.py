@@ -25,7 +25,9 @@ def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size
 
 
 def trust_at(block_store: str) -> Trust:
-    """Returns the credentials of the deployment to which the store at this address belongs."""
+    """Returns the credentials of the deployment to which the store at this address belongs, or NO_TRUST if its
+    operator file is not found.
+    """
     found = operator_file.find(block_store)
     return NO_TRUST if found is None else found.trust.read()
 

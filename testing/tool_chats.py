@@ -1,8 +1,9 @@
 """Runs chats with tools for each family of chat templates (`python -m testing.tool_chats --chats 200`). Each family is
 served with a tiny random model and its chat template, from which the server derives the call format. Every chat
-requires a call, and is repeated as a stream. A chat fails if there is no call or a call does not match its schema, if
-there is content in addition to the calls, if the stream differs from the complete answer, or if the server refuses a
-history with the call and its result, which every fifth chat sends.
+requires a call, and is repeated as a stream. A chat fails if a call does not match its schema, if the stream's calls
+differ from those of the complete answer, or if the server refuses a history with a call and its result, which about
+every fifth chat sends. Unless the answer was cut off at its token limit, a chat also fails if there is no call, or if
+there is content besides the calls.
 """
 
 from __future__ import annotations

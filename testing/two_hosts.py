@@ -1,4 +1,4 @@
-"""Two hosts on one machine: prefill and a gateway on host A, decode on host B, and one Redis or two.
+"""Runs two hosts on one machine, with prefill and a gateway on host A, decode on host B, and one or two Redis servers.
 
 With namespaces (only as root), each host has its own network, mounts and shared memory. A veth pair joins the two
 hosts, and the test acts as a third machine that is connected to A. Without namespaces, the hosts are two groups of
@@ -40,7 +40,9 @@ _FRONT = (f"{_SUBNET}.5", f"{_SUBNET}.6")  # the test, A
 
 
 class Namespace:
-    """A network and mount namespace with a separate /dev/shm, which a sleeping process keeps alive."""
+    """A network namespace and a mount namespace with a separate /dev/shm. A process that sleeps for an hour keeps them
+    alive.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = f"ll-{name}-{os.getpid()}"
@@ -66,7 +68,7 @@ class Namespace:
 
 
 def namespaces_work() -> bool:
-    """Returns whether this process may create namespaces."""
+    """Returns whether this process may create network namespaces."""
     probe = f"ll-probe-{os.getpid()}"
     try:
         _run("ip", "netns", "add", probe)

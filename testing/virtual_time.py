@@ -1,4 +1,4 @@
-"""Asynchronous tests in virtual time: timers end in their order on any machine, and sleeping takes no time."""
+"""Runs asynchronous tests in virtual time: timers fire in the same order on any machine, and sleeping takes no time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from looseleaf.simulation.virtual_time import VirtualLoop
 
 P = ParamSpec("P")
 BEGIN_S = 1000.0
-"""`time.monotonic()` when a test begins. It is not 0, which some code takes as long ago."""
+"""`time.monotonic()` when a test begins. It is not 0, because some code uses 0 as a time long ago."""
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Runs a test with a virtual `time.monotonic`, and a `time.sleep` that is a pause of the process. The test must use
-    neither sockets nor threads nor other processes.
+    """Wraps a test so that it runs with a virtual `time.monotonic`, and with a `time.sleep` that simulates a pause of
+    the process. The test must use neither sockets nor threads nor other processes.
     """
 
     @functools.wraps(test)

@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of families that transformers defines. Their weights are large enough that every feature of
-a family has an effect on the logits.
+"""Tiny random checkpoints of families that transformers defines. Their weights are large, so that the features of a
+family have a visible effect on the logits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-"""Settings of all families. transformers maps these names to the family's own names."""
+"""Settings of every family, except for the keys in its `without`. transformers maps these names to the family's own
+names.
+"""
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 WINDOW: dict[str, Any] = {"sliding_window": 24}
 MIXED: dict[str, Any] = {

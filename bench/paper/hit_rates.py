@@ -80,7 +80,9 @@ def ledger_hits(prompts: Sequence[Sequence[BlockKey]], capacity: int) -> int:
 
 
 def lru_hits(prompts: Sequence[Sequence[BlockKey]], capacity: int) -> int:
-    """Returns how many blocks the prompts find in an ideal LRU cache. The last block of a prompt is evicted first."""
+    """Returns how many blocks the prompts find in an ideal LRU cache, which evicts the last block of a prompt before
+    the earlier ones.
+    """
     cache: OrderedDict[BlockKey, None] = OrderedDict()
     hits = 0
     for prompt in prompts:

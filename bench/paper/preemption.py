@@ -1,5 +1,5 @@
-"""Preemption by swapping against preemption by recomputation, by block size (PagedAttention, figure 19), with real
-services (`bench.served.preemption`).
+"""Compares preemption by swapping with preemption by recomputation, by block size (PagedAttention, figure 19), with
+real services (`bench.served.preemption`).
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def _compute_here(bench: DecodeBench, sequence: Tokens) -> None:
 
 
 def _stage(bench: DecodeBench, sequence: Tokens) -> dict[str, Any]:
-    """Returns the block table, the tokens, and the number of positions in each block of the table whose keys are not
-    zero in the arena.
+    """Returns the block table, the tokens, and the number of positions in each block of the table whose keys in the
+    first layer are not zero in the arena.
     """
     cache = layer_caches(as_tensor(bench.arena.data, bench.runner.device.torch_device), bench.runner.layout,
                          bench.runner.layer_groups)[0]  # fmt: skip

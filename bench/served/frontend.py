@@ -1,12 +1,13 @@
 """Measures the CPU time per streamed token of the gateway and of the decode service's RPC front end
 (`make bench-frontend`).
 
-Uses real processes and sockets: clients, gateway, Redis, a decode service. Only the decode service's step loop is
-replaced by one that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each step adds one token to
-every stream. The CPU time that a process uses without streams is subtracted, and so is the step loop's. For comparison,
-the same run measures servers that only send (`frontend_floor`), which shows the cost of grpc.aio and uvicorn. CPU time
-comes from the kernel (schedstat), so it does not include waiting. On a busy machine, caches are cold and all results
-are two to four times higher.
+Uses real processes and sockets: clients, gateway, Redis, a decode service. The decode service's step loop and the
+prefill service are replaced by code that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each step
+adds one token to every stream. The CPU time that a process uses without streams is subtracted, and so is the step
+loop's. For comparison, the same run measures servers that only send (`frontend_floor`), which shows the cost of
+grpc.aio and uvicorn. CPU time
+comes from the kernel (schedstat), so it does not include waiting. On a busy machine, caches are cold and the results
+are higher.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Servers that only send messages, to measure the cost of a streamed message in grpc.aio and uvicorn.
 
 `python -m bench.served.frontend_floor` prints its HTTP and gRPC addresses, then answers each line of its input
-(`rate N`) with its pid. At every tick, each open stream gets one prepared message of the usual size. No other code of
-Looseleaf runs.
+(`rate N`) with its pid. At every tick, each open stream gets one prepared message of the usual size. No code of the
+gateway runs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Serves the built-in model, keeps some streams running, and sends each body of `hostile_bodies` at the largest accepted
 size. For each body, prints the status and the longest time to the reply, the longest gap between two events of a stream
-with and without the body, and the increase of the gateway's peak memory since the start. Each gap is the shortest of
-several measurements, because other work on the machine can only make gaps longer. At the end, prints the median time of
-GET /v1/models over one connection. The last line is JSON.
+with and without the body, and by how much the gateway's peak memory exceeds its memory at the start. Each gap is the
+shortest of several measurements, because other work on the machine can only make gaps longer. At the end, prints the
+median time of GET /v1/models over one connection. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row:
     quiet_gap_ms: float
     gap_ms: float
     rss_mib: float
-    """The increase of the gateway's peak memory since before the first body."""
+    """The gateway's peak memory while this body was sent, minus its memory before the first body."""
 
 
 class Watched:
@@ -129,7 +129,7 @@ class Memory:
         (self._root / "clear_refs").write_text("5")
 
     def peak_mib(self) -> float:
-        """Returns the increase of the peak since the start, in MiB."""
+        """Returns by how much the peak exceeds the memory at construction, in MiB."""
         return (self._kib("VmHWM") - self.before) / 1024
 
     def _kib(self, name: str) -> int:

@@ -103,8 +103,8 @@ def wanted_peers(settings: PeersSettings) -> list[str]:
 
 
 def compare(rounds: Rounds, settings: PeersSettings, logs: Path) -> dict[str, Any]:
-    """Runs all tests on model M. Returns the results that concern only our servers, and the comparison of outputs; the
-    other results are in `rounds`.
+    """Runs the chosen tests on the harness's model. Returns the start-up times, the memory of our servers and the
+    comparison of outputs. The other results are in `rounds`.
     """
     groups = [group for group in GROUPS if group in settings.parts]
     if not groups:

@@ -1,5 +1,5 @@
-"""Measures the longest gap between two tokens of running decodes while a long prompt is computed, at any OpenAI
-endpoint.
+"""Measures the longest gap between two tokens of running decodes while a long prompt is computed, at any server with
+OpenAI's API.
 
 Prompts are random token ids, so every server computes the same number of tokens, whatever its tokenizer.
 """
@@ -33,7 +33,7 @@ class Gaps:
 
 
 async def events(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
-    """Yields the time of every event with a token. Raises RuntimeError if the server rejects the request."""
+    """Yields the time of every event except [DONE]. Raises RuntimeError if the server answers with an error."""
     body = {
         "model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True,
         "ignore_eos": True,

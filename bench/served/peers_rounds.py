@@ -1,4 +1,6 @@
-"""Interleaved repetitions. Every round runs every test on every target, and the order of the targets rotates."""
+"""Interleaved repetitions. Every round runs each test on the targets for which it is meant, and the order of the
+targets rotates.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Rounds:
     harness: Harness
     load: Load
     deadline: float
-    """A time on the monotonic clock. No round begins that would probably end later."""
+    """A time on the monotonic clock. After the first round, no round begins that would probably end later."""
     prompt_len: int = 4095
     """The length of the interrupting prompt, in tokens. The models' limit is 4,096 tokens, one of which is the
     answer.

@@ -1,9 +1,9 @@
-"""The servers in the comparison: which are installed, how to start them, and how to suspend all others during a
-measurement.
+"""Starts the servers of the comparison, and suspends a peer's server while others are measured.
 
-A peer's command line comes from the harness (`run_peer.py`, table SERVERS). All servers stay up during the whole
-comparison, so that repetitions can be interleaved. A peer that is not being measured is suspended with SIGSTOP, so it
-uses no core. Our server is never suspended, because its leases would expire; it uses 1 to 2 % of a core when idle.
+A peer's command line comes from the harness (`run_peer.py`, table SERVERS). The servers that are compared in the same
+rounds stay up during all of these rounds, so that repetitions can be interleaved. A peer's server that is not being
+measured is suspended with SIGSTOP, so that it uses no core. Our servers are never suspended, because their leases would
+expire.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check(harness: Harness) -> None:
 
 def commands(harness: Harness) -> dict[str, Callable[..., tuple[list[str], str]]]:
     """Returns the table SERVERS of the harness's run_peer.py. Executes only the script's definitions, because importing
-    the script runs it. Adds "llamacpp-q4", which the harness lacks: its "llamacpp-q8" with a different file.
+    the script runs it. Adds "llamacpp-q4", which the harness lacks, as "llamacpp-q8" with a different file.
     """
     path = harness.scripts / "run_peer.py"
     module = ast.parse(path.read_text())

@@ -3,8 +3,8 @@
 Serves the built-in model and sends the same requests, all at once, to two arenas. The first has room for all requests.
 The second has only a share of the blocks that the requests used in the first, but enough for the largest request.
 Groups are therefore swapped to host memory, given back to prefill, or either (auto). This is repeated for several block
-sizes. Prints counts and times for both
-arenas, and the number of requests whose tokens differ between them, which must be zero. The last line is JSON.
+sizes. Prints counts and times for both arenas, and the number of requests whose answers differ between them, which must
+be zero. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures the effect on clients when the only decode worker is killed with SIGKILL
+"""Measures the effect on clients when the only worker that decodes is killed with SIGKILL
 (`python -m bench.served.recovery`).
 
-Runs several trials with a spare worker and several trials without one. Each trial kills the worker during streams, and
-compares the streams with undisturbed streams.
+By default, runs several trials with a spare worker and several trials without one. Each trial kills the worker during
+streams, and compares the streams with undisturbed streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from testing.system import assert_nothing_held, wait_for
 
 PROMPT_LEN = 64
 WARM_TOKENS = 16
-"""The number of tokens that every stream has when the worker dies."""
+"""The number of tokens that every stream has at least when the worker is killed."""
 LOADED_S = 300.0
 
 
@@ -88,7 +88,9 @@ async def follow(client: AsyncClient, prompt: Sequence[int], max_tokens: int, se
 
 
 async def streams(address: str, prompts: Sequence[Sequence[int]], max_tokens: int, victim: int | None) -> list[Stream]:
-    """Runs all streams at once. Kills the process `victim` when each stream has WARM_TOKENS tokens."""
+    """Runs all streams at once. When each stream has WARM_TOKENS tokens, kills the process `victim`, unless it is
+    None.
+    """
     seen = [Stream() for _ in prompts]
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         for prompt, stream in zip(prompts, seen, strict=True):

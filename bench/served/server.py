@@ -1,4 +1,4 @@
-"""A complete deployment for benchmarks, and requests for it. Its decode worker records its blocks after every step."""
+"""A complete deployment for benchmarks, and requests for it. The decode worker records its blocks after every step."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Request:
 
 
 async def send_all(address: str, requests: Sequence[Request], at_once: int) -> list[Completion]:
-    """Returns the answers in order. Up to `at_once` requests are in flight."""
+    """Sends the requests, up to `at_once` at a time. Returns the answers in the order of the requests."""
     places = asyncio.Semaphore(at_once)
     async with AsyncClient(address) as client:
 
@@ -90,8 +90,8 @@ async def send_all(address: str, requests: Sequence[Request], at_once: int) -> l
 
 
 async def stories(address: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
-    """Returns different prompts of these lengths (at most STORY_LEN), which are beginnings of stories that the served
-    model generates.
+    """Returns prompts of these lengths, which should be at most STORY_LEN. The prompts are beginnings of stories that
+    the served model generates with different seeds.
     """
     async with AsyncClient(address) as client:
         beginning = list(await client.tokenize("Once upon a time"))

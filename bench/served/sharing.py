@@ -5,9 +5,9 @@ measures the blocks saved by sharing: 1 - (different blocks / entries of all blo
 lengths like those of the PagedAttention paper's data sets, and prints the paper's numbers for comparison. The second
 part measures the cost of a request with n samples until the hand-over: prefills, tickets, bytes. The last line is JSON.
 
-Only the mean lengths of the data sets are known (paper, section 6.1). The benchmark assumes a lognormal distribution,
-truncated at the model's limit. Prompts are beginnings of stories that the model generates. Each request has a different
-cache salt, so only samples of the same request share blocks. Outputs run to their full length, as in the paper.
+Only the mean lengths of the data sets are known (paper, section 6.1). The benchmark assumes a lognormal distribution
+with an upper limit. Prompts are beginnings of stories that the model generates. Each request has a different cache
+salt, so only samples of the same request share blocks. Outputs run to their full length, as in the paper.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ KINDS: Mapping[str, Callable[[int], GenerateOptions]] = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The prompts of a data set with their output lengths, and the server."""
+    """Prompts whose lengths are like those of a data set, their output lengths, and the server that receives them."""
 
     server: WatchedServer
     prompts: Sequence[Sequence[int]]
@@ -139,7 +139,7 @@ def hand_over(load: Load, n: int, block_bytes: int) -> dict[str, float]:
 
 
 def measure(settings: SharingSettings) -> dict[str, Any]:
-    """Serves the model, runs all measurements, and prints each result when it is known."""
+    """Serves the model, runs all measurements, and prints and returns the results."""
     served = {
         "max_model_len": 1024, "num_blocks": 8192, "max_num_seqs": MAX_NUM_SEQS, "block_size": settings.block_size,
     }  # fmt: skip

@@ -29,8 +29,8 @@ class Served:
     """A running `looseleaf serve` process. Leaving the context ends it."""
 
     def __init__(self, model: str, flags: Sequence[str] = (), log: Path | None = None, start_s: float = 120.0) -> None:
-        """Starts the server, with its output in `log`. Raises StartupError if there is no token within `start_s`
-        seconds.
+        """Starts the server, with its output in `log`. Raises StartupError if the server ends or there is no token
+        within `start_s` seconds.
         """
         self.port, self.grpc_port = free_ports(2)
         ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port)]

@@ -1,10 +1,10 @@
 """Measures the cost of traces in CPU time per request (`python -m bench.served.traces`).
 
-In each round, the same deployment serves requests whose traces are recorded and requests whose traces are not, one
-after the other. (Two deployments of one model would differ by more than the cost of traces.) The `traceparent` of a
-request determines whether its trace is recorded. CPU time comes from the kernel (schedstat), so it does not include
-waiting. The CPU time that the deployment uses without requests is subtracted. The price is the median, over the rounds,
-of the relative increase of CPU time per request.
+In each round, the same deployment serves requests whose traces are recorded and, separately, requests whose traces are
+not. (Two deployments of one model would differ by more than the cost of traces.) The `traceparent` of a request
+determines whether its trace is recorded. CPU time comes from the kernel (schedstat), so it does not include waiting.
+The CPU time that the deployment uses without requests is subtracted. The price is the median, over the rounds, of the
+relative increase of CPU time per request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from protos.v1 import inference_pb2_grpc, types_pb2
 PROMPT = "Once upon a time, a fox lived near the old mill. Every morning the miller's daughter came with bread. "
 IDLE_S = 5.0
 SETTLE_S = 5.5
-"""A time longer than the SDK's interval between exports, so that a measurement includes the export of its spans."""
+"""A time longer than the interval between exports of OpenTelemetry's SDK, so that a measurement includes the export of
+its spans.
+"""
 FLAGS = ("00", "01")
 """The flags of a `traceparent` whose trace is not recorded, and of one whose trace is recorded."""
 

@@ -52,7 +52,7 @@ def record(worker: Any, totals: Totals) -> StepRecord:
 
 
 def install() -> None:
-    """Patches the worker classes in this process. Call this once, before the service's `main`."""
+    """Patches the worker's code in this process. Call this once, before the service's `main`."""
     totals = Totals()
     file = open(os.environ[VARIABLE], "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process
 

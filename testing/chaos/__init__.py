@@ -1,4 +1,4 @@
-"""The chaos suite sends signals to real processes on seeded schedules, and compares every answer with the oracle's.
+"""The chaos suite disturbs real processes on seeded schedules, and compares the answers to requests with the oracle's.
 
 `python -m testing.chaos --scenario all` runs every scenario with its default number of trials, and prints a table for
 each.

@@ -35,7 +35,7 @@ Blocks in the reserve are never sealed.
 
 
 def cancels(run: Run) -> Report:
-    """Starts `trials` requests in rounds of TOGETHER, and cancels those that have not ended."""
+    """Starts at least `trials` requests in rounds of TOGETHER, and cancels those that have not ended."""
     report = run.report("cancels")
     book = [case for case in run.book if len(case.prompt_ids) >= SHORTEST_PROMPT and case.max_tokens >= 64]
     with run.stack() as stack:

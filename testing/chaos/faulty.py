@@ -27,9 +27,10 @@ VARIABLE = "LOOSELEAF_CHAOS"
 PACKAGES = {f"{role}_svc": f"testing.chaos.faulty_{role}" for role in ("prefill", "decode")}
 """The entry points of workers with faults."""
 PHASES = ("fill", "before seal", "after seal", "hand-over")
-"""The phases in which a prefill worker can be told to die. In "fill", KV has been stored but nothing has been
-published. In "before seal", the header's state is sealed, but the ledger's is not. In "after seal", only the worker and
-the ledger know about the sealed block. In "hand-over", the ticket exists, but the gateway has not received it.
+"""The phases in which a prefill worker can be told to die. In "fill", a step has stored KV, which has not been
+published. In "before seal", the blocks' state is "sealed" in the header, but not in the ledger. In "after seal", the
+ledger records the blocks as sealed, but the worker has not received or used its answer. In "hand-over", the ticket
+exists, but the gateway has not received it.
 """
 DIED = "chaos: dies in phase "
 

@@ -2,8 +2,9 @@
 `python -m block_store`.
 
 The variable LOOSELEAF_CHAOS_NOTES names a directory. While it contains the file `pace`, each channel sends blocks with
-at most as many bytes per second as the file says. If it contains the file `flip`, one bit of the next block is changed
-on its way, and the file is removed. Pieces of less than SLICE_BYTES, such as headers, are sent unchanged.
+at most as many bytes per second as the file says. If it contains the file `flip`, the store changes one bit of the next
+block that it sends, and removes the file. Pieces of less than SLICE_BYTES, such as headers, are sent unchanged and
+without delay.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def _slices(piece: Buffer, pace: Path) -> Iterator[Buffer]:
 
 
 def _flipped(note: Path, piece: Buffer) -> Buffer:
-    """Returns the piece. If the note exists and the piece has at least SLICE_BYTES, changes one bit of the piece and
-    removes the note.
+    """Returns the piece or, if the note exists and the piece has at least SLICE_BYTES, a copy with one bit changed. In
+    the latter case, removes the note.
     """
     if len(piece) < SLICE_BYTES or not note.exists():
         return piece

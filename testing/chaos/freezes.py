@@ -31,7 +31,7 @@ class _Freeze:
     """A record of one worker that was stopped and woken."""
 
     found_after_s: float
-    """The seconds until the gateway gave up the worker; infinite if it did not."""
+    """The seconds until the gateway gave up the worker; infinite if it did not do so within FROZEN_S."""
     by_silence: bool
     """Whether the gateway noticed silence on a stream, and not the absence of an idle worker from the registry."""
     fenced: bool

@@ -1,6 +1,7 @@
 """A scenario that changes keys and values in Redis at random under load, in the ledger and in the registry. No token
-may be wrong, and no process may end. The changes may cause cache misses, repeated prefills and rebuilds. At the end,
-`fsck` repairs the damage that the services have not noticed, and the ledger must then be consistent.
+may be wrong, and no process may end. The changes may cause cache misses, repeated prefills and rebuilds, and may make a
+few requests fail. At the end, `fsck` repairs the damage that the services have not noticed, and the ledger must then be
+consistent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BURST = 25
 """The number of values changed in one burst. Traffic continues between bursts."""
 HUGE = 1 << 16
 MOST_FAILED = 0.1
-"""The largest share of requests that may fail. A request fails if it loses its blocks in several rebuilds."""
+"""The largest share of requests that may fail. A request may fail if it loses its blocks in several rebuilds."""
 WHOLE_S = 30.0
 ANSWERS_S = 120.0
 
@@ -106,8 +107,8 @@ class Garbler:
         return True
 
     def _families(self) -> dict[bytes, list[bytes]]:
-        """Returns the existing keys, grouped by their names without numbers, so that a group of one key can be chosen
-        as often as a group of a hundred.
+        """Returns the existing keys, grouped by their names without trailing digits, so that a group of one key can be
+        chosen as often as a group of a hundred.
         """
         families: dict[bytes, list[bytes]] = {}
         for key in sorted(self._client.scan_iter(count=1000)):

@@ -23,7 +23,7 @@ class Left:
 
     by_the_dead: int
     in_tickets: int
-    """The number of blocks in tickets that existed at the death and have not been claimed since."""
+    """The number of blocks in tickets that existed at the death and still exist at the check."""
 
 
 class HeldAfter:

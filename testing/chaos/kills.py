@@ -67,7 +67,7 @@ def prefill_kill(run: Run) -> Report:
 
 
 def _kill_in_phase(stack: Stack, notes: Path, trial: int, rng: random.Random, held: HeldAfter) -> float:
-    """Kills one worker, in the phase of this trial or at a random moment. Returns the time of its death."""
+    """Kills one worker, in the phase of this trial or at a random moment. Returns the approximate time of its death."""
     name, phase = f"prefill-{trial % 2}", [*PHASES, None][trial % (len(PHASES) + 1)]
     if phase is None:
         return kill_one(stack, name, rng, held)

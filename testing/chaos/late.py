@@ -20,7 +20,7 @@ _OF_HOLDERS = frozenset({
     "beat", "alloc", "seal", "acquire", "hand_over", "deliver", "claim", "release", "unregister", "holdings",
     "holds", "assert_held", "assert_all", "report",
 })  # fmt: skip
-"""The operations whose first argument is the caller's epoch."""
+"""The operations that are counted. Their first argument is the caller's epoch."""
 _COUNTED = """
 local function operation()
 {operation}
@@ -58,7 +58,7 @@ def counted(name: str, script: str) -> str:
 
 
 def late_calls(ledger: LedgerScripts) -> Counter[tuple[int, str, str]]:
-    """Returns how often each (epoch, operation, verdict) occurred since Redis was last emptied."""
+    """Returns how often each (epoch, operation, verdict) has been counted since the ledger was last built."""
     found: dict[bytes, bytes] = ledger.client.hgetall(ledger.tag + "late")  # type: ignore[assignment]
     calls: Counter[tuple[int, str, str]] = Counter()
     for field, times in found.items():

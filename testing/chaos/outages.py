@@ -48,7 +48,7 @@ def flush(stack: Stack) -> None:
 
 
 def frozen(run: Run) -> Report:
-    """Stops Redis for 10 s. It keeps its data."""
+    """Stops Redis for 10 s. Redis keeps its data."""
     return _scenario(run, "redis-frozen", _freeze)
 
 
@@ -97,7 +97,7 @@ def _scenario(run: Run, name: str, lose: Callable[[Stack], None]) -> Report:
 
 
 def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) -> Report:
-    """Disturbs Redis `trials` times under load on an existing stack. `lose` returns when Redis answers again."""
+    """Disturbs Redis `trials` times under load on an existing stack. `lose` must return when Redis can answer again."""
     report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=120)

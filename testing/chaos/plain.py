@@ -8,7 +8,7 @@ from testing.system import assert_nothing_held
 
 
 def none(run: Run) -> Report:
-    """Sends `trials` requests through two prefill and two decode workers."""
+    """Sends at least `trials` requests through two prefill and two decode workers."""
     report = run.report("none")
     with run.stack() as stack:
         with run.traffic(stack) as traffic:

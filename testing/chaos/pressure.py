@@ -1,7 +1,7 @@
 """A scenario whose arena has only 30 % of the blocks that the concurrent requests may need. Its four parts have equal
 lengths: one and two pairs of workers, each with swapping and with giving back. Every answer must be the oracle's,
-unless the request is refused at once because no decode worker could ever hold it. Some request must always make
-progress. The preemption counts come from the workers' logs and the gateway's metrics.
+unless the request is refused at once because no decode worker could ever hold it. The time between two answers must
+not exceed QUIET_S. The preemption counts come from the workers' logs and the gateway's metrics.
 """
 
 from __future__ import annotations

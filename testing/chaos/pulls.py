@@ -1,4 +1,4 @@
-"""Scenarios in which a fault hits a pull: prefill on host A, decode on host B, and blocks that travel slowly.
+"""Scenarios in which a fault hits a pull. Prefill runs on host A and decode on host B, and blocks travel slowly.
 
 A trial sends a few requests, waits until blocks are under way to B (the puller holds blocks that have not been
 delivered), and then causes the fault. A hit is a trial in which blocks were under way at that moment.
@@ -104,7 +104,9 @@ class PulledHosts(TwoHosts):
         self.cut(is_up=True)
 
     def flip(self) -> None:
-        """Has a bit of a block changed on its way, and waits for the change for at most HIT_S."""
+        """Tells the block stores to change one bit of a block that they send, and waits until one has done so, for at
+        most HIT_S.
+        """
         note = self.notes / FLIP
         note.touch()
         deadline = time.monotonic() + HIT_S

@@ -1,4 +1,4 @@
-"""The findings of a scenario, as a table. A count of zero comes with a limit of the rate, 3/n for n trials."""
+"""The findings of a scenario, as a table. A count of zero comes with an upper bound of the rate, 3/n for n trials."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A scenario of a rolling restart under load. Every service except Redis restarts, one after the other. No request may
-be affected.
+"""A scenario of a rolling restart under load. All services except Redis restart, one after another. No request may be
+affected.
 
 A worker or the store gets SIGTERM, ends with status 0, and is started again. A new gateway binds the same ports
 (`--reuse-port`) and is ready before the old gateway gets SIGTERM.

@@ -133,8 +133,8 @@ def _lose_under(
 
 
 async def _ask_all(stack: Stack, cases: Sequence[Case], salt: str, lose: Loss) -> tuple[float, list[Stream]]:
-    """Returns the time at which Redis was lost, and the streams after their end. Each stream has a different salt, so
-    no two streams share a block.
+    """Starts all streams, and calls `lose` RUN_IN_S after each has received a token. Returns the time of that call, and
+    the streams after their end. Each stream has a different salt, so no two streams share a block.
     """
     streams = [Stream(case) for case in cases]
     async with AsyncClient(stack.addresses.grpc) as client:

@@ -1,7 +1,7 @@
-"""Scenarios with a ledger as large as that of a GPU's arena, without a model. They measure the CPU time of each
-script, and how long the ledger is unavailable after Redis is killed while workers hold very many blocks. `trials` is
-the number of blocks. In `ledger_size`, up to 64 workers hold them, one of which holds a fifth. In `ledger_loss`, a
-single worker holds all blocks.
+"""Scenarios with a ledger as large as that of a GPU's arena, without a model. They measure the CPU time that the
+ledger's scripts take in Redis, and how long the ledger stays incomplete after Redis is killed while workers hold very
+many blocks. `trials` is the number of blocks. In `ledger_size`, up to 64 workers hold them, one of which holds a fifth.
+In `ledger_loss`, a single worker holds all blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from testing.ledger.store import LAYOUT
 LIMIT_MS = 5.0
 """The limit of Redis' CPU time per script call."""
 WHOLE_S = 5.0
-"""The limit for the time from the end of Redis until the ledger is complete again, per 100,000 references."""
+"""The limit in seconds for the time from the end of Redis until the ledger is complete again, with up to 100,000
+references. With more references, the limit is higher in proportion.
+"""
 REFERENCES = 100_000
 STEP_S = 0.5
 BLOCKS_A_HOLDER = 6000
@@ -159,7 +161,7 @@ def _worker(store: Store, num_holders: int, num_blocks: int) -> subprocess.Popen
 
 
 def _scripts(report: Report, store: Store, slack: float) -> None:
-    """Runs the operations on as many blocks as a call may have, and reports the maximum CPU time of a call in Redis."""
+    """Runs the ledger's operations repeatedly, and reports for each the maximum CPU time of a call in Redis."""
     costs: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:

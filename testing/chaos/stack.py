@@ -1,4 +1,4 @@
-"""A whole stack under test: Redis, the service processes, their log lines with times, and methods that disturb them."""
+"""Runs a whole stack under test (Redis and the service processes), records its log lines, and disturbs it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Stack:
         return inspect(self.ledger(), with_blocks=True)
 
     def holder(self, name: str, *, with_blocks: bool = False) -> HolderView:
-        """Returns the newest incarnation of a worker. Raises KeyError if it has no lease."""
+        """Returns the newest incarnation of a worker. Raises KeyError if the ledger has none."""
         found = [holder for holder in inspect(self.ledger(), with_blocks).holders if holder.name == name]
         if not found:
             raise KeyError(name)
@@ -155,7 +155,9 @@ class Stack:
         self.wait_used(name, timeout_s)
 
     def wait_registered(self, name: str, after: Epoch, timeout_s: float = BACK_S) -> None:
-        """Waits until an incarnation later than `after` has a lease. Raises AssertionError after `timeout_s`."""
+        """Waits until the ledger has an incarnation of the worker later than `after`. Raises AssertionError after
+        `timeout_s`.
+        """
 
         def newest() -> int:
             with contextlib.suppress(KeyError):
@@ -200,7 +202,7 @@ class Stack:
 
 class _Launcher(Launcher):
     """A launcher that starts the suite's entry points with the plan's variables. The gateway and the block store keep
-    their ports when they restart. The services in `Plan.restarted`, and no others, restart, without limit.
+    their ports when they restart. A service that dies restarts only if `Plan.restarted` allows it.
     """
 
     def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:

@@ -1,10 +1,10 @@
 """A scenario that forces staleness: leases shorter than the delays, a tiny arena, and frequent reallocation of blocks.
 
-A worker is stopped for longer than its lease, until other workers are about to write to half of its blocks. A worker
-that wakes in the middle of a step reads blocks that it has lost. The reader rule must detect this before a token is
-sent. In two of every three stops, the worker is told to stop during a step (`faulty`). In the third, it is stopped at a
-random moment, usually between two steps, and learns from the ledger that it is fenced. Without the rule, the same seed
-must produce wrong tokens; otherwise the scenario would prove nothing.
+A worker is stopped until other workers are about to write to half of its blocks, or for at most MOST_STOPPED_S. A
+worker that wakes in the middle of a step reads blocks that it has lost. The reader rule must detect this before a token
+is sent. In two of every three stops, the worker is told to stop during a step (`faulty`). In the third, it is stopped
+at a random moment, usually between two steps. A second run, without the rule, must produce wrong tokens; otherwise the
+scenario would prove nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_ATTEMPTS = 100
 CONCURRENCY = 20
 """The number of concurrent requests. They do not all fit, so groups are sometimes preempted."""
 DETECTED = r"reader rule: (?:(\d+) groups|(\d+) prompts|group \d+) "
-"""A pattern for the log lines of stale blocks. A group that was about to be swapped out counts as one sequence."""
+"""A pattern for the log lines about stale blocks. A group that was about to be swapped out counts as one sequence."""
 SENT_AWAY = r"starting over: .*; (\d+) "
 UNRULED_VICTIMS = 300
 """The number of victims within which the run without the rule must produce a wrong token."""
@@ -101,8 +101,8 @@ def _hurried(run: Run) -> Run:
 
 
 def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[[], bool]) -> int:
-    """Stops workers, two decode workers for each prefill worker, until `enough` returns true. Returns the number of
-    stops.
+    """Stops one worker after another until `enough` returns true. Of every six stops, four hit a decode worker and two
+    hit a prefill worker. Returns the number of stops.
     """
     num_stops = 0
     while not enough():
@@ -138,8 +138,8 @@ def _stop_one(stack: Stack, name: str) -> None:
 
 
 def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
-    """Waits until half of these blocks have a new generation in the header, which means that their new writers are
-    about to store. Waits for at most MOST_STOPPED_S or, if there are no blocks, for two leases.
+    """Waits until at least half of these blocks have a new generation in the header, which means that their new writers
+    are about to store. Waits for at most MOST_STOPPED_S or, if there are no blocks, for two leases.
     """
     deadline = time.monotonic() + (MOST_STOPPED_S if refs else 2 * LEASE_S)
     while time.monotonic() < deadline:

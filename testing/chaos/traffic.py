@@ -124,7 +124,9 @@ class Traffic:
 
 
 async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0, timeout_s: float | None = None) -> Answer:
-    """Sends one request and returns its outcome. `timeout_s` is its deadline."""
+    """Sends one request and returns its outcome. If the request fails or the task is cancelled, the outcome has an
+    `error`. `timeout_s` is the request's deadline.
+    """
     began = time.monotonic()
     samples: list[list[int]] = [[] for _ in range(case.sampling.num_sequences)]
     last, longest, error = [began] * len(samples), 0.0, "unfinished"

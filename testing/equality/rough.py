@@ -1,6 +1,6 @@
 """A prefill worker and a decode worker in this process, with a minimal gateway between them and with faults, for the
 state machine in tests/equality. Each move is a rule of the machine, so a cancel, a lost answer, a rebuild or a fence
-can occur in every phase of a request. Beats and sweeps occur on command, and nothing waits for a clock.
+can occur in every phase of a request. Beats and sweeps occur only on command.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RoughWorld:
-    """A gateway and two workers with faults. Methods are moves; `finish` ends all requests and checks the results."""
+    """A gateway and two workers with faults. Most public methods are moves; `finish` runs all requests to their end and
+    checks the results.
+    """
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, largest: Sequence[GroupNeed], spare_blocks: int,
@@ -112,7 +114,7 @@ class RoughWorld:
             self.errors.append(f"prefill: {event!r}")
 
     def _check_tenant(self, request: Request, event: Done) -> None:
-        """Checks that a request's cached tokens are from the same tenant's requests."""
+        """Checks that some request of the same tenant begins with the request's cached tokens."""
         self.seen["hits"] += event.sources.cached > 0
         others = [r for r in self.requests if r.salt == request.salt and (r is not request or r.times_sent > 1)]
         known = [(*r.case.prompt, *text.token_ids) for r in others for text in [Text(), *r.texts.values()]]
@@ -231,7 +233,7 @@ class RoughWorld:
             attachment.beat()
 
     def session_ends(self) -> None:
-        """Ends the gateway's session. Decode drops its groups."""
+        """Ends the gateway's session. Decode drops the session's groups, whose requests then count as cancelled."""
         self.decode.close(self._session)
         self._session = Session(self._hear)
         for request in self.requests:
@@ -348,7 +350,7 @@ class RoughWorld:
         self._check_contents()
 
     def check(self) -> None:
-        """Checks that all invariants hold and that no worker reported an error. Skips the invariants if the ledger does
+        """Checks that no error has been recorded and that all invariants hold. Skips the invariants if the ledger does
         not answer.
         """
         assert not self.errors, self.errors

@@ -1,6 +1,6 @@
 """A prefill worker and a decode worker in this process over a real arena and ledger, with a minimal gateway between
-them. There is no RPC, so each test takes about a second. Requests that come back, because a worker gave them back or
-lost them, are prefilled again with their output so far, in order of arrival, when there are blocks for them.
+them. There is no RPC. Requests that come back, because a worker gave them back or lost them, are prefilled again in
+order of arrival, when there are blocks for them. A beam search starts over; other requests keep their output so far.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Asked:
 
     @property
     def branches(self) -> list[Branch]:
-        """The branches that have not ended."""
+        """The branches that have not ended; a single branch without output for a beam search."""
         if self.case.sampling.beam_width is not None:
             return [Branch()]
         if not self.texts:

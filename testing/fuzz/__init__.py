@@ -1,1 +1,1 @@
-"""`make fuzz`: sends invalid input to every port of a running system."""
+"""Code for `make fuzz`, which sends mostly invalid input to the HTTP and gRPC ports of a running system."""

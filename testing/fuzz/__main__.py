@@ -1,7 +1,7 @@
-"""Starts a system, sends invalid input to every port, and checks that the system keeps working (`make fuzz`). No
-process may end, no status may be UNKNOWN, INTERNAL or an HTTP error of the server (500, 502 to 504), every call must
-end, every block must be released, and no process may grow by more than 64 MiB. Internal services receive inputs with
-and without the deployment's secret.
+"""Starts a system, sends mostly invalid input to its HTTP and gRPC ports, and checks that the system keeps working
+(`make fuzz`). No process may end, no status may be UNKNOWN, INTERNAL or an HTTP error of the server (500, 502 to 504),
+every call must end, and every block must be released. After the first fifth of the inputs, no process may grow by more
+than 64 MiB. Internal services receive inputs with and without the deployment's secret.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ async def _status_of(call: Any) -> str:
 
 
 async def send_http(draw: random.Random, address: str) -> str:
-    """Sends one HTTP input. Returns the status of the response, CLOSED if the connection was closed without a response,
-    or HANG if the server does not answer in time. After a status of 500 or more, also returns the end of the response
-    and the beginning of the request.
+    """Sends one HTTP input. Returns the status of the response, CLOSED if there was no HTTP response, or HANG if the
+    server does not answer in time. After a status of 500 or more, also returns the end of the response and the
+    beginning of the request.
     """
     host, port = address.rsplit(":", 1)
     request = inputs.http(draw)

@@ -1,4 +1,4 @@
-"""A subscriber of SubscribeKvEvents, which applies the events as a router does."""
+"""A subscriber to SubscribeKvEvents, which applies the events as a router does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KvMirror:
     """The blocks that an endpoint has announced to one subscriber."""
 
     def __init__(self, stub: Any, key: str | None = None, start_sequence_number: int = 0) -> None:
-        """`stub` is a stub of VllmEngine, and `key` an API key."""
+        """Begins the call. `stub` is a stub of VllmEngine, and `key` is an API key, or None to send no key."""
         metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         self.call = stub.SubscribeKvEvents(
             pb.SubscribeKvEventsRequest(start_sequence_number=start_sequence_number), metadata=metadata

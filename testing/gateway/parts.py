@@ -94,11 +94,11 @@ class Fault:
 
 @dataclass(slots=True)
 class Script:
-    """The script of the workers: the faults in the order of the calls, and a record of the calls."""
+    """A script for the workers, which lists the faults in the order of the calls and records the calls."""
 
     submits: list[Fault] = field(default_factory=list)
     prefills: list[LooseleafError | float] = field(default_factory=list)
-    """For each call, the error to return, or the duration of the call in seconds."""
+    """For each call, the error to raise, or the duration of the call in seconds."""
     cached_tokens: int = 0
     """Number of tokens of every prompt that prefill workers report as cached."""
     step_s: float = 0.0

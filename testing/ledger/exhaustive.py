@@ -1,7 +1,8 @@
-"""A search of all states that two holders, two blocks and two hashes can reach, with the real scripts in a real Redis.
-The search is breadth-first. A state consists of block states, hashes, holders by role, and the orders of eviction and
-of free blocks, but not of generations, clocks and call numbers. In every state, each live holder makes every possible
-call of alloc, acquire, claim, release, seal and hand_over twice, and the invariants are checked after each move.
+"""A breadth-first search of the states that two holders, two blocks and two hashes can reach, with the real scripts in
+a real Redis. A state consists of block states, hashes, holders by role, the number of tickets, and the orders of
+eviction and of free blocks, but not of generations, clocks and call numbers. In each state, the moves are calls of
+alloc, acquire, claim, release, seal and hand_over, each made twice, and the ends of holders and tickets. The invariants
+are checked after each move.
 """
 
 from __future__ import annotations

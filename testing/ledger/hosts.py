@@ -21,7 +21,7 @@ from testing.ledger.store import LAYOUT, StoreProcess, wait_until
 
 
 class Host:
-    """A host: a store process, and a worker in this process that writes and claims blocks."""
+    """A store process, together with a worker in this process that writes and claims the store's blocks."""
 
     def __init__(self, directory: Path, num_blocks: int, *flags: str, layout: KvLayout = LAYOUT) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A Redis client for tests that loses answers or commands on request."""
+"""A Redis client for tests that loses scripts or their answers on request."""
 
 from __future__ import annotations
 

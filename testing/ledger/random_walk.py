@@ -30,7 +30,7 @@ class Mine:
 
     caller: Caller
     held: dict[BlockRef, bytes | None] = field(default_factory=dict)
-    """Sealed references, with the hashes with which they were sealed."""
+    """The sealed references, with the hashes with which they were sealed, or None for blocks without a hash."""
     unsealed: list[BlockRef] = field(default_factory=list)
 
 
@@ -43,8 +43,8 @@ class Paper:
 
 
 class LedgerWalk:
-    """A walk on one ledger. Its methods are operations, whose arguments are arbitrary integers that choose among the
-    existing objects.
+    """A walk on one ledger. Its public methods run operations. Their arguments may be arbitrary integers, which select
+    among the existing objects and vary the operations.
     """
 
     def __init__(self, store: TestStore, successes: Counter[str], num_holders: int = 3) -> None:
@@ -342,7 +342,7 @@ class LedgerWalk:
         self.successes["gap"] += 1
 
     def flushed(self) -> None:
-        """Empties Redis and rebuilds the ledger, in which all live holders assert their blocks."""
+        """Deletes the ledger and rebuilds it. All live holders then assert their blocks."""
         self.ledger.forget()
         self._build_anew()
         self.successes["rebuild"] += 1

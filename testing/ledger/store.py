@@ -1,4 +1,6 @@
-"""A real store (arena, Redis, ledger) for tests, in this process or in a separate one, and helper processes."""
+"""Provides a real store (arena, Redis and ledger) for tests, in this process or in a separate one, and starts helper
+processes.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ def indexed(ledger: LedgerScripts, hashes_by_group: Sequence[Sequence[bytes]]) -
 
 
 def patient(client: redis.Redis) -> redis.Redis:
-    """Makes a client wait for a minute for each answer. On a busy machine, Redis may not run for seconds, and a late
-    answer would count as a refusal.
+    """Makes a client wait up to a minute for each answer, and returns the client. On a busy machine, Redis may not run
+    for seconds, and a late answer would count as a refusal.
     """
     client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
     client.connection_pool.disconnect()
@@ -228,8 +230,9 @@ def wait_until(holds: Callable[[], object], within_s: float = 60.0) -> None:
 
 
 def view(blocks: DeviceBlocks) -> npt.NDArray[np.uint8]:
-    """Returns uint8 [num_blocks, block_bytes] over the memory itself, through `__cuda_array_interface__`, as torch
-    would. Works only with the stand-in for the CUDA driver, whose device memory the host can access.
+    """Returns the blocks as a uint8 array [num_blocks, block_bytes] that refers to the device memory itself, which
+    `__cuda_array_interface__` describes. Works only with the stand-in for the CUDA driver, whose device memory the host
+    can access.
     """
     interface = blocks.__cuda_array_interface__
     rows, row_bytes = interface["shape"]

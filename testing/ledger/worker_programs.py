@@ -1,7 +1,7 @@
-"""Workers as programs of single steps over a real arena and ledger, for tests. A search can stop each program at any
-point, let others continue, and wake it again. The programs have effects that are not visible in Redis: raised headers,
-stored and read bytes, and comparisons. `Rules` are the writer and reader rules of docs/design.md, Ledger. If a program
-breaks a rule, the search must find an error.
+"""Workers as programs of single steps over a real arena and ledger, for tests. A search can stop a program between any
+two steps, let other programs continue, and wake the stopped one again. The programs have effects that are not visible
+in Redis: raised headers, stored and read bytes, and comparisons. `Rules` are the writer and reader rules of
+docs/design.md, Ledger. If a rule is broken, the search must find an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GARBAGE = 0xEE
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The switches of the writer and reader rules. Workers break a rule whose field is False."""
+    """The switches of the writer and reader rules. A rule whose field is False is broken."""
 
     enter_before_store: bool = True
     compare_with_table: bool = True
@@ -54,8 +54,8 @@ class World:
         self.actors = [self._spawn() for _ in range(num_actors)]
 
     def act(self, choose: Callable[[int], int]) -> None:
-        """Makes one event happen: a step, a freeze or the death of an actor, a sweep, or a rebuild. Then checks every
-        indexed block (I7).
+        """Makes at most one event happen: a step, a freeze or the death of an actor, a sweep, or a rebuild. Then checks
+        the indexed blocks (I7).
         """
         index, what = choose(len(self.actors)), choose(20)
         if what < 16:
@@ -71,7 +71,9 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Checks I7: every indexed block has the content of its hash."""
+        """Checks I7: every indexed block has the content of its hash. Skips blocks to which the header assigns another
+        generation than the ledger.
+        """
         for block, view in enumerate(self.store.moment().blocks):
             if view.prefix_hash is not None and int(self.store.arena.generations[block]) == view.generation:
                 as_sealed = (self.store.arena.data[block] == content(view.prefix_hash)).all()
@@ -132,7 +134,9 @@ class World:
             self.actors[index] = self._spawn()
 
     def _request(self, actor: Actor, hashes: Sequence[bytes]) -> Program:
-        """Reads the cached part of a chain, computes the next block from it, and seals it. Each `yield` ends a step."""
+        """Reads the cached part of a chain, computes the next block from it, and seals that block. Each `yield` ends a
+        step.
+        """
         ledger, arena, caller = actor.caller.ledger, self.store.arena, actor.caller
         [cached] = ledger.acquire(caller.lane(), [hashes[:-1]])
         yield "acquired"

@@ -1,6 +1,5 @@
-"""Seeded random JSON schemas. Their kinds are those in the JSON Schema test suite that restrict an answer.
-
-Strings and arrays are short, so that the built-in model reaches the end of an answer.
+"""Generates random JSON schemas from a seed. In those of `random_schemas`, strings and arrays are short, so that the
+built-in model reaches the end of most answers.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def random_schemas(number: int, seed: int) -> list[dict[str, Any]]:
 
 
 def long_schemas(number: int, seed: int) -> list[dict[str, Any]]:
-    """Returns schemas whose answers have 200 tokens or more: arrays of `LONG_ITEMS` short values."""
+    """Returns schemas whose answers are long: arrays of `LONG_ITEMS` short values."""
     rng = random.Random(seed)
     items = [leaf(rng, rng.choice(SHORT_LEAVES)) for _ in range(number)]
     return [{"type": "array", "items": item, "minItems": LONG_ITEMS, "maxItems": LONG_ITEMS} for item in items]

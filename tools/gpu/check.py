@@ -4,10 +4,10 @@
 
 The stages test the compiled kernels; the engine's bits, graphs, streams and installed attention providers; an arena
 opened over CUDA IPC; token equality through real services in deterministic mode, including killed workers; and the
-equality of the models with transformers. The most important stages run first. Each stage has a time limit, and all of
-them together end within `SECONDS`. Failed and skipped tests are listed under their stage. Logs and check.json go to DIR
-(default build/gpu). `--rehearse` runs as much as is possible without a GPU, with longer limits. The exit status is 1 if
-a stage did not pass. This script has not run on a GPU yet.
+equality of the models with transformers. The most important stages run first. Each stage has a time limit, and
+`SECONDS` is the limit for all stages together. Failed and skipped tests are listed under their stage, up to
+`MOST_LINES` of them. Logs and check.json go to DIR (default build/gpu). `--rehearse` runs as much as is possible
+without a GPU, with longer limits. The exit status is 1 if a stage did not pass. This script has not run on a GPU yet.
 """
 
 from __future__ import annotations

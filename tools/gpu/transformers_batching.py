@@ -1,4 +1,4 @@
-"""Measures continuous batching in transformers with its own paged cache and the workload of `loadtest.throughput`.
+"""Measures continuous batching in transformers, which has a paged cache, with the workload of `loadtest.throughput`.
 
     python tools/gpu/transformers_batching.py --model models/configs/llama-3.1-8b --requests 128
 

@@ -1,7 +1,7 @@
 """Puts small bugs into the code, one at a time, and reports the bugs that no test detects (`make mutants`).
 
 Each mutant is tried in a scratch copy of the tree. The tests of its area run until the first test fails. The sample of
-mutants depends only on the code and the seed. Each run is a fork, so torch is imported only once.
+mutants depends only on the code, `--count` and `--seed`. Each run is a fork, so torch is imported only once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Verdict = Literal["killed", "timeout", "survived"]
 _VERDICTS: dict[int | None, Verdict] = {
     None: "timeout", 0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed",
 }  # fmt: skip
-"""Verdicts by exit status of pytest. 2 to 4 mean that the mutant cannot be imported; None means a timeout. A negative
-status, the number of a signal, counts as "killed". Other statuses are errors.
+"""Verdicts by exit status of pytest. 2 to 4 mean that the tests could not run, usually because the mutant cannot be
+imported; None means a timeout. A negative status, the number of a signal, counts as "killed". Other statuses are
+errors.
 """
 _KEPT = (
     "bench", "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "loadtest", "looseleaf", "models",

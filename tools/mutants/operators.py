@@ -16,9 +16,9 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.RShift: ast.LShift, ast.LShift: ast.RShift,
 }  # fmt: skip
 _QUIET = ("_LOG", "logger", "logging", "log")
-"""Names of loggers. Calls to them are not mutated, because no test depends on the text of log lines."""
+"""Names of loggers. Calls to them are not mutated, because few tests depend on log lines."""
 _FORMAL = ("strict", "slots", "frozen", "daemon", "compare", "init")
-"""Keyword arguments that are not mutated, because they have no effect in a correct program."""
+"""Keyword arguments that are not mutated, because tests can hardly detect such a change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,8 +115,8 @@ def _request(rng: random.Random, story: Story, *, again: bool) -> str:
 
 
 def topic(rng: random.Random, story: Story) -> str:
-    """Returns the words with which a request names the story's leads. The story uses the same words for the leads, and
-    names them in the same order.
+    """Returns the words with which a request names the story's leads, in the order in which the story introduces
+    them.
     """
     leads = list(story.leads.values())
     if len(leads) == 1:

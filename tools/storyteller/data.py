@@ -1,7 +1,7 @@
 """Creates the training data: stories, chats and old tales, the tokenizer, and rows of equal length.
 
-Every document begins with <s>. Old tales have a heading, so that the model uses their wording only after such a
-heading.
+Every document begins with <s>. Old tales have a heading, so that the model can learn to use their wording only after
+such a heading.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ was requested.
 
 @dataclass(frozen=True, slots=True)
 class Tales:
-    """The public-domain texts as documents. `held_out` contains complete tales that are not used for training."""
+    """The public-domain texts as documents. `held_out` contains complete fables and tales that are not used for
+    training.
+    """
 
     aesop: list[str]
     grimm: list[str]
@@ -57,7 +59,9 @@ def make_story(rng: random.Random, num_leads: int = 0) -> Story:
 
 
 def story_document(rng: random.Random) -> str:
-    """Returns a story as a document. A few stories begin in the middle, so that the model can continue any opening."""
+    """Returns a story as a document. A few stories lack their first paragraph, so that the model also learns to
+    continue a text that does not begin like a story.
+    """
     story = make_story(rng, num_leads=2 if rng.random() < 0.15 else 0)
     if rng.random() < 0.06 and len(story.paragraphs) > 2:
         del story.paragraphs[0]
@@ -107,7 +111,7 @@ def _pieces(title: str, body: str) -> list[str]:
 
 
 def documents(rng: random.Random, tales: Tales, num: int, chat_share: float) -> Iterator[str]:
-    """Yields `num` documents: chats, old tales (4.5 % of the documents, 9 % of the tokens), and stories."""
+    """Yields `num` documents: chats, old tales (about 4.5 % of the documents), and stories."""
     for _ in range(num):
         draw = rng.random()
         if draw < TALE_SHARE:

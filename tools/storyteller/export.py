@@ -1,6 +1,6 @@
 """Exports a checkpoint as a model directory: bf16 weights, configs, tokenizer, model card.
 
-Looseleaf's engine draws the samples, so `looseleaf complete` prints the same text.
+Looseleaf's engine draws the samples in the model card.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ NAMED = {"child": 0.92, "animal": 0.4, "adult": 0.12}
 
 
 def draw(rng: random.Random, role: str) -> Character:
-    """Returns a random character for a role, with kinds drawn by weight."""
+    """Returns a random character for a role. Kinds are drawn by weight, except for a few rare ones."""
     if role == "any":
         role = rng.choices(("animal", "child", "adult"), (60, 25, 15))[0]
     kind = rng.choices(KINDS[role], [k.weight for k in KINDS[role]])[0]

@@ -66,10 +66,10 @@ def _clear(attention: Attention, head_dim: int) -> None:
 
 
 class Planted:
-    """The weights that `plant_copying` has set. `restore` sets them again after a training step, so that the other
-    weights learn to use them.
+    """The weights of the heads that `plant_copying` has set. `restore` sets them again after a training step, so that
+    the other weights learn to use them.
 
-    Muon's updates are equally large in every direction, and would otherwise erase both heads within a hundred steps.
+    Muon's updates are equally large in every direction, and would otherwise soon erase both heads.
     """
 
     def __init__(self, model: Llama) -> None:

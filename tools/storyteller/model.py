@@ -1,6 +1,6 @@
 """A Llama model in torch for training, with the parameter names of Hugging Face's LlamaForCausalLM.
 
-Embedding and output layer are tied. `engine` serves the model, and must compute the same numbers.
+The embedding and the output layer are tied. `engine` serves the model, and must compute the same function.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _open_with_both(s: Story, first: Character, second: Character) -> None:
 
 
 def thanks(s: Story, helper: str = "k") -> None:
-    """Adds a scene in which the hero thanks the helper, who answers in most variants."""
+    """Adds a scene in which the hero thanks the helper, who answers in some variants."""
     k = "{" + helper + "}"
     s.one_of(
         '"Thank you, thank you!" said {h}. "You are [a true friend|very kind|so good to me]."',
