@@ -74,9 +74,9 @@ class _Returning:
 
 
 class Gate:
-    """The queue in front of the workers. A request passes when there is a place for each of its sequences. The lowest
-    priority number goes first. Within a priority, deficit round robin decides between tenants, and the order of arrival
-    decides within a tenant.
+    """The queue in front of the workers. A request passes when it fits: usually, when there is a place for each of its
+    sequences (`_fits`). The lowest priority number goes first. Within a priority, deficit round robin decides between
+    tenants, and the order of arrival decides within a tenant.
 
     The request whose turn it is waits until it fits. A smaller request overtakes it only with a better priority, or
     with a place reserved for a tenant that has less than its share (`Shares`). Groups that were given back precede new
@@ -141,8 +141,8 @@ class Gate:
         return max(0.0, before) / rate
 
     async def enter(self, priority: int, tenant: str, weight: int, cost: int) -> Place:
-        """Waits until there are places for `weight` sequences, and returns their record, which the caller must pass to
-        `leave`. `cost` is in tokens.
+        """Waits until a request of `weight` sequences may pass, and returns the record of its places, which the caller
+        must pass to `leave`. `cost` is in tokens.
         """
         self._arrivals += 1
         self._rate.note_cost(cost, weight)

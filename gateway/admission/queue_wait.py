@@ -107,9 +107,9 @@ class Margin:
 
 
 def work_before(tenant: str, work: Mapping[str, float], quantum: int) -> float:
-    """Returns how much of the waiting `work` (in tokens, by tenant) is done before a new request of `tenant` begins.
-    Tenants take turns of one `quantum` each. The request waits for at most as much of each other tenant's work as
-    `tenant` itself has waiting, plus one turn.
+    """Returns an upper bound on the waiting `work` (in tokens, by tenant) that is done before a new request of `tenant`
+    begins. Tenants take turns of one `quantum` each. The request waits for at most as much of each other tenant's work
+    as `tenant` itself has waiting, plus one turn.
     """
     own = work.get(tenant, 0.0)
     return own + sum(min(other, own + quantum) for name, other in work.items() if name != tenant)

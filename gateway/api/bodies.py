@@ -59,7 +59,7 @@ class BodyBudget:
 
 class BodyReader:
     """A reader that turns request bodies into typed bodies. `limits` returns the current limits of the model. Unknown
-    fields are refused if `strict` is set, and otherwise ignored with a warning.
+    top-level fields are refused if `strict` is set, and otherwise ignored with a warning.
     """
 
     def __init__(self, limits: Callable[[], PromptLimits], budget: BodyBudget, *, strict: bool = False) -> None:

@@ -78,7 +78,7 @@ class ChatPlanner:
 
     @property
     def writes_calls(self) -> bool:
-        """Whether the chat template writes the tool calls of earlier answers."""
+        """Whether the chat template writes the tool calls of earlier answers, as far as its source shows."""
         return self._template is not None and self._template.takes_calls
 
     def plan(self, wanted: Wanted, tools: ToolChoice) -> ChatPlan:

@@ -1,5 +1,5 @@
-"""Adds those rules of the bodies to /openapi.json that neither their types nor the limits express: the values of a
-`type` or a role, the fields that each type needs, and the fields that cannot be combined.
+"""Adds to /openapi.json the rules of the bodies that neither types nor limits express: the values of a `type` or a
+role, the fields that each type needs, and the fields that cannot be combined.
 
 The bodies' own rules come from their classes. The modules that convert the bodies check the shapes (`chat_messages`,
 `responses_input`, `messages_history`, ...), and `gateway.intake` checks `_CHECKED_LATER`, for gRPC too.

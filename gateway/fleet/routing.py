@@ -149,7 +149,7 @@ class Router:
             state.load, state.load_at, state.reported_at = load, now, now
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """Notes that the worker has failed a request. Routing avoids it for a while."""
+        """Notes that the worker has failed a request. For a while, routing avoids the worker if there is a choice."""
         if (state := self.workers.get(worker_id)) is not None:
             state.suspect_until = now + SUSPECT_S
 
