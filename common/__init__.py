@@ -1,1 +1,3 @@
-"""Code that all services share: types, errors, RPC helpers, settings, telemetry. It imports neither torch nor redis."""
+"""Contains the code that several packages share, such as types, errors, RPC helpers, settings and telemetry. It imports
+neither torch nor redis.
+"""

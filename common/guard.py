@@ -1,4 +1,4 @@
-"""The guard that runs before every method of every service. It checks the caller, parses the message, and calls the
+"""The guard that runs before every method of an `RpcServer`. It checks the caller, parses the message, and calls the
 method.
 
 The guard converts the exceptions of methods, except those of grpc.aio itself, to gRPC statuses. The text of an

@@ -48,7 +48,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 _INSIDE_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", INSIDE_NAME)]
 HEARTBEAT_S = 0.5
-"""Interval at which a worker's event loop sends something on every open stream. A frozen process cannot do this."""
+"""Longest pause that a worker's event loop makes between two messages on an open stream. A frozen process sends
+nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Protection:
 
 
 class RpcServer:
-    """A grpc.aio server with health (`Watch` included) and reflection. `port` is known after `bind`."""
+    """A grpc.aio server with health (`Watch` included) and, by default, reflection. `port` is known after `bind`."""
 
     def __init__(
         self,

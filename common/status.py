@@ -12,7 +12,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from common.errors import BY_GRPC_CODE, FieldViolation, Internal, LooseleafError
 
 MAX_VIOLATIONS = 16
-"""The most violations in a status, which is sent in the trailer. gRPC drops a trailer of more than 8 KiB."""
+"""Maximum number of violations in a status, which is sent in the trailer. gRPC drops a trailer of more than 8 KiB."""
 
 
 def status_of(error: LooseleafError) -> status_pb2.Status:

@@ -104,7 +104,8 @@ KvOrder = Literal["heads_first", "slots_first"]
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """The memory layout of the blocks of all KV groups. A block of keys and values has the shape [layers, 2, kv_heads,
-    block_size, head_dim] if `order` is "heads_first"; otherwise block_size precedes kv_heads.
+    block_size, head_dim] if `order` is "heads_first"; otherwise block_size precedes kv_heads. With int8, a scale
+    follows the head_dim numbers of each row.
     """
 
     block_size: int

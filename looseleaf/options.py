@@ -59,7 +59,9 @@ class GenerateOptions(TypedDict, total=False):
     """
     prompt_logprobs: int
     n: int
-    """Number of samples; in a beam search, the number of best beams to return. The prompt is computed only once."""
+    """Number of samples; in a beam search, the number of best beams to return. The samples share one computation of the
+    prompt.
+    """
     beam_width: int
     """Number of beams of a beam search, which looks for the most likely continuation instead of drawing tokens."""
     length_penalty: float
@@ -82,7 +84,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     request_id: str
     cache_salt: str
-    """A salt. Cached prefixes are shared only with requests that have the same salt."""
+    """A salt. Requests with different salts do not share cached prefixes, except public ones."""
     priority: int
     """Lower numbers go first."""
     timeout: float

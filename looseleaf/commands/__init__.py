@@ -1,1 +1,3 @@
-"""One module per sub-command of `looseleaf`; each has `run(argv) -> exit status`."""
+"""Contains one module for each command of `looseleaf`, with a function `run(argv) -> exit status`, and the flags that
+they share.
+"""

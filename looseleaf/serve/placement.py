@@ -47,9 +47,7 @@ def settled(settings: ServeSettings) -> ServeSettings:
 
 
 def is_small() -> bool:
-    """Returns whether the machine has so few cores that two roles do more work in turns, each with all cores, than at
-    the same time.
-    """
+    """Returns whether this process may use fewer than SPLIT_FROM_CORES cores."""
     return usable_cores() < SPLIT_FROM_CORES
 
 

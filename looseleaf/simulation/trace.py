@@ -97,7 +97,7 @@ def read_lengths(path: Path, *, divisor: float = 1.0) -> tuple[tuple[int, int], 
 
 def paced(requests: Sequence[TraceRequest], rate: float | None) -> list[TraceRequest]:
     """Returns the requests with arrival times that begin at 0 and, if `rate` is given, have this mean rate per second.
-    Raises StartupError if all requests arrive at the same time and therefore cannot have a rate.
+    Raises StartupError if `rate` is given and several requests all arrive at the same time.
     """
     first, last = requests[0].at_s, requests[-1].at_s
     pace = 1.0
