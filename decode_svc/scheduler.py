@@ -35,7 +35,9 @@ class Group:
     number: int = 0
     """The group's position in the order of arrival at this worker. The scheduler sets it."""
     live: list[Sequence] = field(default_factory=list)
-    """Sequences that have not ended. For a beam search, its running beams, in the search's order."""
+    """Sequences that have not ended; empty until the ticket has been claimed. In a beam search, these are the running
+    beams, in the search's order.
+    """
     search: BeamSearch | None = None
     history: History = field(default_factory=History)
     trace: TraceContext = NO_CONTEXT

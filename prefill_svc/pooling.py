@@ -1,5 +1,5 @@
 """Pools the hidden states of a prompt into an embedding, chunk by chunk. With row-invariant kernels, the embedding's
-bits do not depend on the batch or the division into chunks, because the mean adds the states one after the other, in
+bits do not depend on the batch or the division into chunks, because the mean adds the states one after another, in
 fp64, in the order of their positions.
 """
 
