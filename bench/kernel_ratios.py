@@ -109,7 +109,7 @@ _RATIOS = {"paged_attention": _decode, "paged_prefill": _prefill, "linear": _lin
 
 
 def measure_ratios(kernel: str, seconds: float) -> list[Ratio]:
-    """Returns the ratios of a kernel, or an empty list if none are defined for it. Each of the two alternatives of a
-    ratio runs for about `seconds`.
+    """Returns the ratios of a kernel, or an empty list if none are defined for it. The two alternatives of a ratio run
+    for about twice `seconds` in total.
     """
     return list(_RATIOS[kernel](seconds)) if kernel in _RATIOS else []

@@ -36,8 +36,8 @@ def add_arguments(parser: Any) -> None:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def prepare(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
-    """Prepares the process. A worker gets its settings from the master. Exits with status 2 if a flag is wrong, the
-    trace cannot be read, or no gateway answers.
+    """Prepares the process. A worker gets its settings from the master. Exits with status 2 on a StartupError, such as
+    for a wrong flag.
     """
     grpc_gevent.init_gevent()  # after locust has forked its workers, and before any channel is opened
     if isinstance(runner, WorkerRunner):

@@ -1,7 +1,7 @@
 """A scenario in which clients cancel their requests. It measures the time until the workers stop computing. A round
-starts a few requests at once, cancels all of them at a random moment, and polls the ledger until workers hold only
-their reserve. The result is therefore the time of the slowest request of a round. It includes the path through the
-client and the gateway.
+starts a few requests at once, cancels those that are running at a random moment, and polls the ledger until workers
+hold only their reserve. The result is therefore the time of the slowest request of a round. It includes the path
+through the client and the gateway.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ class Plan:
     """The preemption mode; None: the decode worker's default."""
     spare: int = 0
     restarted: tuple[str, ...] = ("prefill", "decode")
-    """Prefixes of the names of services that may die and are restarted without limit."""
+    """Prefixes of the names of services that a scenario ends. They have no effect at present: the launcher restarts
+    every service that ends, up to a limit.
+    """
 
 
 class Stack:
@@ -202,7 +204,7 @@ class Stack:
 
 class _Launcher(Launcher):
     """A launcher that starts the suite's entry points with the plan's variables. The gateway and the block store keep
-    their ports when they restart. A service that dies restarts only if `Plan.restarted` allows it.
+    their ports when they restart.
     """
 
     def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:

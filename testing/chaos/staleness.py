@@ -31,7 +31,7 @@ evicted last.
 STEP_S = 1.0
 """The time in seconds within which a busy worker should begin a step."""
 RENEWED_S = 3.0
-"""If a woken worker has not registered again after this number of seconds, it was not fenced."""
+"""The longest wait, in seconds, until a woken worker registers again. A worker that was not fenced does not do so."""
 MAX_MODEL_LEN = 432
 NUM_BLOCKS = 160
 """The number of blocks, slightly more than the floors of two prefill and two decode workers, 2 x 27 + 2 x (28 + 14).

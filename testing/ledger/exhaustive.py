@@ -1,6 +1,6 @@
 """A breadth-first search of the states that two holders, two blocks and two hashes can reach, with the real scripts in
 a real Redis. A state consists of block states, hashes, holders by role, the number of tickets, and the orders of
-eviction and of free blocks, but not of generations, clocks and call numbers. In each state, the moves are calls of
+eviction and of free blocks, but not of generations, clocks and call numbers. In each state, the moves include calls of
 alloc, acquire, claim, release, seal and hand_over, each made twice, and the ends of holders and tickets. The invariants
 are checked after each move.
 """
