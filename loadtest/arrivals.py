@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def num_requests(self) -> int | None:
-        """The number of requests, or None if there is no end."""
+        """The number of requests, or None if it is not known in advance."""
         return None if self._settings.endless or not self._settings.open_loop else sum(1 for _ in self.arrivals())
 
     def arrivals(self) -> Iterator[float]:

@@ -88,13 +88,13 @@ class Tally:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Tally:
-        """Returns the tally that `asdict` has turned into data."""
+        """Returns the tally from the data that `asdict` has made of it."""
         times = {name: Histogram(**histogram) for name, histogram in data["times"].items()}
         return cls(**{**data, "times": times})
 
 
 class Record:
-    """The tallies of a run: in all, and for each interval."""
+    """The tallies of a run: one for the whole run, and one for each interval."""
 
     def __init__(self) -> None:
         self.clear()

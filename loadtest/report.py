@@ -20,8 +20,8 @@ _STYLE = (
 
 
 def figures(record: Record, slo: Slo, unsent: int = 0) -> dict[str, Any]:
-    """Returns the figures of a run. Times are in milliseconds, rates per second of the time from the first request to
-    the last answer; a figure that does not exist is None.
+    """Returns the figures of a run. Times are in milliseconds. Rates are per second of the time from the first to the
+    last observation. A figure that does not exist is None.
     """
     total = record.total
     seconds = max(record.last_s - record.first_s, 0.0) if total.sent else 0.0
@@ -66,7 +66,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _observed(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the times that the run has: a closed-loop run sends nothing late."""
+    """Returns the times that apply to the run. "late" does not apply to a closed-loop run."""
     return {name: times for name, times in found["times_ms"].items() if name in TIMES or times["count"]}
 
 

@@ -131,7 +131,7 @@ class Owner:
     """
 
     def __init__(self, environment: Any, settings: LoadSettings, record: Record) -> None:
-        """Raises StartupError if the trace cannot be read."""
+        """Reads the trace, if there is one. Raises StartupError if the trace cannot be read."""
         self.environment = environment
         self.settings = settings
         self.record = record

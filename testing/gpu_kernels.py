@@ -1,4 +1,4 @@
-"""Rounding, products and tolerances for tests of the Triton kernels under the interpreter."""
+"""Provides rounding, matrix products and tolerances for tests of the Triton kernels under the interpreter."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ async def behind(client: AsyncClient, other: Sequence[int], ids: Sequence[int]) 
 
 
 def drop_pages(directory: Path) -> None:
-    """Flushes the block files below `directory` to disk, and drops their pages from memory."""
+    """Flushes the block files below `directory` to disk, and asks the kernel to drop their pages from memory."""
     for path in directory.rglob("blocks"):
         fd = os.open(path, os.O_RDWR)
         os.fsync(fd)

@@ -162,7 +162,7 @@ class Workers:
         self, cases: Sequence[Case], salt: bytes = b"", before_step: Callable[[Workers], None] = lambda _: None
     ) -> list[Asked]:
         """Runs all requests concurrently to their end, and returns them. Calls `before_step` before each decode step.
-        Raises AssertionError after MAX_STEPS steps.
+        Raises AssertionError if a request has not ended after MAX_STEPS steps.
         """
         self._asked = [Asked(case, number, salt) for number, case in enumerate(cases)]
         for asked in self._asked:

@@ -231,7 +231,7 @@ class LedgerWalk:
             mine.held.pop(ref, None)
 
     def die(self, who: int) -> None:
-        """Expires a holder's lease and reaps the holder. Its process continues as a zombie."""
+        """Expires a holder's lease and reaps the holder. The holder's process continues as a zombie."""
         if len(self.holders) < 2:
             return
         mine = self.holders.pop(who % len(self.holders))

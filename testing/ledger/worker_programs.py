@@ -174,7 +174,7 @@ class World:
         ledger.release(caller.lane(), [*cached, *dict.fromkeys([own, *final])])
 
     def _enter(self, actor: Actor, own: BlockRef) -> None:
-        """Applies the writer rule, and the writer's part of a rebuild."""
+        """Applies the writer rule. Raises StaleDataset if a rebuild has begun since the actor was started."""
         arena = self.store.arena
         if arena.rebuild_count != actor.rebuild_count:
             raise errors.StaleDataset("before entering")

@@ -111,7 +111,7 @@ def run_tests(tree: Path, tests: tuple[str, ...], timeout_s: float) -> int | Non
 
 
 def _end_session(child: int) -> None:
-    """Kills the child and the processes that the tests have started."""
+    """Kills the child and the other processes of its process group."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
