@@ -91,7 +91,7 @@ async def killed_midway(llm: LLM, cases: list[Case], expected: list[Answer]) -> 
     prefill: on a busy machine, the worker may have sent all tokens when the kill arrives.
     """
     for _ in range(5):
-        sent, pid = llm.requests_by_worker()["prefill"], llm.pids["decode"]
+        sent, pid = llm.requests_by_worker().get("prefill", 0), llm.pids["decode"]
         kill = partial(os.kill, pid, signal.SIGKILL)
         check(cases, expected, await streamed(llm.addresses.grpc, cases, kill))
         if llm.requests_by_worker()["prefill"] > sent + len(cases):
