@@ -87,19 +87,22 @@ def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, Tena
         raise ValueError(f"the key of {tenant} is given twice")
     tenants[key] = tenant
     limits.setdefault(tenant, TenantLimits())
-    for setting in settings:
-        name, value = _limit(setting)
+    for place, setting in enumerate(settings, 3):
+        name, value = _limit(setting, place)
         if getattr(limits[tenant], name) not in (None, value):
             raise ValueError(f"{name} of {tenant} is given twice, with different values")
         limits[tenant] = replace(limits[tenant], **{name: value})
 
 
-def _limit(setting: str) -> tuple[str, int]:
+def _limit(setting: str, place: int) -> tuple[str, int]:
+    """Returns the name and the value of a limit. `place` is its number in the line, counted from 1. The error does not
+    quote an unknown limit, because it may be a second key.
+    """
     name, separator, text = setting.partition("=")
     known = [f.name for f in fields(TenantLimits)]
     if not separator or name not in known:
         raise ValueError(
-            f"{name[:40]!r} is not a limit; the key may be followed by {', '.join(f'{k}=...' for k in known)}"
+            f"word {place} is not a limit; the key may be followed by {', '.join(f'{k}=...' for k in known)}"
         )
     lowest, highest = _RANGES[name]
     if not text.removeprefix("-").isdecimal() or len(text) > 11 or not lowest <= int(text) <= highest:

@@ -32,9 +32,10 @@ def test_keys_and_limits_of_a_setting_and_a_file(tmp_path: Path) -> None:
         ("# nobody\n", "contains no key"),
         (
             "zoo k\nacme secret tokens=5\n",
-            "line 2: 'tokens' is not a limit; the key may be followed by requests",
+            "line 2: word 3 is not a limit; the key may be followed by requests",
         ),
-        ("acme secret best_priority\n", "line 1: 'best_priority' is not a limit"),
+        ("acme secret best_priority\n", "line 1: word 3 is not a limit"),
+        ("acme secret requests_per_minute=5 second-secret==\n", "line 1: word 4 is not a limit"),
         ("acme secret requests_per_minute=0\n", "line 1: requests_per_minute must be a whole number from 1 to"),
         ("acme secret requests_per_minute=1.5\n", "line 1: requests_per_minute must be .* got '1.5'"),
         ("acme secret tokens_per_minute=99999999999\n", "line 1: tokens_per_minute must be"),
