@@ -191,9 +191,10 @@ class ModelRunner:
         return result
 
     def settle(self, error: Exception) -> None:
-        """Waits for all launched work, after a step, a copy or a draw has failed with `error`. The caller may then
-        release the blocks that this work writes to. If the device is no longer usable or a rank is lost, raises `error`
-        or the device's error during the wait. The blocks must then be kept, and the process should end.
+        """Waits for all launched work after a step, a copy or a draw has failed with `error`. The caller may then
+        release the blocks that this work writes to. If the device is no longer usable or a rank is lost, raises
+        `error`, or the error that the device reports during the wait. The blocks must then be kept, and the process
+        should end.
         """
         if isinstance(error, torch.AcceleratorError | RankLost):
             raise error

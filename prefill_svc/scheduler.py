@@ -88,8 +88,8 @@ class PrefillScheduler:
         return taken
 
     def give_way(self, *, even_alone: bool = False) -> Job | None:
-        """Moves the prompt that was admitted last back to its place in the queue, so that other prompts get its blocks.
-        Returns its job, or None if no prompt is running, or if only one is running and `even_alone` is False.
+        """Moves the prompt that was admitted last back to its place in the queue, so that other prompts can get its
+        blocks. Returns its job, or None if no prompt is running, or if only one is running and `even_alone` is False.
         """
         if len(self._running) < (1 if even_alone else 2):
             return None

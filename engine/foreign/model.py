@@ -45,7 +45,8 @@ class TransformersModel:
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
     ) -> None:
-        """Builds the model. Raises ModelError, or UnsupportedModel for a feature that would give wrong numbers."""
+        """Builds the model. Raises ModelError if it cannot be built. The error is an UnsupportedModel if the
+        architecture, or a feature of the model, is not supported."""
         import transformers
 
         self.is_variant = False

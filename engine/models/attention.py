@@ -46,8 +46,8 @@ class StepMetadata:
         return self._corrected(linear, x, of_rows=False)
 
     def linear_of_rows(self, linear: Projection, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output of a linear layer for x [R, in], which contains only the requested rows, with the
-        corrections of adapters.
+        """Returns the output of a linear layer, including the corrections of adapters, for x [R, in], which contains
+        only the requested rows.
         """
         return self._corrected(linear, x, of_rows=True)
 

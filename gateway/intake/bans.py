@@ -13,7 +13,7 @@ from gateway.intake.wanted import Wanted
 
 
 def check_bans(checker: Checker, wanted: Wanted, eos_token_ids: Collection[int]) -> None:
-    """Adds the violations of both fields to `checker`."""
+    """Adds the errors in `bad_words` and `allowed_token_ids` to `checker`."""
     _check_words(checker, wanted.bad_words)
     has_grammar = wanted.structured is not None or wanted.structured_after is not None
     if wanted.bad_words and has_grammar:

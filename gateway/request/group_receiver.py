@@ -69,8 +69,8 @@ class GroupReceiver:
         self._session.cancel_sample(self._group, sample)
 
     def _add_decode_time(self) -> None:
-        """Adds the decode time that the worker reported, or the gateway's measurement if the worker reported none
-        (after a stop string).
+        """Adds the attempt's decode and hand-over times to the times of the request. If no sample has a time from the
+        worker, as when stop strings ended all of them, the gateway's measurement is used.
         """
         last, state = self._last, self._state
         if last is not None and last.timings.decode_ns:

@@ -129,7 +129,9 @@ def _hosts(settings: PlanSettings, weights: int, sequence: int) -> Iterator[str]
 
 
 def _hand_over(sequence: int) -> Iterator[str]:
-    """Yields a line with the times that the KV of one sequence needs on links between two hosts, at full rate."""
+    """Yields a line that says how long it takes to send the KV of one sequence to another host, at the full rate of
+    links of 1, 10 and 100 Gbit/s.
+    """
     times = ", ".join(f"{sequence * 8 / (gbit * 1e9):.3g} s at {gbit} Gbit/s" for gbit in (1, 10, 100))
     yield f"hosts    a prefill on another host sends {sizing.gib(sequence)} for such a prompt, at most once: {times}"
 

@@ -1,7 +1,7 @@
 """Scenarios in which a fault hits a pull. Prefill runs on host A and decode on host B, and blocks travel slowly.
 
-A trial sends a few requests, waits until blocks are under way to B (the puller holds blocks that have not been
-delivered), and then causes the fault. A hit is a trial in which blocks were under way at that moment.
+A trial sends a few requests, waits for at most `HIT_S` until blocks are under way to B (the puller holds blocks that
+have not been delivered), and then causes the fault. A hit is a trial in which blocks were under way at that moment.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def answer_of(done: Completion) -> Answer:
 
 
 def differences(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Returns one sentence for each sample that differs from the expected one, or for an answer with a wrong number of
-    samples. The list is empty if there are no differences.
+    """Returns one sentence for each sample that differs from the expected one, and one for each answer with the
+    wrong number of samples. The list is empty if there are no differences.
     """
     return [
         f"{case.name}, sample {index}: {difference}"

@@ -1,7 +1,7 @@
-"""Workers as programs of single steps over a real arena and ledger, for tests. A search can stop a program between any
-two steps, let other programs continue, and wake the stopped one again. The programs have effects that are not visible
-in Redis: raised headers, stored and read bytes, and comparisons. `Rules` are the writer and reader rules of
-docs/design.md, Ledger. If a rule is broken, the search must find an error.
+"""Workers as programs that run one step at a time over a real arena and ledger, for tests. A search can stop a program
+between any two steps, let other programs continue, and wake the stopped one again. The programs also do things that
+Redis does not show: they raise generations in the header, store and read bytes, and compare them. `Rules` switches the
+writer and reader rules of docs/design.md, Ledger, on and off. If a rule is off, the search must find an error.
 """
 
 from __future__ import annotations
