@@ -80,6 +80,13 @@ async def streamed(address: str, cases: list[Case], flowing: Callable[[], None])
         return await asyncio.gather(*(one(client, case) for case in cases))
 
 
+async def until_found(look: Callable[[], list[int]]) -> list[int]:
+    """Returns the first value of `look` that is not empty."""
+    while not (found := look()):
+        await asyncio.sleep(0.05)
+    return found
+
+
 async def replaced(llm: LLM, pid: int) -> None:
     """Waits until the decode worker is another process than `pid`."""
     while llm.pids["decode"] == pid:
@@ -147,7 +154,7 @@ async def test_served_in_two_stages_of_which_one_is_killed_and_then_frozen(
     with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", decode_pipeline_parallel_size=2) as llm:
         for how in (signal.SIGKILL, signal.SIGSTOP):
             before = llm.pids["decode"]
-            [follower] = followers_of(before)
+            [follower] = await until_found(lambda: followers_of(before))  # noqa: B023
             check(cases, expected, await streamed(llm.addresses.grpc, cases, partial(os.kill, follower, how)))
             await replaced(llm, before)
         assert_nothing_held(llm.addresses.block_store)

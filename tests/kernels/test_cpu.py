@@ -39,7 +39,7 @@ def test_forcing_is_obeyed_and_undone() -> None:
 
 
 def test_an_unknown_build_is_refused() -> None:
-    with pytest.raises(ValueError, match="not built or not supported"):
+    with pytest.raises(ValueError, match="not built or cannot run on this CPU"):
         cpu.load("sse9")  # type: ignore[arg-type]
 
 
