@@ -64,7 +64,7 @@ class Bench:
         tokens = [number, *range(self._table_len * 16 - 1)]
         hashes = self._timed("(hash)", lambda: hash_blocks(chain_start(b"bench"), tokens, 16))
         self._timed("ping", ledger.client.ping)
-        self._timed("beat", lambda: ledger.beat(prefill))
+        self._timed("beat", lambda: ledger.beat(prefill, LEASE_S))
         refs = self._timed("alloc", lambda: ledger.alloc(self._lane(prefill), self._table_len))
         self._timed("(raise)", lambda: arena.raise_generations(refs, 1))
         digests = self._timed("(digest)", lambda: [arena.digest(ref.block) for ref in refs])

@@ -29,6 +29,7 @@ class AdapterPool:
         """Creates an empty pool. If `model` is None, adapters are not enabled."""
         self._model = model
         self._max_loras = max_loras
+        self._full_reason = f"--max-loras {max_loras} adapters are already loaded"
         self._loaded: dict[str, LoraAdapter] = {}
         self._problems: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -55,15 +56,21 @@ class AdapterPool:
 
     def follow(self, wanted: AdapterList | None) -> None:
         """Drops the adapters that are not in the list, and loads the adapters in the list, except adapters that have
-        failed to load. Does nothing if adapters are not enabled, or if the list is lost (None) or damaged, because a
-        gateway will write it again.
+        failed to load. An adapter that failed because too many were loaded is tried again when there is room. Does
+        nothing if adapters are not enabled, or if the list is lost (None) or damaged, because a gateway will write it
+        again.
         """
         if self._model is None or wanted is None or wanted.damaged:
             return
         with self._lock:
             refs = {ref.digest: ref for ref in wanted.refs}
             self._loaded = {digest: found for digest, found in self._loaded.items() if digest in refs}
-            self._problems = {digest: why for digest, why in self._problems.items() if digest in refs}
+            has_room = len(self._loaded) < self._max_loras
+            self._problems = {
+                digest: why
+                for digest, why in self._problems.items()
+                if digest in refs and not (has_room and why == self._full_reason)
+            }
             for digest, ref in refs.items():
                 if digest not in self._loaded and digest not in self._problems:
                     self._load(self._model, ref)
@@ -71,7 +78,7 @@ class AdapterPool:
     def _load(self, model: LoraModel, ref: AdapterRef) -> None:
         try:
             if len(self._loaded) >= self._max_loras:
-                raise AdapterError(f"--max-loras {self._max_loras} adapters are already loaded")
+                raise AdapterError(self._full_reason)
             adapter = model.load(ref)
         except AdapterError as error:
             logger.error("adapter %s cannot be loaded: %s", ref.name, error)

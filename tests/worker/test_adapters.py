@@ -61,7 +61,6 @@ def test_a_lost_or_damaged_list_changes_nothing(
 def test_more_than_max_loras_are_refused_and_fit_later(pool: AdapterPool, refs: list[AdapterRef]) -> None:
     pool.follow(wanted(*refs))
     assert "--max-loras 2" in pool.status()[refs[2].digest]
-    pool.follow(wanted(refs[0]))
     pool.follow(wanted(refs[0], refs[2]))
     assert pool.status() == {refs[0].digest: "", refs[2].digest: ""}
 
