@@ -99,7 +99,11 @@ class ArenaOwner:
         else:
             arena = create_on_device(self._directory, layout, sizing.num_blocks, device, self._settings.memory_owner)
         arena.keep_largest_floor(max((worker.floor_blocks for worker in needs), default=0))
-        self._begin(arena)
+        try:
+            self._begin(arena)
+        except BaseException:
+            self._lose(arena)  # otherwise, its file would prevent the next attempt
+            raise
 
     def _take_ahead(self) -> None:
         """Begins to allocate the memory of a host arena in advance, if the setting `device` is "cpu". Does nothing if

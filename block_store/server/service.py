@@ -14,7 +14,7 @@ from typing import Any
 from block_store.arena.header import Memory
 from block_store.arena.placement import place_name
 from block_store.disk.restore import Prefix
-from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder, Stale
+from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder, Stale, StaleDataset
 from block_store.ledger.prefix_hash import HASH_BYTES
 from block_store.ledger.scripts import TICKET_LEASE_S
 from block_store.server.arena_owner import ArenaOwner
@@ -231,8 +231,8 @@ class BlockStoreServicer:
         error: LooseleafError | None = None
         try:
             await asyncio.to_thread(self._owner.create, layout, list(self._needs.values()), self._device_uuid)
-        except LedgerUnavailable:
-            error = Unavailable("the ledger in Redis does not answer")
+        except (LedgerUnavailable, StaleDataset):
+            error = Unavailable("the ledger in Redis does not answer, or was flushed meanwhile")
         except (CannotSize, BlockStoreError) as refusal:
             error = FailedPrecondition(str(refusal))
         except Exception:

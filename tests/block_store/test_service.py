@@ -186,6 +186,19 @@ def test_attachments_that_cannot_work_are_refused(shm: Path) -> None:
     slow.stop()
 
 
+def test_an_arena_whose_ledger_cannot_be_opened_can_be_created_later(shm: Path, tmp_path: Path) -> None:
+    """The first attempt ends after `PATIENCE_S`, and removes the arena's file."""
+    redis = RedisProcess(tmp_path)
+    store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--redis-url", redis.url)
+    redis.freeze()
+    with pytest.raises(grpc.RpcError, match="does not answer"):
+        store.attach("w")
+    redis.thaw()
+    assert store.attach("w").num_blocks == 8
+    store.stop()
+    redis.close()
+
+
 def test_a_worker_attaches_although_redis_pauses(shm: Path, tmp_path: Path) -> None:
     redis = RedisProcess(tmp_path)
     store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--redis-url", redis.url)
