@@ -56,6 +56,8 @@ class Arenas:
     formats: frozenset[tuple[str, KvRules]] = frozenset()
     """The hash domains (hex) of the workers, with their rules."""
     ledgers: Sequence[LedgerScripts] = ()
+    is_complete: bool = True
+    """Whether every arena of the workers has a ledger in `ledgers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class BlockCatalog:
         self._usable: set[LedgerScripts] = set()
         """The ledgers that were not stale at the last update."""
         self._clocks: Mapping[LedgerScripts, object] = {}
-        """The clocks of the ledgers before the last update, if all ledgers answered."""
+        """The clocks of the ledgers before the last update, if all ledgers answered and no arena was missing."""
         self._fallbacks = Fallbacks(logger)
 
     def update(self, sequences: Iterable[TokenSequence], arenas: Arenas) -> Changes:
@@ -118,8 +120,8 @@ class BlockCatalog:
             return Changes()
         for sequence in sequences:
             self._add(sequence, arenas.formats)
-        answers = self._ask(arenas.ledgers)
-        self._clocks = clocks if answers.all_answered else {}
+        answers = self._ask(arenas)
+        self._clocks = clocks if answers.all_answered and None not in clocks.values() else {}
         usable = set(arenas.ledgers) - answers.stale
         is_cleared, self._usable = not self._usable <= usable and bool(self._listed), usable
         return self._list(answers, is_cleared)
@@ -150,10 +152,11 @@ class BlockCatalog:
             while len(self._blocks) > self._most_blocks:
                 self._blocks.popitem(last=False)
 
-    def _ask(self, ledgers: Sequence[LedgerScripts]) -> _Answers:
-        answers, blocks = _Answers(all_answered=bool(ledgers)), list(self._blocks.values())
+    def _ask(self, arenas: Arenas) -> _Answers:
+        answers, blocks = _Answers(), list(self._blocks.values())
+        answers.all_answered = arenas.is_complete and bool(arenas.ledgers)
         asked = [each for block in blocks for each in block.indexed_as]
-        for ledger in ledgers:
+        for ledger in arenas.ledgers:
             try:
                 indexed = set(compress(asked, ledger.present(asked)))
             except StaleDataset:

@@ -105,10 +105,8 @@ class _Tenant:
         for subscription in self.subscriptions:
             subscription.put(changes)
         behind = [each for each in self.subscriptions if each.is_behind]
-        if behind:
-            everything = await asyncio.to_thread(self.catalog.everything)
-            for subscription in behind:
-                subscription.put_everything(everything)
+        for subscription in behind[:1]:  # the conversion of all blocks into messages takes tens of milliseconds
+            subscription.put_everything(await asyncio.to_thread(self.catalog.everything))
 
 
 class BlockFeed:
@@ -183,7 +181,9 @@ class BlockFeed:
 def prefill_arenas(records: Iterable[WorkerRecord], ledgers: Mapping[str, LedgerScripts]) -> Arenas:
     """Returns the arenas of the prefill workers among `records`. `ledgers` are the known ledgers by arena id."""
     used = [record for record in records if record.role == "prefill" and not record.draining]
+    ids = {record.arena_id for record in used}
     return Arenas(
         frozenset((record.hash_domain, record.kv_rules) for record in used),
-        [ledgers[arena_id] for arena_id in {record.arena_id for record in used} if arena_id in ledgers],
+        [ledgers[arena_id] for arena_id in ids if arena_id in ledgers],
+        ids <= ledgers.keys(),
     )

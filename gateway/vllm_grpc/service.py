@@ -17,7 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from common.errors import Unimplemented
+from common.errors import DeadlineExceeded, Unimplemented
 from common.guard import Context
 from gateway.api.front import Front
 from gateway.api.grpc_service import STALLED_CLIENT_S, admitted, authorization, time_left
@@ -157,10 +157,14 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         with self._feed.subscribe(tenant) as subscription:
             await context.send_initial_metadata(())  # a router waits for it
             while (changes := await subscription.next()) is not None:
-                if self._tenant(context) != tenant:  # raises Unauthenticated if the key has been withdrawn
-                    break
                 for batch in batches.of(changes):
-                    await context.write(batch)
+                    if self._tenant(context) != tenant:  # raises Unauthenticated if the key has been withdrawn
+                        return
+                    try:
+                        async with asyncio.timeout(STALLED_CLIENT_S):
+                            await context.write(batch)
+                    except TimeoutError:
+                        raise DeadlineExceeded(f"the subscriber read nothing for {STALLED_CLIENT_S:g} s") from None
 
     def _tenant(self, context: Context) -> str:
         return self._front.authenticator.tenant(authorization(context))

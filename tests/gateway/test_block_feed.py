@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from block_store.errors import LedgerUnavailable
 from block_store.ledger.prefix_hash import group_hash, hash_blocks, prompt_chain
 from block_store.ledger.rebuild import open_ledger
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import RedisHandle, connect
 from common.adapters import AdapterRef
 from common.errors import ResourceExhausted, Unavailable
@@ -214,7 +217,34 @@ def test_the_arenas_are_those_of_prefill_workers(store: TestStore) -> None:
         replace(kept, worker_id="p2", arena_id="unknown"),
     ]
     found = prefill_arenas([kept, *others], dict.fromkeys("abc", store.ledger))
-    assert found == Arenas(frozenset({(DOMAIN, kept.kv_rules)}), [store.ledger])
+    assert found == Arenas(frozenset({(DOMAIN, kept.kv_rules)}), [store.ledger], is_complete=False)
+    assert prefill_arenas([kept], dict.fromkeys("abc", store.ledger)).is_complete
+
+
+def test_blocks_of_an_arena_that_is_missing_for_a_while_are_listed_again(
+    store: TestStore, redis_handle: RedisHandle, tmp_path: Path
+) -> None:
+    ids, catalog, other = ids_of(0, 48), BlockCatalog(SALT), TestStore(redis_handle.client, tmp_path / "other")
+    store.fill(store.caller(), hashes_of(ids))
+    assert len(catalog.update([sequence(ids)], arenas(store, other)).stored) == 3
+    without = catalog.update([], replace(arenas(other), is_complete=False))
+    assert without.cleared and not without.stored
+    assert stored(catalog.update([], arenas(store, other))) == hashes_of(ids)
+    other.close()
+
+
+def test_blocks_are_removed_if_redis_falls_silent_between_two_calls(
+    store: TestStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: object) -> NoReturn:
+        raise LedgerUnavailable("silent")
+
+    ids, catalog = ids_of(0, 48), BlockCatalog(SALT)
+    store.fill(store.caller(), hashes_of(ids))
+    monkeypatch.setattr(LedgerScripts, "clock", silent)
+    assert len(catalog.update([sequence(ids)], arenas(store)).stored) == 3
+    monkeypatch.setattr(LedgerScripts, "present", silent)
+    assert len(catalog.update([], arenas(store)).removed) == 3
 
 
 # --- subscribers

@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gateway.api.grpc_service import key_check
 from gateway.fleet.block_catalog import Arenas, CatalogBlock, Changes
 from gateway.intake.salts import Salts
 from gateway.settings import GatewaySettings
+from gateway.vllm_grpc import service
 from gateway.vllm_grpc.kv_events import EventBatches
 from gateway.vllm_grpc.ports import SERVICE, VllmPorts
 from protos.v1 import decode_pb2
@@ -445,6 +447,23 @@ async def test_events_of_blocks_are_for_the_key_that_subscribed(
                 pass
         assert caught.value.code().name == code
     store.arena.remove()
+
+
+async def test_a_subscriber_that_reads_nothing_does_not_keep_its_place(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "STALLED_CLIENT_S", 0.3)
+    served = await serve()
+    call = served.regular.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    await until(lambda: served.rig.feed.num_subscribers == 1)
+    [tenant] = served.rig.feed._tenants.values()
+    [subscription] = tenant.subscriptions
+    await until(lambda: not subscription.is_behind)
+    parents = [None, *(number.to_bytes(8, "big") for number in range(16_000))]
+    blocks = [CatalogBlock(own, parent, array("I", range(256)), ()) for parent, own in pairwise(parents)]
+    subscription.put(Changes(stored=tuple(blocks)))  # more than the connection buffers
+    await until(lambda: served.rig.feed.num_subscribers == 0)
+    call.cancel()
 
 
 async def test_a_long_list_of_blocks_is_sent_in_parts_without_a_gap() -> None:
