@@ -38,7 +38,7 @@ QUIET_S = 30.0
 """The time in seconds without an answer after which the system counts as stuck."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
 """A case that needs more than 256 blocks. This is more than any floor here, so it must be refused."""
-REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV, the limit .* is \d+$")
+REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV; the limit .* is \d+$")
 SWAPPED = r"no block left: group \d+, (\d+) blocks, is swapped out \(([\d.]+) ms\)"
 RESUMED = r"group \d+ is back: (\d+) blocks copied in ([\d.]+) ms, waited ([\d.]+) s"
 GIVEN_BACK = r"no block left: group \d+, (\d+) blocks, is given back to prefill"
