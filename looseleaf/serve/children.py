@@ -113,12 +113,14 @@ class Child:
         assert self._process.stdin is not None
         ready_file = _ready_file(self._ready_file.parent, spec)
         line = json.dumps([spec.package, [*spec.flags, "--ready-file", str(ready_file)]])
+        before = self.spec, self.name, self._ready_file
+        self.spec, self.name, self._ready_file = spec, spec.name, ready_file  # first, because the child logs at once
         try:
             with self._process.stdin as orders:
                 orders.write(line.encode() + b"\n")
         except OSError:
+            self.spec, self.name, self._ready_file = before
             return False
-        self.spec, self.name, self._ready_file = spec, spec.name, ready_file
         return True
 
     def _forward(self, echo: Echo) -> None:
