@@ -21,6 +21,7 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
 from testing.engine import Batch
+from testing.system import wait_for
 
 NOTHING = StepRecord(*[0] * 13, preemption={})
 
@@ -67,7 +68,8 @@ def test_a_watched_server_says_what_samples_share(tmp_path: Path) -> None:
     requests = [Request(range(10, 42), {"n": 4, "temperature": 1.0, "max_tokens": 24, "ignore_eos": True})]
     with WatchedServer(str(model), {"num_blocks": 512}) as server:
         [done] = asyncio.run(send_all(server.addresses.grpc, requests, 1))
-        steps = server.steps()
+        # the record of the last step may be written after the answer
+        steps = wait_for(server.steps, lambda found: found[-1].held_blocks == 0, 60, "blocks are held")
         assert server.dispatched("prefill") == server.dispatched("decode") == 1
     assert len(done.samples) == 4
     assert all(record.held_blocks == record.own_blocks for record in steps)
