@@ -1,4 +1,4 @@
-"""LoRA adapters as directories in PEFT's format: their names, their identities and their configuration.
+"""Reads the names, identities and configurations of LoRA adapters, which are directories in PEFT's format.
 
 All services identify an adapter by its *digest*, the SHA-256 of its configuration and weights. Clients choose an
 adapter by its name. This module does not use torch, because the gateway also reads configurations.
@@ -52,7 +52,7 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The fields of PEFT's LoraConfig that determine an adapter's numbers."""
+    """The fields of PEFT's LoraConfig that determine the ranks and scales of an adapter's matrices."""
 
     rank: int
     alpha: float
@@ -146,8 +146,8 @@ def digest_of(directory: str | Path) -> str:
 
 
 def read_adapter(name: str, directory: str) -> AdapterRef:
-    """Reads both files of an adapter and returns a reference to it. Raises AdapterError for a bad name or an adapter
-    that cannot be served.
+    """Reads both files of an adapter and returns a reference to it. Raises AdapterError if the name is invalid, or if
+    the adapter cannot be read or served.
     """
     if not _NAME.fullmatch(name):
         raise AdapterError(
@@ -159,7 +159,7 @@ def read_adapter(name: str, directory: str) -> AdapterRef:
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """Splits "name=path". Raises AdapterError if a part is missing."""
+    """Splits "name=path" into the name and the path. Raises AdapterError if one of them is missing."""
     name, separator, path = text.partition("=")
     if not (name and separator and path):
         raise AdapterError("must be name=path")

@@ -54,8 +54,9 @@ class ApiKeys:
 
 def read_keys(api_key: str | None, path: str | None) -> ApiKeys:
     """Returns `api_key` and the keys in the file `path`. `api_key` belongs to the tenant "default", which has no limits
-    unless the file sets some. A tenant in the file may use a priority below 0 only if the file allows it. If `path` is
-    given, raises StartupError if the file cannot be read, has an invalid line, or leaves the result without a key.
+    if the file does not list it. A tenant in the file may use a priority below 0 only if the file allows it. If `path`
+    is given, raises StartupError if the file cannot be read or has an invalid line, or if the result would contain no
+    key.
     """
     tenants = {} if api_key is None else {api_key: DEFAULT_TENANT}
     if path is None:
@@ -95,8 +96,8 @@ def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, Tena
 
 
 def _limit(setting: str, place: int) -> tuple[str, int]:
-    """Returns the name and the value of a limit. `place` is its number in the line, counted from 1. The error does not
-    quote an unknown limit, because it may be a second key.
+    """Returns the name and the value of a limit, which is word number `place` of its line. Raises ValueError if the
+    limit is unknown or its value is out of range. The message does not quote an unknown limit, which may be a key.
     """
     name, separator, text = setting.partition("=")
     known = [f.name for f in fields(TenantLimits)]

@@ -1,7 +1,8 @@
 """Certificates of services, from PEM files that are read again when they change.
 
-For internal calls, client and server both present a certificate that the same CA has issued for the name `INSIDE_NAME`,
-because the addresses of workers change. For calls from clients, only the gateway presents a certificate.
+For internal calls, client and server both present a certificate that the same CA has issued for the name `INSIDE_NAME`.
+The name is not an address, because the addresses of workers change. For calls from clients, only the gateway presents a
+certificate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger("certificates")
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """The files of a certificate: its chain, its private key and the CAs of peers, all in PEM."""
+    """PEM files with a certificate, its private key and the CAs of peers."""
 
     cert: Path
     """The certificate and its chain."""
@@ -138,8 +139,8 @@ class Changed:
 
 
 def front_context_watch(files: CertificateFiles, context: ssl.SSLContext) -> Callable[[], None]:
-    """Returns a function that loads the files into an HTTP server's context if they have changed. The server must call
-    this function regularly.
+    """Returns a function that loads the certificate and its key into an HTTP server's context if the files have
+    changed. The server must call this function regularly.
     """
     changed = Changed(files)
 

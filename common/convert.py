@@ -74,7 +74,7 @@ def table_to_pb(table: Iterable[BlockRef]) -> pb.BlockTable:
 
 
 def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
-    """Converts a block table. Raises InvalidArgument if a block has no generation, or a generation no block."""
+    """Converts a block table. Raises InvalidArgument if the numbers of blocks and generations differ."""
     if (num_blocks := len(message.blocks)) != (got := len(message.generations)):
         raise InvalidArgument.of("generations", f"must have one entry for each of the {num_blocks} blocks, got {got}")
     return tuple(map(BlockRef, message.blocks, message.generations))
@@ -99,8 +99,8 @@ def _shared(first: Sequence[BlockRef], other: Sequence[BlockRef]) -> int:
 
 
 def ticket_from_pb(message: pb.Ticket) -> Ticket:
-    """Converts a ticket. Raises ValueError if a branch has another number of KV groups than the first branch, or shares
-    more blocks than the first branch has, and InvalidArgument if one of the block tables is invalid.
+    """Converts a ticket. Raises ValueError if a branch does not have as many KV groups as the first branch, or shares
+    more blocks than the first branch has. Raises InvalidArgument if a block table is invalid.
     """
     tables: list[tuple[tuple[BlockRef, ...], ...]] = []
     for branch in message.branches:
@@ -132,7 +132,7 @@ def quota_to_pb(quota: CacheQuota) -> pb.CacheQuota:
 
 
 def quota_from_pb(message: pb.CacheQuota) -> CacheQuota:
-    """Converts a quota. Raises ValueError if a value is out of range."""
+    """Converts a quota. Raises ValueError if the owner does not have 32 bytes or the percentage is above 100."""
     if len(message.owner) != 32 or message.percent > 100:
         raise ValueError("must have an owner of 32 bytes and a percent of at most 100")
     return CacheQuota(message.owner, message.percent)
@@ -197,7 +197,7 @@ def structured_to_pb(wanted: StructuredOutput) -> pb.StructuredOutput:
 
 
 def structured_from_pb(message: pb.StructuredOutput) -> StructuredOutput:
-    """Converts a grammar. A message without a grammar becomes an empty choice, which matches nothing and is refused."""
+    """Converts a grammar. A message without a grammar becomes a choice without options, which matches nothing."""
     kind: GrammarKind = message.WhichOneof("grammar") or "choice"
     source = "" if kind in ("choice", "json_object") else getattr(message, kind)
     return StructuredOutput(kind, source, tuple(message.choice.options))

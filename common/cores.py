@@ -11,8 +11,8 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Returns the number of cores on which this process may run. If the container's limit (`docker run --cpus`),
-    rounded up, is smaller, returns that limit.
+    """Returns the number of cores on which this process may run, or the container's limit (`docker run --cpus`),
+    rounded up, if that is smaller.
     """
     allowed = len(os.sched_getaffinity(0))
     try:

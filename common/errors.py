@@ -40,7 +40,7 @@ class LooseleafError(Exception):
     http_status = 500
     kind = "internal_error"
     own_code: str | None = None
-    """The `code` of errors whose violations name none, or None for the name of the gRPC status in lower case."""
+    """The `code` of an error whose first violation has no reason. None means the gRPC status in lower case."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class LooseleafError(Exception):
 
     @property
     def code(self) -> str:
-        """The code in OpenAI's error object: OpenAI's own code if there is one, otherwise the gRPC status in lower
-        case.
+        """The code in OpenAI's error object: the first violation's reason, otherwise `own_code`, otherwise the gRPC
+        status in lower case.
         """
         reason = self.violations[0].reason if self.violations else None
         return reason or self.own_code or self.grpc_code.lower()

@@ -53,7 +53,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class _Call:
-    """The handler of one call of a method."""
+    """A call of a method."""
 
     def __init__(self, name: str, handler: Any, check: Check) -> None:
         self._name = name

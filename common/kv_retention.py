@@ -1,6 +1,5 @@
-"""The rules by which KV groups keep blocks of a sequence: how many blocks a sequence holds at most, and which cached
-prefix it can continue. Workers, the block store and gateways share these rules. The rules do not depend on the
-content of blocks.
+"""The rules by which KV groups keep the blocks of a sequence. They determine how many blocks a sequence holds at most,
+and which cached prefix it can continue. Workers, the block store and gateways share these rules.
 """
 
 from __future__ import annotations

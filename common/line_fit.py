@@ -1,4 +1,4 @@
-"""A running estimate of a time that grows with the amount of work. The module does no I/O and reads no clock."""
+"""A running estimate of a time that grows with the amount of work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _DECAY = 0.98
 """Factor by which an observation multiplies the weights of all earlier ones, so that about the last fifty count."""
 _MIN_VARIANCE = 0.01
-"""Below this variance of x, as a fraction of x's squared mean, the observations do not determine a slope."""
+"""If the variance of x is at most this fraction of the square of its mean, the observations determine no slope."""
 _EXPECTED_WEIGHT = 0.1
 
 

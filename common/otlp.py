@@ -1,9 +1,9 @@
 """Records traces with OpenTelemetry's SDK, and exports them over OTLP. Only `common.tracing` imports this module, and
 only if traces are on.
 
-Spans wait in a bounded queue of the SDK, from which a separate thread exports them. If the collector does not answer,
-spans are dropped and counted, and requests are not affected. OpenTelemetry's variables configure the sampler, the queue
-and the exporter.
+Spans wait in a bounded queue of the SDK, from which a separate thread exports them. Requests do not wait for the
+export. If the queue is full or an export fails, spans are dropped and counted. OpenTelemetry's environment variables
+configure the sampler, the queue and the exporter.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class CountingExporter(SpanExporter):
         self._endpoint = endpoint
         self._queue_size = queue_size
         self._num_taken = 0
-        """Number of spans that have left the queue to be exported. Only the exporter's thread changes it."""
+        """Number of spans that have left the queue to be exported. Only the exporting thread changes this number."""
         self._num_exported = 0
         self._num_failed = 0
         self._num_ended = 0
-        """Number of spans that have entered the queue. Only the thread in which spans end changes it."""
+        """Number of spans that have entered the queue. Only the thread in which spans end changes this number."""
         self._num_pushed_out = 0
         self._is_down = False
         self._is_closed = False
@@ -93,8 +93,8 @@ class CountingExporter(SpanExporter):
 
 
 class CountedProcessor(BatchSpanProcessor):
-    """OpenTelemetry's processor with a queue of spans, extended to count the spans that enter the queue. All spans of
-    the process end in the same thread.
+    """OpenTelemetry's processor with a queue of spans, extended to count the spans that enter the queue. Spans must end
+    in the same thread, because the counters have no lock.
     """
 
     def __init__(self, exporter: CountingExporter, queue_size: int) -> None:
@@ -183,8 +183,8 @@ class OtlpTracer(Tracer):
 
 
 def otlp_tracer(service: str, instance: str) -> OtlpTracer:
-    """Returns a tracer that exports to the collector that OpenTelemetry's variables name. Raises StartupError if the
-    protocol is unknown, or if the SDK raises ValueError for another variable.
+    """Returns a tracer for the collector that OpenTelemetry's variables name. Raises StartupError if the protocol is
+    unknown, or if another variable causes a ValueError.
     """
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -227,5 +227,5 @@ def _resource(service: str, instance: str) -> Resource:
 
 
 def _first(names: Sequence[str]) -> tuple[str, str]:
-    """Returns the name and the value of the first of these variables that is set, or two empty strings."""
+    """Returns the name and the value of the first of these variables that is not empty, or two empty strings."""
     return next(((name, value) for name in names if (value := os.environ.get(name, "").strip())), ("", ""))

@@ -59,15 +59,15 @@ class Bounds:
 
     message_bytes: int = MAX_MESSAGE_BYTES
     rpcs: int | None = None
-    """Concurrent calls on the server. Further calls are refused."""
+    """Maximum number of concurrent calls on the server. Further calls are refused."""
     streams: int | None = None
-    """Concurrent calls on one connection. Further calls wait at the client."""
+    """Maximum number of concurrent calls on one connection. Further calls wait at the client."""
     handshake_s: float | None = None
     """Time from the start of a connection to its first bytes of HTTP/2."""
     idle_s: float | None = None
     """Time that a connection may be without calls."""
     connections: int | None = None
-    """Concurrent connections. Further connections are closed before anything is read from them."""
+    """Maximum number of concurrent connections. Further connections are closed before anything is read from them."""
 
     def options(self) -> dict[str, int]:
         """Returns the limits as options of a server."""
@@ -198,7 +198,7 @@ class _Pooled:
 
 
 class ChannelPool:
-    """A pool with one channel per address, which all calls to the address share."""
+    """A pool with one channel per address, which concurrent calls to the address share."""
 
     def __init__(self, trust: Trust = NO_TRUST, options: Sequence[tuple[str, int]] = ()) -> None:
         """`options` are added to `CHANNEL_OPTIONS`."""

@@ -1,4 +1,4 @@
-"""Reads and writes files that contain secrets. It warns if users other than the owner can access such a file."""
+"""Reads and writes files that contain secrets. Logs a warning when it reads a secret that other users can access."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs a service's process. Reads the settings, sets up the logs and runs one event loop. If the service cannot start,
-prints the reason.
+"""Runs the process of a service, with its settings, logs and event loop. If the service cannot start, prints the
+reason.
 
 A worker's process serves one `Role`, or prefill and decode together.
 """
@@ -26,12 +26,12 @@ from common.trust import is_loopback, trust_of
 S = TypeVar("S", bound=ServerSettings)
 logger = logging.getLogger("trust")
 _LAST_MESSAGES_S = 0.5
-"""Time that open streams get after the drain to send the tokens that have already been produced."""
+"""Seconds that open streams get after the drain to send the tokens that have already been produced."""
 
 
 class Role(Protocol):
-    """The interface of one role of a worker's process. Methods other than `drain` may block. `serve_roles` calls each
-    method at most once.
+    """The interface of one role of a worker's process. `serve_roles` calls each method at most once, and calls
+    `announce`, `withdraw` and `close`, which may block, in other threads.
     """
 
     weights_bytes: int
@@ -41,8 +41,8 @@ class Role(Protocol):
         """Registers the role's service."""
 
     def start(self, on_failure: Callable[[], object]) -> None:
-        """Starts the step thread. `on_failure` is called, possibly in another thread than the caller's, when an
-        exception has ended the step thread or the role has lost its arena.
+        """Starts the step thread. `on_failure` is called, possibly in a different thread, when an exception has ended
+        the step thread or the role has lost its arena.
         """
 
     def announce(self, address: str) -> None:
@@ -115,8 +115,8 @@ def run_service(name: str, settings_type: type[S], main: Callable[[S], Awaitable
     """Runs `main(settings)`. A StartupError or LooseleafError ends the process with status 1, and its message is
     printed or, with JSON logs, logged.
 
-    The garbage collector does not visit the objects that exist when this function begins, mostly those of imported
-    modules (`gc.freeze`). They stay until the process ends, and visiting them would delay tokens.
+    The garbage collector ignores the objects that exist when this function begins (`gc.freeze`), because visiting them
+    would delay tokens.
     """
     gc.freeze()
     settings = settings_type.load(sys.argv[1:])

@@ -1,9 +1,9 @@
-"""The base class of every service's settings. It derives variables and flags from one definition, and rejects mistakes.
+"""The base classes of the services' settings. Each field of a class defines a flag and an environment variable.
 
-A field `max_num_seqs` of a service with the prefix LOOSELEAF_DECODE_ is the flag `--max-num-seqs` and the variable
-LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags override variables, and variables override defaults. pydantic-settings ignores a
-mistyped variable even with extra="forbid". This base class rejects every variable with the prefix that matches no
-field.
+For example, the field `max_num_seqs` of a service with the prefix LOOSELEAF_DECODE_ can be set by the flag
+`--max-num-seqs` or by the variable LOOSELEAF_DECODE_MAX_NUM_SEQS. Flags override variables, and variables override
+defaults. pydantic-settings ignores a mistyped variable even with extra="forbid", so `Settings` itself rejects variables
+that have the prefix but match no field.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class VllmGrpcSettings(Settings):
 
 
 class ServerSettings(Settings):
-    """The settings that all servers share: addresses, credentials and logs."""
+    """The settings that all servers share, such as addresses, credentials and logs."""
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)

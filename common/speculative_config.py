@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 MAX_DRAFT_TOKENS = 32
 MAX_LOOKUP = 16
 DEFAULT_LOOKUP = 5
-"""vLLM's default for both lengths."""
+"""vLLM's default for `prompt_lookup_max` and `prompt_lookup_min`."""
 
 
 class SpeculativeConfig(BaseModel):
@@ -58,7 +58,7 @@ def _check(text: str | None) -> str | None:
 
 
 SpeculativeConfigText = Annotated[str | None, AfterValidator(_check)]
-"""The type of a setting whose value is such a JSON object, or None for no speculation."""
+"""The type of a setting whose value is the JSON text of a `SpeculativeConfig`, or None for no speculation."""
 SPECULATIVE_CONFIG = (
     "JSON object; verifies several predicted tokens in a step where that pays, without changing a token: "
     '{"method": "ngram", "num_speculative_tokens": 7}; default: off'

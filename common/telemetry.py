@@ -55,7 +55,7 @@ class _LineFormatter(logging.Formatter):
 
 
 def json_line(service: str, message: str, created_s: float, level: str, **more: str) -> str:
-    """Returns a log line in JSON. `created_s` is its Unix time."""
+    """Returns a log line in JSON. `created_s` is the Unix time of the event."""
     milliseconds = int(created_s % 1 * 1000)
     created = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created_s)) + f".{milliseconds:03d}Z"
     return json.dumps({"time": created, "level": level, "service": service, "message": message, **more})
@@ -126,7 +126,7 @@ class Burst(Generic[T]):
 
 
 def fallback_counts() -> dict[str, int]:
-    """Returns how often this process has used each fallback, by name, for /metrics."""
+    """Returns how often this process has used each fallback, by name."""
     with _LOCK:
         total = Counter(_COUNTS)
     for source in _SOURCES:
@@ -135,8 +135,6 @@ def fallback_counts() -> dict[str, int]:
 
 
 def count_fallbacks_of(source: Callable[[], Mapping[str, int]]) -> None:
-    """Makes `fallback_counts` include the counts that `source` returns. This is for code that keeps its own counts,
-    such as a layer that may not import this module. Adding the same source again has no effect.
-    """
+    """Makes `fallback_counts` include the counts that `source` returns. Adding the same source again has no effect."""
     if source not in _SOURCES:
         _SOURCES.append(source)

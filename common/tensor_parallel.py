@@ -5,8 +5,8 @@ from __future__ import annotations
 MOST_RANKS = 8
 """The largest number of shares of a layer, and the largest number of stages of a model."""
 DEFAULT_PARTS = 4
-"""Number of parts into which a product's inputs are divided if a worker has 2 or 4 tensor-parallel ranks. With this
-number of parts, a model has the same bits on 1, 2 and 4 ranks.
+"""Number of parts into which a product's inputs are divided if a worker has 2 or 4 tensor-parallel ranks. With the same
+number of parts, a model's results have the same bits on 1, 2 and 4 ranks.
 """
 
 

@@ -1,7 +1,7 @@
 """The ticket that a prefill worker hands over to a decode worker, through the gateway.
 
-In `block_store/ledger/lua`, `hand_over.lua` and `deliver.lua` create tickets. A claim (`claim.lua`), `give_up.lua` or,
-after the ticket's lease, the reaper ends a ticket.
+The ledger's scripts `hand_over.lua` and `deliver.lua` create tickets. The scripts `claim.lua` and `give_up.lua` end
+them and, after a ticket's lease, so does the reaper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from common.types import BlockRef, Epoch
 
 @dataclass(frozen=True, slots=True)
 class TicketId:
-    """The id of a ticket in the ledger, and the secret that proves that the caller has received the ticket."""
+    """The id of a ticket in the ledger, with a secret by which the claimer proves that it has received the ticket."""
 
     epoch: Epoch
     """The ticket's holder epoch."""

@@ -1,8 +1,8 @@
 """Traces of requests. A trace is a tree of spans, which OpenTelemetry's protocol (OTLP) carries to a collector.
 
 Traces are off unless OpenTelemetry's standard variables name a collector. If they are on, `common.otlp` records them.
-This module imports nothing from OpenTelemetry. Times are nanoseconds of `time.monotonic_ns`, so that a span can be
-created from recorded times when its phase has ended.
+This module imports nothing from OpenTelemetry. Times are values of `time.monotonic_ns`. A span can also be created
+later, from recorded times.
 
 A trace continues from process to process through the W3C headers `traceparent` and `tracestate`
 (https://www.w3.org/TR/trace-context/), over HTTP, in gRPC metadata and in `decode_pb2.Submit`.
@@ -38,7 +38,9 @@ NO_ATTRIBUTES: Attributes = {}
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The identity of a span in W3C's form, to which other processes can add children. Empty fields mean no span."""
+    """The identity of a span in W3C's form, with which another process can add children to the span. Empty fields mean
+    no span.
+    """
 
     traceparent: str = ""
     tracestate: str = ""
@@ -72,8 +74,8 @@ class TraceContext:
 _NAMES = {TRACEPARENT, TRACESTATE, TRACEPARENT.encode(), TRACESTATE.encode()}
 NO_CONTEXT = TraceContext()
 CURRENT: ContextVar[TraceContext] = ContextVar("trace", default=NO_CONTEXT)
-"""The context of the span that the current task works for: the caller's span, until a span of this process replaces it.
-JSON log lines show the trace's id, and calls to other services carry the context.
+"""The context of the span that the current task works for. It is the caller's span until a span of this process
+replaces it. JSON log lines show the trace's id.
 """
 
 
@@ -157,7 +159,7 @@ def traced(tracer: Tracer, name: str) -> Iterator[Span]:
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Returns whether OpenTelemetry's variables ask for traces: an endpoint is set, and nothing turns them off."""
+    """Returns whether OpenTelemetry's variables set an endpoint, and do not turn traces off."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporters = environment.get("OTEL_TRACES_EXPORTER", "otlp").split(",")
@@ -168,8 +170,8 @@ def tracer_of(service: str, instance: str = "") -> Tracer:
     """Returns the tracer of a service, such as "gateway". `instance` is a name that distinguishes this process from
     others of the same service.
 
-    Raises StartupError if the environment asks for traces but the packages are missing, and the errors of
-    `common.otlp.otlp_tracer`.
+    Raises StartupError if the environment asks for traces, but the packages are missing or a variable is invalid
+    (`common.otlp.otlp_tracer`).
     """
     if not is_wanted(os.environ):
         return NO_TRACER

@@ -1,4 +1,4 @@
-"""The credentials that processes of the same deployment present to each other: a secret and certificates."""
+"""The secret and the certificates that processes of the same deployment present to each other."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Trust:
 
     @property
     def stamp(self) -> Stamp:
-        """A stamp that changes when channels should be reopened. It is empty without certificates, and while a file is
-        missing.
+        """The modification times of the certificate files, for noticing a change. The stamp is empty without
+        certificates, and while a file is missing.
         """
         try:
             return () if self.certificates is None else self.certificates.stamp
@@ -54,7 +54,7 @@ class TrustFiles:
     tls_ca: Path | None = None
 
     def read(self) -> Trust:
-        """Reads the files. Raises StartupError if a file is missing or cannot be used."""
+        """Reads the files. Raises StartupError if a file cannot be used, or if only some of the TLS files are given."""
         return Trust(None if self.secret_file is None else read_secret(self.secret_file), self._certificates())
 
     def _certificates(self) -> CertificateFiles | None:
@@ -74,7 +74,7 @@ def files_of(settings: ServerSettings) -> TrustFiles:
 
 
 def trust_of(settings: ServerSettings) -> Trust:
-    """Reads the credentials of a process. Raises StartupError if a file cannot be used."""
+    """Reads the credentials of a process. Raises StartupError as `TrustFiles.read` does."""
     return files_of(settings).read()
 
 

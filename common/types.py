@@ -1,7 +1,7 @@
-"""Defines values that cross package boundaries, mostly as frozen dataclasses (long: many small types).
+"""Defines types that several packages share, mostly frozen dataclasses (long: many small types).
 
-They do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes. Times
-are in nanoseconds or seconds, according to their names.
+The types do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes.
+Times are in nanoseconds or seconds, according to their names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ DType = Literal["bfloat16", "float32", "float16", "float8_e4m3fn", "int8"]
 """Data types of weights, activations and KV, by torch's names; float8_e4m3fn and int8 are for KV only."""
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 KV_SCALE_BYTES: dict[str, int] = {"int8": 4}
-"""Bytes of the scale that follows the keys or values of one token and head (`kernels.kv_cache`). Other types have none.
+"""Bytes of the scale that follows the keys or values of one token and head (`kernels.kv_cache`). A type that is not in
+this table has no scale.
 """
 KvCacheDType = Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"]
 """Types of KV that a user can choose, by vLLM's names. auto means the model's dtype, and fp8 means fp8_e4m3."""
@@ -67,7 +68,7 @@ class KvKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """The description of a KV group: the content of its blocks, for all layers of the group."""
+    """Describes the content of a KV group's blocks, for all layers of the group."""
 
     num_layers: int
     num_kv_heads: int
@@ -135,7 +136,7 @@ class KvLayout:
 
     @property
     def summary(self) -> str:
-        """The description of a block in a few words."""
+        """A text with the size of a block in tokens, the type of its KV, and its size in bytes."""
         return f"{self.block_size} tokens, {self.kv_dtype or 'states only'}, {self.block_bytes:,} bytes a block"
 
     @property
@@ -175,9 +176,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters that determine how the next token is drawn. Defaults have already been applied. In a field that
-    can be unset, only None means "unset".
-    """
+    """The parameters of a request that determine how its tokens are drawn. The gateway has already applied defaults."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -190,9 +189,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    """A seed of 63 bits. The gateway draws a random seed if the client gave none."""
+    """A signed integer of 64 bits. The gateway chooses a random seed if the client gave none."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log-probabilities are returned beside the chosen token's, or None for none."""
+    """Number of most likely tokens whose log-probabilities are returned beside the chosen token's. None returns no
+    log-probabilities.
+    """
     prompt_logprobs: int | None = None
     num_sequences: int = 1
     """Number of samples (n); in a beam search, the number of best beams to return."""
@@ -251,7 +252,7 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probabilities of one chosen token and of the most likely tokens at its position."""
+    """The log-probabilities of one token of a sequence and of the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -272,9 +273,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class PromptSources:
-    """The sources of the KV of a prompt's tokens. Once the prompt is computed, `cached` and `computed` add up to its
-    length.
-    """
+    """The numbers of a prompt's tokens by the source of their KV."""
 
     cached: int = 0
     computed: int = 0
@@ -296,7 +295,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """The drafts that a decode worker has verified since it started (docs/speculation.md)."""
+    """Counts of the drafts that a decode worker has verified since it started (docs/speculation.md)."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -320,9 +319,11 @@ class WorkerLoad:
     num_preempted: int = 0
     """Sequences that are swapped out of the arena and wait to be resumed."""
     prompt_tokens_per_s: float = 0.0
-    """Rate of a prefill worker in its recent steps, or 0.0 if it has not been measured. 0.0 for a decode worker."""
+    """The estimated rate at which a prefill worker computes prompt tokens. 0.0 means that the rate is not known, or
+    that the worker is a decode worker.
+    """
     drafts: DraftCounts | None = None
-    """The drafts of a decode worker; None if it does not speculate."""
+    """The drafts of a decode worker, or None if it does not speculate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,1 @@
-"""Code for tests and fault injection: oracles, models of the ledger, and faulty workers. Not installed with the
-product.
-"""
+"""Code for tests and fault injection, such as the oracle and faulty workers. It is not installed with the product."""

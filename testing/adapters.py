@@ -1,4 +1,4 @@
-"""Random LoRA adapters in PEFT's format for tests and benchmarks, and the same adapters merged into a checkpoint."""
+"""Writes random LoRA adapters in PEFT's format for tests and benchmarks, and checkpoints with merged adapters."""
 
 from __future__ import annotations
 

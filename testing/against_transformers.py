@@ -20,7 +20,7 @@ NUM_TOKENS = 150
 
 
 def runner_of(directory: Path, **settings: Any) -> ModelRunner:
-    """Returns a runner of the checkpoint: by default in fp32, on the CPU, with transformers' model definition."""
+    """Returns a runner of the checkpoint, by default in fp32, on the CPU, with transformers' model definition."""
     given: dict[str, Any] = {
         "dtype": "float32",
         "model_impl": "transformers",
@@ -62,9 +62,9 @@ def by_transformers(
 
 
 class CorrectlyRounded(TorchDispatchMode):
-    """A mode in which torch computes operations on fp32 tensors in float64 and rounds each result to fp32 once. An fp32
-    implementation of these operations can hardly be more accurate. Views, operations in place, and operations with a
-    `dtype` argument or a float64 tensor run unchanged. An addition in place is rounded correctly anyway.
+    """A mode in which torch computes operations on fp32 tensors in float64 and rounds each result to fp32 once. Views,
+    operations in place, and operations with a `dtype` argument or a float64 tensor run unchanged. An addition in place
+    is rounded correctly anyway.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,8 +86,8 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the model's name for its cache, as an argument and in its results: "cache", "past_key_values" or
-    "cache_params", which depends on the model and on the version of transformers.
+    """Returns the name of the argument, and of the field of the results, with which a model passes its cache. The name
+    is "cache", "past_key_values" or "cache_params".
     """
     taken = inspect.signature(model.forward).parameters
     return next(name for name in ("cache", "past_key_values", "cache_params") if name in taken)

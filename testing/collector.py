@@ -1,4 +1,4 @@
-"""A collector of traces: a real OTLP/gRPC server that keeps the spans that it receives."""
+"""A collector of traces for tests. It is a real OTLP/gRPC server, which keeps the spans that it receives."""
 
 from __future__ import annotations
 

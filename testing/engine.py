@@ -1,5 +1,6 @@
-"""A small scheduler for tests and benchmarks. It prefills prompts in chunks under a token budget, and decodes complete
-sequences. Blocks come in random order from an arena filled with NaN, without a ledger, and are not released.
+"""A small scheduler for tests and benchmarks. It prefills prompts in chunks under a token budget, and decodes sequences
+whose prompts are complete. Blocks come in random order from an arena filled with NaN, and are not released. There is no
+ledger.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Batch:
         return cls(runner, sequences, budget)
 
     def run(self) -> list[list[int]]:
-        """Runs every sequence to its `max_tokens`. Returns the outputs."""
+        """Runs steps until every sequence has `max_tokens` output tokens. Returns the outputs."""
         while live := [s for s in self.sequences if len(s.output_ids) < s.stopping.max_tokens]:
             self.step(self._plan(live))
         return [s.output_ids for s in self.sequences]
@@ -69,7 +70,7 @@ class Batch:
         return chunks
 
     def step(self, chunks: list[Chunk]) -> None:
-        """Runs one forward pass, and draws the next token of each complete sequence."""
+        """Runs one forward pass, and draws the next token of each sequence that the pass completes."""
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
         logits = self.runner.step(lay_out(chunks, self.runner.layout.block_size).batch)
         for chunk in chunks:

@@ -1,5 +1,5 @@
 """Writes GGUF files of tiny checkpoints, each with an fp32 twin that has the same weights. The gguf package writes the
-files and defines the values of their blocks.
+files and decodes their blocks for the twins.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim
 
 
 def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Returns random blocks of a type, bytes [n_out, ...], for types that gguf can read but not write. The fp16 scales
-    make the weights small, and about half of them negative.
+    """Returns random blocks of a type as uint8 [n_out, bytes of a row]. Some types can be read but not written by gguf.
+    The fp16 scales make the weights small, and about half of them negative.
     """
     rng = np.random.default_rng(seed)
     per_block, size = gguf.GGML_QUANT_SIZES[kind]

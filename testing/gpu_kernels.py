@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x (fp32 or float64) in `dtype`, rounded as in a kernel on x's device: to nearest even or, for bf16 on
-    the CPU, towards zero, because triton's interpreter (3.7.1) truncates the low bits.
+    """Returns x (fp32 or float64) in `dtype`, rounded as in a kernel on x's device. Values are rounded to nearest even.
+    On the CPU, bf16 is rounded towards zero, because triton's interpreter (3.7.1) truncates the low bits.
     """
     if dtype == torch.bfloat16 and not x.is_cuda:
         return (x.float().view(torch.int32) & -0x10000).view(torch.float32).to(dtype)
@@ -19,8 +19,8 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_rows() -> None:
-    """Makes the interpreter's `tl.dot` row-invariant, like tensor cores: a row's bits do not depend on its position in
-    the tile. The interpreter calls numpy's `matmul`, whose row invariance depends on the BLAS.
+    """Makes the interpreter's `tl.dot` row-invariant, so that a row's bits do not depend on the row's position in the
+    tile. The interpreter calls numpy's `matmul`, whose row invariance depends on the BLAS.
     """
     from triton.runtime import interpreter
 

@@ -1,6 +1,6 @@
-"""The reference for all other paths: a single process that runs one sequence at a time, without a prefix cache or a
-scheduler, with the same kernels. The oracle builds its steps without `engine.sequence`, over a private arena, so it
-does not share the bookkeeping of blocks and positions with the code under test.
+"""The oracle, the reference for all other paths. It runs one sequence at a time in one process, with the same kernels,
+but without a prefix cache or a scheduler. It builds its steps without `engine.sequence`, so it does not share the
+bookkeeping of blocks and positions with the code under test.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Oracle:
         begin: Callable[[], GrammarState] | None = None,
     ) -> list[Sampled]:
         """Returns the tokens that `generate` returns, with their log-probabilities if `sampling` requests them. `begin`
-        returns a grammar state at the start. Each token is drawn with a new state.
+        returns a new grammar state, and is called for each token; None means that the output has no grammar.
         """
         outputs, drawn = list[int](), list[Sampled]()
         limit = min(stopping.max_tokens, self._runner.max_model_len - len(prompt_ids))
@@ -86,14 +86,12 @@ class Oracle:
         return search.best()
 
     def logits(self, token_ids: Sequence[int], *, chunk: int | None = None) -> torch.Tensor:
-        """Returns teacher-forced fp32 logits [len(token_ids), vocab]: row i predicts token i + 1."""
+        """Returns teacher-forced fp32 logits [len(token_ids), vocab]. Row i predicts token i + 1."""
         with self._runner.using(self._arena(len(token_ids))):
             return self._prefill(token_ids, chunk, last_only=False)
 
     def _arena(self, num_tokens: int) -> torch.Tensor:
-        """Returns blocks for one sequence, filled with 0xff, so that the read of an unwritten slot has an effect: it
-        gives NaN.
-        """
+        """Returns blocks for one sequence, filled with 0xff, so that an unwritten slot reads as NaN."""
         layout = self._runner.layout
         return self._runner.new_arena(-(-num_tokens // layout.block_size) * len(layout.groups), fill=0xFF)
 

@@ -1,5 +1,5 @@
-"""Writes tiny checkpoints in quantized formats, each with an fp32 twin that has the same weights. The formats, w = s *
-(q - z), are implemented here independently of the code that reads them.
+"""Writes tiny checkpoints in quantized formats, each with an fp32 twin that has the same weights. The code does not use
+the product's code that reads these formats.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from engine.tiny import make_checkpoint
 
 GROUP = 32
 ROUTER = ".gate.weight"
-"""The suffix of the names of routers, which these formats do not quantize."""
+"""The suffix of the names of router weights, which are not quantized."""
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix [out, in] in a format: its tensors by suffix, and the weights that they encode."""
+    """A quantized matrix, as tensors by the suffix of their names, and as the weights [out, in] that the tensors
+    encode.
+    """
 
     tensors: dict[str, Tensor]
     numbers: Tensor
@@ -36,7 +38,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A quantized format: its quantization_config, and a function that encodes a matrix."""
+    """The quantization_config of a format, and a function that encodes a matrix in the format."""
 
     config: dict[str, Any]
     store: Callable[[Tensor], Stored]
@@ -62,7 +64,7 @@ def make_quantized(directory: Path, twin: Path, form: Format, family: Family = "
 
 
 def packed(values: Ints, bits: int) -> Tensor:
-    """Returns int32 words of unsigned values along the last axis, with the first value in the lowest bits."""
+    """Packs unsigned values along the last axis into int32 words. The first value is in the lowest bits of a word."""
     per_word = 32 // bits
     words = np.zeros((*values.shape[:-1], values.shape[-1] // per_word), np.uint32)
     for i in range(per_word):

@@ -22,7 +22,7 @@ from testing.engine import Batch
 
 PROMPTS = [[5 + (7 * i + j) % 500 for j in range(length)] for i, length in enumerate((1, 15, 16, 37, 90))]
 _ANYWHERE = SharedBlocks("", 0, 0, 0)
-"""A placeholder: threads share the memory itself."""
+"""A placeholder, because the threads share the arena's memory."""
 
 
 class _FirstSeat(Seat):

@@ -1,11 +1,11 @@
 """Runs a command as on a slow and busy machine. By default, the command gets half a core, and is interrupted by pauses
-of 1 to 3 s, in which all its processes or one of them are stopped. A test that depends on the speed of the machine is
-likely to fail here.
+of 1 to 3 s, in which all its processes or one of them are stopped. Tests that depend on the speed of the machine are
+likely to fail.
 
     python -m testing.slow -- .venv/bin/python -m pytest tests/worker
 
-Needs root, and cgroups of version 1 with the controllers `cpu` and `freezer`. A frozen cgroup, unlike SIGSTOP, does not
-interfere with tests that stop and continue their own processes.
+The program needs root, and cgroups of version 1 with the controllers `cpu` and `freezer`. A frozen cgroup, unlike
+SIGSTOP, does not interfere with tests that stop and continue their own processes.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def inspect(block_store: str, *, include_blocks: bool = False) -> pb.InspectResp
 
 def assert_nothing_held(block_store: str, *, within_s: float = 60.0) -> pb.InspectResponse:
     """Waits until every block is FREE, CACHED or RESERVED and no holder has a sealed block. Returns the state. Raises
-    AssertionError after `within_s`. The default is enough for the end of a ticket's lease and a sweep, which release a
-    cancelled request's blocks, on a slow machine too.
+    AssertionError after `within_s`. The blocks of a cancelled request may be held until the lease of a ticket has
+    ended.
     """
 
     def look() -> pb.InspectResponse | str:

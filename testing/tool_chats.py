@@ -1,9 +1,8 @@
-"""Runs chats with tools for each family of chat templates (`python -m testing.tool_chats --chats 200`). Each family is
-served with a tiny random model and its chat template, from which the server derives the call format. Every chat
-requires a call, and is repeated as a stream. A chat fails if a call does not match its schema, if the stream's calls
-differ from those of the complete answer, or if the server refuses a history with a call and its result, which about
-every fifth chat sends. Unless the answer was cut off at its token limit, a chat also fails if there is no call, or if
-there is content besides the calls.
+"""Runs chats with tools for each family of chat templates (`python -m testing.tool_chats --chats 200`). A tiny random
+model is served with the family's chat template, from which the server derives the call format. Every chat requires a
+call. A chat fails if a complete call does not match its schema, or if the same request as a stream gives other calls.
+Unless the answer was cut off at its token limit, a chat also fails if there is no call, if there is content besides the
+calls, or, in about every fifth chat, if the server refuses a history with a call and its result.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p
 
 
 def write_model(directory: Path, family: str) -> Path:
-    """Writes a random model with the template of a family, in which the markers of the family's calls are special
-    tokens. Returns its directory.
+    """Writes a random model with the chat template of a family, and returns its directory. The markers of the family's
+    calls are special tokens.
     """
     form, template = TEMPLATES[family]
     make_checkpoint(directory, "llama", seed=1, vocab_size=540)
@@ -130,7 +129,7 @@ def _sent_back(http: httpx.Client, message: dict[str, Any]) -> list[str]:
 
 
 def run_family(family: str, num_chats: int) -> list[str]:
-    """Serves a family and runs its chats, up to eight at a time. Returns the failures."""
+    """Serves a model with the template of a family and runs chats, up to eight at a time. Returns the failures."""
     with tempfile.TemporaryDirectory(prefix="ll-chats-") as scratch:
         model = write_model(Path(scratch) / family, family)
         with (

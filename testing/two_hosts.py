@@ -33,15 +33,15 @@ from testing.system import wait_for
 
 START_S = 120.0
 NOTES = "LOOSELEAF_CHAOS_NOTES"
-"""The environment variable that contains the directory of notes to faulty services."""
+"""The environment variable with the directory of the files that control a `testing.chaos.faulty_store`."""
 _SUBNET = f"10.77.{os.getpid() % 256}"  # so that two test processes can run at the same time
 _LINK = (f"{_SUBNET}.1", f"{_SUBNET}.2")  # A, B
 _FRONT = (f"{_SUBNET}.5", f"{_SUBNET}.6")  # the test, A
 
 
 class Namespace:
-    """A network namespace and a mount namespace with a separate /dev/shm. A process that sleeps for an hour keeps them
-    alive.
+    """A network namespace and a mount namespace with a separate /dev/shm. Commands enter them through a process that
+    sleeps for an hour.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,7 +131,7 @@ class TwoHosts:
         self._shm = Path(tempfile.mkdtemp(prefix="ll-hosts-", dir="/dev/shm"))
         self._packages = packages or {}
         self.notes = self._root / "notes"
-        """The directory of notes to a `testing.chaos.faulty_store`."""
+        """The directory of the files that control a `testing.chaos.faulty_store`."""
         self.notes.mkdir()
         self._model, self._max_model_len, self._num_blocks = model, max_model_len, num_blocks
         self._secret = self._root / "secret"
@@ -216,9 +216,7 @@ class TwoHosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables of the services, with which they can import this checkout's `testing`, which is not
-        installed.
-        """
+        """The environment variables of the services. PYTHONPATH is set because `testing` is not installed."""
         return {**os.environ, NOTES: str(self.notes), "PYTHONPATH": str(Path(__file__).parents[1])}
 
     def directory(self, host: int) -> Path:
@@ -231,16 +229,16 @@ class TwoHosts:
         return [*enter, sys.executable, "-m", *arguments]
 
     def cut(self, is_up: bool = False) -> None:
-        """Takes the link between the hosts down, or brings it up again."""
+        """Takes the link between the hosts down, or brings it up again if `is_up` is True. Requires namespaces."""
         assert self.spaces is not None
         _run(*self.spaces[0].enter, "ip", "link", "set", f"lla{os.getpid()}", "up" if is_up else "down")
 
     def metric(self, name: str) -> float:
-        """Returns the sum of a gateway metric over its labels."""
+        """Returns the sum of the gateway's samples of a metric."""
         return sum(sample.value for sample in metrics_page.read(self.http) if sample.name == name)
 
     def inspect(self, host: int) -> pb.InspectResponse:
-        """Returns the counts and the holders of a host's block store (0: A, 1: B)."""
+        """Returns the counts and the holders of a block store, that of host A (0) or B (1)."""
         trust = Trust(read_secret(self._secret))
         with open_blocking_channel(self.block_stores[host], trust) as channel:
             stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -248,7 +246,7 @@ class TwoHosts:
             return response
 
     def _inspected(self, host: int) -> pb.InspectResponse | None:
-        """Returns the result of `inspect`, or None while the ledger does not answer."""
+        """Returns the result of `inspect`, or None if the block store answers UNAVAILABLE."""
         try:
             return self.inspect(host)
         except grpc.RpcError as error:

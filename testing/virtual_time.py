@@ -13,7 +13,7 @@ from looseleaf.simulation.virtual_time import VirtualLoop
 
 P = ParamSpec("P")
 BEGIN_S = 1000.0
-"""`time.monotonic()` when a test begins. It is not 0, because some code uses 0 as a time long ago."""
+"""`time.monotonic()` when a test begins. It is not 0, because some code uses 0 for a time in the distant past."""
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:

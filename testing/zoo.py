@@ -27,8 +27,8 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-"""Settings of every family, except for the keys in its `without`. transformers maps these names to the family's own
-names.
+"""Settings of all families, except for the keys in `Animal.without`. transformers maps these names to the names that a
+family uses.
 """
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 WINDOW: dict[str, Any] = {"sliding_window": 24}
@@ -41,7 +41,7 @@ MIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Animal:
-    """A checkpoint of the zoo: its family and its special settings."""
+    """The family and the special settings of a checkpoint."""
 
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)

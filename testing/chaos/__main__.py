@@ -37,7 +37,7 @@ from testing.chaos.run import Run
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A scenario: its function, and its default number of trials."""
+    """A scenario's function and its default number of trials."""
 
     run: Callable[[Run], Report]
     trials: int

@@ -1,7 +1,7 @@
 """A scenario in which clients cancel their requests. It measures the time until the workers stop computing. A round
-starts a few requests at once, cancels those that are running at a random moment, and polls the ledger until workers
-hold only their reserve. The result is therefore the time of the slowest request of a round. It includes the path
-through the client and the gateway.
+starts a few requests at once, cancels at a random moment those that have not ended, and polls the ledger until workers
+hold only their reserve. The result of a round is therefore the time of its slowest cancel. It includes the path through
+the client and the gateway.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WAIT_S = 10.0
 POLL_S = 0.005
 LIMIT_MS = 250.0
 SHORTEST_PROMPT = 17
-"""The minimum length of a prompt in tokens. It fills a block, so each sequence on a decode worker holds a sealed block.
-Blocks in the reserve are never sealed.
+"""The minimum length of a prompt in tokens. Such a prompt fills a block, so each sequence on a decode worker holds a
+sealed block, which is not counted as reserved.
 """
 
 
@@ -79,7 +79,7 @@ async def _round(
 
 
 def _idle(ledger: LedgerScripts) -> bool:
-    """Returns whether workers hold only the reserve of the decode workers. Tickets are ignored."""
+    """Returns whether prefill workers hold no blocks, and decode workers no sealed blocks. Tickets are ignored."""
     now = inspect(ledger)
     held = {holder.name: holder.num_references for holder in now.holders if holder.kind == "worker"}
     prefill = sum(count for name, count in held.items() if name.startswith("prefill"))

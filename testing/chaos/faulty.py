@@ -27,10 +27,8 @@ VARIABLE = "LOOSELEAF_CHAOS"
 PACKAGES = {f"{role}_svc": f"testing.chaos.faulty_{role}" for role in ("prefill", "decode")}
 """The entry points of workers with faults."""
 PHASES = ("fill", "before seal", "after seal", "hand-over")
-"""The phases in which a prefill worker can be told to die. In "fill", a step has stored KV, which has not been
-published. In "before seal", the blocks' state is "sealed" in the header, but not in the ledger. In "after seal", the
-ledger records the blocks as sealed, but the worker has not received or used its answer. In "hand-over", the ticket
-exists, but the gateway has not received it.
+"""The phases in which a prefill worker can be told to die: after a step has stored KV, before and after the ledger's
+call `seal`, and after the call `hand_over`, when the ticket exists but the gateway has not received it.
 """
 DIED = "chaos: dies in phase "
 
@@ -40,19 +38,19 @@ class Faults:
     """The faults of a worker."""
 
     death_notes: str | None = None
-    """A directory. If it contains a file with the worker's name, the worker dies in the phase that the file names.
-    None: the worker does not kill itself.
+    """A directory, or None for no such fault. If it contains a file with the worker's name, the worker dies in the
+    phase that the file names.
     """
     stop_notes: str | None = None
-    """A directory. If it contains a file with the worker's name, the worker stops in its next step, just before
-    computing.
+    """A directory, or None for no such fault. If it contains a file with the worker's name, the worker stops at the
+    beginning of its next forward pass.
     """
     poison_token: int | None = None
-    """A token that kills the worker that computes it; None for no such token."""
+    """A token that kills the worker that computes it, or None for no such token."""
     lease_s: float | None = None
-    """The lease of workers in seconds, during which a worker sends six beats; None: the default lease."""
+    """The lease of the worker in seconds, or None for the default. The worker sends six beats per lease."""
     reader_rule: bool = True
-    """Whether block tables are compared with the header."""
+    """Whether the worker applies the reader rule, which compares block tables with the header."""
     late_counted: bool = False
     """Whether the ledger counts the calls that the worker makes after it has been fenced. This is not a fault."""
 

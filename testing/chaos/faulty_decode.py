@@ -1,4 +1,4 @@
-"""A decode worker with the faults of `faulty.VARIABLE`. Takes the flags of `python -m decode_svc`."""
+"""A decode worker with the faults of `faulty.VARIABLE`. The program takes the flags of `python -m decode_svc`."""
 
 from common.service_main import run_service
 from decode_svc.__main__ import main

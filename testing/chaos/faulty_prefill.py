@@ -1,4 +1,4 @@
-"""A prefill worker with the faults of `faulty.VARIABLE`. Takes the flags of `python -m prefill_svc`."""
+"""A prefill worker with the faults of `faulty.VARIABLE`. The program takes the flags of `python -m prefill_svc`."""
 
 from common.service_main import run_service
 from prefill_svc.__main__ import main

@@ -1,9 +1,9 @@
-"""A block store whose byte channels become slow, or change a bit, on command. Takes the flags of
+"""A block store whose byte channels become slow, or change a bit, on command. The program takes the flags of
 `python -m block_store`.
 
-The variable LOOSELEAF_CHAOS_NOTES names a directory. While it contains the file `pace`, each channel sends blocks with
-at most as many bytes per second as the file says. If it contains the file `flip`, the store changes one bit of the next
-block that it sends, and removes the file. Pieces of less than SLICE_BYTES, such as headers, are sent unchanged and
+The variable LOOSELEAF_CHAOS_NOTES names a directory. While it contains the file `pace`, each channel sends blocks at
+most at the rate in this file, in bytes per second. If it contains the file `flip`, the store changes one bit of the
+next block that it sends, and removes the file. Pieces of less than SLICE_BYTES, such as headers, are sent unchanged and
 without delay.
 """
 

@@ -1,5 +1,5 @@
-"""A scenario in which a worker is stopped (SIGSTOP) until its lease has expired, and then woken. The woken worker
-believes that it still holds its blocks.
+"""A scenario in which workers are stopped (SIGSTOP) until their leases have expired, and then woken. A woken worker
+must not use the blocks that it has lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOUND_S = 3.0
 POLL_S = 0.05
 WORKERS = ("decode-0", "prefill-0", "decode-1", "prefill-1")
 AT_ONCE = 2
-"""The number of workers that are stopped at the same time: one of each role."""
+"""The number of workers that are stopped at the same time, one of each role."""
 FENCED = r"is fenced: |starting over: the worker's lease had expired"
 
 
@@ -31,11 +31,11 @@ class _Freeze:
     """A record of one worker that was stopped and woken."""
 
     found_after_s: float
-    """The seconds until the gateway gave up the worker; infinite if it did not do so within FROZEN_S."""
+    """The seconds until the gateway gave up the worker, or infinity if it did not do so within FROZEN_S."""
     by_silence: bool
-    """Whether the gateway noticed silence on a stream, and not the absence of an idle worker from the registry."""
+    """Whether the gateway gave up the worker because a stream was silent."""
     fenced: bool
-    """Whether the woken process learned that it had been fenced."""
+    """Whether the log of the woken process says that it was fenced."""
     survived: bool
     num_late: int
     """The number of ledger calls that the incarnation made after it had been fenced."""
@@ -109,8 +109,8 @@ def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tup
 
 
 def _prefills_silent(stack: Stack) -> float:
-    """Returns the number of requests that the gateway took from silent prefill workers. The gateway's log would report
-    them only together, about a second late.
+    """Returns the number of requests that the gateway took from silent prefill workers. The gateway logs them about a
+    second later.
     """
     return stack.metric("looseleaf_requests_retried_total", reason="prefill_silent")
 

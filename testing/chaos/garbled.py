@@ -20,7 +20,7 @@ from testing.chaos.stack import Stack
 from testing.system import wait_for
 
 BURST = 25
-"""The number of values changed in one burst. Traffic continues between bursts."""
+"""The largest number of values changed in one burst. Traffic continues between bursts."""
 HUGE = 1 << 16
 MOST_FAILED = 0.1
 """The largest share of requests that may fail. A request may fail if it loses its blocks in several rebuilds."""
@@ -81,7 +81,7 @@ class Garbler:
 
     def burst(self, num_values: int) -> None:
         """Makes the given number of changes to random existing keys. Lists the keys at the beginning, and again when a
-        chosen key has vanished.
+        chosen key no longer exists.
         """
         wanted, families = self.changed.total() + num_values, self._families()
         while self.changed.total() < wanted:

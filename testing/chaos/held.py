@@ -1,4 +1,4 @@
-"""Finds the blocks that the ledger still records for workers some seconds after their death."""
+"""Counts the blocks that the ledger still records for workers some seconds after their death."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testing.chaos.stack import Stack
 AFTER_S = 9.0
 """The time in seconds from a death to the check: a lease of 5 s and a sweep of 0.5 s, with a margin."""
 MERCY_S = 0.0
-"""The time in seconds by which blocks may be released later, for machines that pause."""
+"""Additional seconds in which blocks may be released, for machines that pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Left:
 
 
 class HeldAfter:
-    """A checker that reads the ledger AFTER_S after each death."""
+    """A checker that reads the ledger AFTER_S seconds after each death."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack

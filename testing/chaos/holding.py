@@ -1,8 +1,8 @@
 """A process that contains workers without a model, which hold many blocks
 (`python -m testing.chaos.holding DIRECTORY REDIS_URL NUM_HOLDERS NUM_BLOCKS`). Each worker holds NUM_BLOCKS sealed
 blocks and a reserve. The process prints "ready" when all workers hold their blocks. The workers then take and release
-blocks as the steps of a sequence would, until a line of input arrives. The last line of output is JSON: the duration of
-the longest step, and the number of blocks on which the ledger and a worker disagree.
+blocks as the steps of a sequence would, until a line of input arrives. The last line of output is JSON, with the
+duration of the longest step and the number of blocks on which the ledger and a worker disagree.
 """
 
 from __future__ import annotations

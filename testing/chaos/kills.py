@@ -21,7 +21,7 @@ from testing.system import wait_for
 
 GAP_MOST_S = 2.0
 BACK = r"(\d+) sequences came back: (\d+) tokens computed again, at most (\d+) of one"
-"""A pattern for the log lines of prefill workers about sequences that came back from decode."""
+"""A pattern for the log lines of prefill workers about sequences that returned from decode."""
 
 
 def decode_kill(run: Run) -> Report:

@@ -1,6 +1,6 @@
-"""Counts the ledger calls that workers make after they have been fenced, in the scripts themselves. `count_late_calls`
-runs in a worker's process (`faulty`), and `late_calls` in the suite's process. Only the script can determine reliably
-whether a call came too late and whether it changed anything.
+"""Counts the ledger calls that workers make after they have been fenced. The scripts themselves count the calls,
+because only a script can determine reliably whether a call came too late and whether it changed anything.
+`count_late_calls` runs in a worker's process (`faulty`), and `late_calls` in the suite's process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scenarios that disturb Redis under load: it is killed and restarted empty, flushed, frozen, slowed down, or restarted
 with older data. No process may end. Requests may wait, and at most a share MOST_FAILED of them may fail. Within WHOLE_S
-of Redis' return, the ledger must be consistent again: all invariants hold, and every worker has a lease.
+of Redis' return, all invariants must hold again, and every worker must have a lease.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DOWN_S = 1.0
 """The time in seconds for which a killed Redis stays down."""
 SLOW_S = 10.0
 STALLS_S = (0.02, 0.3)
-"""The range of the lengths of a slow Redis' stalls, in seconds. It includes the budget of a worker's call, 0.25 s."""
+"""The shortest and longest stall of a slow Redis, in seconds. The longest exceeds the budget of a worker's call."""
 PAUSES_S = (0.005, 0.05)
-"""The range of the lengths of the pauses between two stalls, in seconds."""
+"""The shortest and longest pause between two stalls, in seconds."""
 OLD_S = 2.0
-"""The time in seconds between the snapshot and the kill. In this time, hundreds of blocks change in the ledger."""
+"""The time in seconds between the snapshot and the kill, in which the ledger changes."""
 WHOLE_S = 10.0
 POLL_S = 0.1
 MOST_FAILED = 0.001

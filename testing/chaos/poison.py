@@ -14,13 +14,13 @@ from testing.chaos.run import Run, judge
 from testing.chaos.stack import Plan, Stack
 
 TOKEN = 300
-"""A token that occurs in no prompt of the book and in no answer that this scenario expects."""
+"""A token that occurs neither in the prompts of the book nor in the answers that this scenario expects."""
 MOST_DEATHS = 2
 WORKERS = ("prefill-0", "prefill-1")
 
 
 def poison(run: Run) -> Report:
-    """Sends `trials` poisonous prompts, each three times, and waits for the workers' successors after each prompt."""
+    """Sends `trials` poisonous prompts, each three times. After each prompt, waits until dead workers are replaced."""
     report = run.report("poison")
     book = [case for case in run.book if all(TOKEN not in tokens for tokens in case.expected)]
     packages = {"prefill_svc": "testing.chaos.faulty_prefill"}

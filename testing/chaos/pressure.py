@@ -1,7 +1,6 @@
-"""A scenario whose arena has only 30 % of the blocks that the concurrent requests may need. Its four parts have equal
-lengths: one and two pairs of workers, each with swapping and with giving back. Every answer must be the oracle's,
-unless the request is refused at once because no decode worker could ever hold it. The time between two answers must
-not exceed QUIET_S. The preemption counts come from the workers' logs and the gateway's metrics.
+"""A scenario whose arena has only 30 % of the blocks that the concurrent requests may need. Its four parts, of equal
+lengths, run one or two pairs of workers with swapping or with giving back. Every answer must be the oracle's, unless
+the request is refused because no decode worker could hold it. The time between two answers must not exceed QUIET_S.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ BLOCK_SIZE = 16
 QUIET_S = 30.0
 """The time in seconds without an answer after which the system counts as stuck."""
 TOO_WIDE = Case(tuple(range(20, 40)), SamplingParams(num_sequences=16), 256, ())
-"""A case that needs more than 256 blocks. This is more than any floor here, so it must be refused."""
+"""A case that needs more than 256 blocks, so it must be refused."""
 REFUSAL = re.compile(r"^InvalidArgument: .*\b(n|beam_width|max_tokens)\b.* need \d+ blocks of KV; the limit .* is \d+$")
 SWAPPED = r"no block left: group \d+, (\d+) blocks, is swapped out \(([\d.]+) ms\)"
 RESUMED = r"group \d+ is back: (\d+) blocks copied in ([\d.]+) ms, waited ([\d.]+) s"
@@ -143,7 +142,7 @@ def _numbers(stack: Stack, pattern: str) -> Iterator[list[float]]:
 
 
 def _mean_copy(copies: Sequence[Sequence[float]]) -> str:
-    """Formats the mean of copies, each given as (blocks, milliseconds, ...)."""
+    """Returns a text with the mean numbers of blocks and milliseconds of copies, each given as (blocks, ms, ...)."""
     if not copies:
         return "none"
     return f"{fmean(c[0] for c in copies):.1f} blocks in {fmean(c[1] for c in copies):.2f} ms"

@@ -1,4 +1,4 @@
-"""Scenarios in which a fault hits a pull. Prefill runs on host A and decode on host B, and blocks travel slowly.
+"""Scenarios in which a fault hits a pull. Prefill runs on host A and decode on host B, and blocks are sent slowly.
 
 A trial sends a few requests, waits for at most `HIT_S` until blocks are under way to B (the puller holds blocks that
 have not been delivered), and then causes the fault. A hit is a trial in which blocks were under way at that moment.
@@ -29,11 +29,11 @@ PACKAGES = {"block_store": "testing.chaos.faulty_store"}
 WIDTH = 6
 """The number of requests in a trial."""
 BYTES_PER_S = 24_000
-"""The pace of a byte channel, at which a prompt of 100 tokens takes one to two seconds."""
+"""The rate at which a byte channel sends blocks, in bytes per second."""
 DEADLINE_S = 10.0
 SLACK_S = 1.0
 IDLE_S = 16.0
-"""The time in seconds within which a host must release all blocks: two leases of a ticket."""
+"""The time in seconds within which a host must release all blocks. It is twice the lease of a ticket."""
 RETRIED = "looseleaf_requests_retried_total"
 HIT_S = 60.0
 """The longest wait, in seconds, for the first blocks under way."""
@@ -45,17 +45,17 @@ class Trial:
 
     answers: Sequence[Answer]
     num_under_way: int
-    """The number of blocks that were under way just before the fault. 0: the fault hit no pull."""
+    """The number of blocks that were under way just before the fault. 0 means that the fault hit no pull."""
     num_lost: int
     """The number of attempts that were lost during the trial because a pull failed."""
     idle_after_s: float
-    """The time in seconds from the last answer until nothing was held any more, or infinity if a host took longer than
+    """The time in seconds from the last answer until no blocks were held, or infinity if a host took longer than
     IDLE_S.
     """
 
 
 class PulledHosts(TwoHosts):
-    """Two hosts whose block stores send slowly inside `with paced()`."""
+    """Two hosts whose block stores send blocks slowly inside `with paced()`."""
 
     rewriter: subprocess.Popen[str] | None = None
 
@@ -114,8 +114,8 @@ class PulledHosts(TwoHosts):
             time.sleep(0.01)
 
     def rewrite(self) -> None:
-        """Makes the leases of A's tickets lapse, and rewrites all blocks that become free. Pulls are slowed down during
-        this time.
+        """Makes the leases of A's tickets lapse, and rewrites the blocks on A that no holder has. Sends blocks even
+        more slowly during this time.
         """
         self._set_pace(BYTES_PER_S // 20)
         epochs = [str(holder.epoch) for holder in self.inspect(0).holders if holder.name == "ticket"]
@@ -152,8 +152,8 @@ FAULTS: dict[str, Callable[[PulledHosts], object]] = {
 
 
 async def trial(hosts: PulledHosts, cases: Sequence[Case], fault: str, deadline_s: float = DEADLINE_S) -> Trial:
-    """Sends the cases, and causes the fault when blocks are under way, or after HIT_S at the latest. No two requests
-    share a cached prefix. Returns the record of the trial.
+    """Sends the cases, and causes the fault when blocks are under way, or after HIT_S if none are. No two requests
+    share a cached prefix.
     """
     if fault == "lapse":
         hosts.start_rewriter()

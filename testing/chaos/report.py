@@ -32,8 +32,8 @@ class Report:
         return all(row.good for row in self.rows)
 
     def none(self, what: str, events: int, trials: int, of: str) -> None:
-        """Adds a row for the number of `events` in `trials`, which must be zero. The row also shows the rate that zero
-        events exclude with 95 % confidence (the rule of three).
+        """Adds a row for the number of `events` in `trials`, which must be zero. If it is zero, the row also shows an
+        upper bound of the rate with 95 % confidence (the rule of three).
         """
         self.rows.append(Row(what, f"{events} of {trials:,} {of}{bound(events, trials)}", "0", events == 0))
 

@@ -1,7 +1,7 @@
 """Scenarios with many streams. The streams must continue while Redis is silent for some seconds, and when Redis is
 killed while workers hold many blocks.
 
-These scenarios measure the pauses of streams; `outages` checks the ledger after an outage.
+These scenarios measure the gaps in streams. The scenarios in `outages` check the ledger.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN_IN_S = 2.0
 """The time between the last stream's first token and the loss of Redis, during which a beat fills the reserve."""
 MOST_S = 0.5
 MANY_STREAMS, SMALL_BLOCK = 96, 4
-"""The number of streams, and the block size in tokens. At full length, the streams hold about 96 x 500 blocks."""
+"""The number of streams, and the block size in tokens. A stream needs up to about 500 blocks."""
 LOST_MOST_S = 5.0
 MAX_MODEL_LEN = 2048
 OUTPUT_LENGTHS = (1500, 1900)
@@ -38,7 +38,7 @@ Loss = Callable[[Stack], Awaitable[None]]
 
 @dataclass(slots=True)
 class Stream:
-    """A request's tokens as its client receives them, with the times of their arrival."""
+    """The tokens that the client of a request has received, and the arrival times of the messages with the tokens."""
 
     case: Case
     tokens: list[int] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Scenarios with a ledger as large as that of a GPU's arena, without a model. They measure the CPU time that the
-ledger's scripts take in Redis, and how long the ledger stays incomplete after Redis is killed while workers hold very
-many blocks. `trials` is the number of blocks. In `ledger_size`, up to 64 workers hold them, one of which holds a fifth.
-In `ledger_loss`, a single worker holds all blocks.
+ledger's scripts take in Redis, and the time from the end of Redis until the ledger is complete again. `trials` is the
+number of blocks. In `ledger_size`, up to 64 workers hold them, one of which holds a fifth. In `ledger_loss`, a single
+worker holds all blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The numbers of holders and blocks: one holder with `big` blocks, and `num_others` holders with `each` blocks."""
+    """The number of blocks of each holder. One holder has `big` blocks, and `num_others` holders have `each` blocks."""
 
     big: int
     num_others: int
@@ -79,8 +79,8 @@ def ledger_loss(run: Run) -> Report:
 
 
 def within(report: Report, size: Size, slack: float) -> Report:
-    """Measures the scripts and an outage with a ledger of this size. `slack` is the factor by which the results may
-    exceed the time limits on a slow machine.
+    """Measures the scripts and an outage with a ledger of this size. `slack` is a factor for the time limits, which
+    allows for a slow machine.
     """
     with _store(size.num_references + SPARE_BLOCKS) as store, _workers(store, size) as workers:
         report.told("holders, references", f"{size.num_others + 1}, {size.num_references:,}")
@@ -103,7 +103,7 @@ def within(report: Report, size: Size, slack: float) -> Report:
 
 @dataclass(slots=True)
 class Store:
-    """A store for the scenarios, without a model: an arena, its ledger in a private Redis, and the reaper."""
+    """An arena with a ledger in a private Redis, and a reaper."""
 
     arena: Arena
     redis: redis_server.RedisHandle
@@ -228,7 +228,9 @@ def _cpu(client: Any) -> float:
 
 
 def _outage(report: Report, store: Store, size: Size, slack: float) -> None:
-    """Kills Redis while workers are running, and waits for at most 120 s until the ledger has every reference again."""
+    """Kills Redis while workers are running. Waits until the ledger has every reference again, for at most 120 s, and
+    then runs fsck.
+    """
     slow = store.redis.client.slowlog_len()
     report.told("scripts that took over 5 ms of time, while filling", str(slow))
     assert store.redis.process is not None

@@ -30,9 +30,7 @@ from testing.chaos.redis_process import RedisProcess
 from testing.system import wait_for
 
 BACK_S = 180.0
-"""The maximum time in seconds for a service to restart, which takes ten seconds on a loaded machine and a minute during
-a build.
-"""
+"""The maximum time in seconds for a service to restart, with a large margin for loaded machines."""
 EXIT_S = 30.0
 
 
@@ -60,7 +58,7 @@ class Plan:
     variables: Mapping[str, str] | None = None
     """Environment variables for all services."""
     preemption: Literal["auto", "swap", "give-back"] | None = None
-    """The preemption mode; None: the decode worker's default."""
+    """The preemption mode, or None for the decode worker's default."""
     spare: int = 0
     restarted: tuple[str, ...] = ("prefill", "decode")
     """Prefixes of the names of services that a scenario ends. They have no effect at present: the launcher restarts
@@ -111,7 +109,7 @@ class Stack:
         return self._lines[-num_lines:]
 
     def metric(self, name: str, **labels: str) -> float:
-        """Returns the current sum of the samples of a gateway metric with these labels."""
+        """Returns the current sum of the gateway's samples of a metric that have these labels."""
         return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def ledger(self) -> LedgerScripts:
@@ -150,7 +148,9 @@ class Stack:
         return moment
 
     def wait_back(self, name: str, old_pid: int, old_epoch: Epoch, timeout_s: float = BACK_S) -> None:
-        """Waits until a successor of the process `old_pid` is ready, registered and in use."""
+        """Waits until a successor of the process `old_pid` is registered, ready and in use. Raises AssertionError if
+        one of these takes longer than `timeout_s`.
+        """
         wait_for(lambda: self.pids[name], lambda pid: pid != old_pid, timeout_s, f"{name} is not started again")
         self.wait_registered(name, old_epoch, timeout_s)
         wait_for(lambda: self.launcher.is_ready(name), bool, timeout_s, f"{name} does not become ready")
@@ -169,8 +169,8 @@ class Stack:
         wait_for(newest, lambda epoch: epoch > after, timeout_s, f"{name} does not register again")
 
     def wait_used(self, name: str, timeout_s: float = BACK_S) -> None:
-        """Waits until the gateway sends the worker a request, which requires running traffic. Raises AssertionError
-        after `timeout_s`.
+        """Waits until the gateway sends the worker a request. Call this during traffic. Raises AssertionError after
+        `timeout_s`.
         """
         before = self.metric("looseleaf_worker_requests_total", worker=name)
         wait_for(
@@ -203,8 +203,8 @@ class Stack:
 
 
 class _Launcher(Launcher):
-    """A launcher that starts the suite's entry points with the plan's variables. The gateway and the block store keep
-    their ports when they restart.
+    """A launcher that starts services with the entry points and the variables of a plan. The gateway and the block
+    store keep their ports when they restart.
     """
 
     def __init__(self, model: Path, plan: Plan, redis_url: str, echo: Any) -> None:

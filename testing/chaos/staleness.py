@@ -1,10 +1,10 @@
 """A scenario that forces staleness: leases shorter than the delays, a tiny arena, and frequent reallocation of blocks.
 
-A worker is stopped until other workers are about to write to half of its blocks, or for at most MOST_STOPPED_S. A
-worker that wakes in the middle of a step reads blocks that it has lost. The reader rule must detect this before a token
-is sent. In two of every three stops, the worker is told to stop during a step (`faulty`). In the third, it is stopped
-at a random moment, usually between two steps. A second run, without the rule, must produce wrong tokens; otherwise the
-scenario would prove nothing.
+A worker is stopped until other workers are about to write to half of its blocks, but for at most MOST_STOPPED_S. If it
+wakes in the middle of a step, it may read blocks that it has lost. The reader rule must detect this before a token is
+sent. In two of every three stops, the worker is told to stop itself in its next step (`faulty`). In the third, it is
+stopped at a random moment. A second run, without the rule, must produce wrong tokens. Otherwise, the first run would
+prove nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from testing.chaos.stack import Plan, Stack
 
 LEASE_S = 0.5
 MOST_STOPPED_S = 20.0
-"""The maximum time in seconds for which a worker is stopped. Within it, half of the worker's blocks should be
-reallocated, which takes a second on an idle machine and ten on a loaded one, because a reaped worker's blocks are
+"""The maximum time in seconds for which a worker is stopped. It must be long, because a reaped worker's blocks are
 evicted last.
 """
 STEP_S = 1.0
@@ -38,7 +37,9 @@ NUM_BLOCKS = 160
 Cached blocks are therefore evicted soon, including those of a stopped worker.
 """
 LONGEST_OUTPUT = 128
-"""The longest output of this scenario's requests, in tokens. Shorter outputs make blocks change hands faster."""
+"""The longest output of this scenario's requests, in tokens. The shorter the outputs are, the sooner blocks are
+reallocated.
+"""
 MOST_ATTEMPTS = 100
 CONCURRENCY = 20
 """The number of concurrent requests. They do not all fit, so groups are sometimes preempted."""
@@ -138,8 +139,8 @@ def _stop_one(stack: Stack, name: str) -> None:
 
 
 def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
-    """Waits until at least half of these blocks have a new generation in the header, which means that their new writers
-    are about to store. Waits for at most MOST_STOPPED_S or, if there are no blocks, for two leases.
+    """Waits until at least half of these blocks have a new generation in the header, which their new writers record
+    before they store. Waits for at most MOST_STOPPED_S or, if there are no blocks, for two leases.
     """
     deadline = time.monotonic() + (MOST_STOPPED_S if refs else 2 * LEASE_S)
     while time.monotonic() < deadline:
@@ -150,9 +151,7 @@ def _wait_taken(stack: Stack, refs: Sequence[BlockRef]) -> None:
 
 
 def victims(stack: Stack) -> int:
-    """Returns the number of sequences that lost blocks in use, because the reader rule found them stale or a fenced
-    worker aborted them.
-    """
+    """Returns the number of sequences whose blocks the reader rule found stale, or which a fenced worker aborted."""
     return _count(stack, DETECTED) + _count(stack, SENT_AWAY)
 
 

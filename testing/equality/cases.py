@@ -70,10 +70,10 @@ Answer = list[Text]
 
 
 def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37, 32)) -> list[Case]:
-    """Returns cases of every kind, with prompts of these lengths. Their first 16 tokens are the same, so requests share
-    a block.
+    """Returns cases of every kind, with prompts of these lengths. Their first 16 tokens are the same, so that requests
+    can share a block.
 
-    Eight stop tokens let some samples end early. `n=1 of them` has the prompts and the seed of `n=4`.
+    Samples can end early, at one of eight stop tokens. `n=1 of them` has the prompts and the seed of `n=4`.
     """
     rng = random.Random(5)
     head = [rng.randrange(10, vocab_size) for _ in range(16)]
@@ -90,7 +90,7 @@ def make_cases(vocab_size: int, max_tokens: int = 28, lens: Sequence[int] = (37,
 
 
 def expect(oracle: Oracle, case: Case, begin: Callable[[], GrammarState] | None = None) -> Answer:
-    """Returns the oracle's answer. `begin` returns a new state of the grammar; None: the output has no grammar."""
+    """Returns the oracle's answer. `begin` returns a new state of the grammar, or is None if there is no grammar."""
     prompt, sampling, stopping = list(case.prompt), case.sampling, case.stopping
     if sampling.beam_width is not None:
         best = oracle.beam_search(prompt, sampling, stopping)
@@ -112,8 +112,8 @@ def answer_of(done: Completion) -> Answer:
 
 
 def differences(cases: Sequence[Case], expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
-    """Returns one sentence for each sample that differs from the expected one, and one for each answer with the
-    wrong number of samples. The list is empty if there are no differences.
+    """Returns a description of each sample that differs from the expected one, and of each answer with the wrong number
+    of samples.
     """
     return [
         f"{case.name}, sample {index}: {difference}"

@@ -67,8 +67,8 @@ class LyingDrafter(PerfectDrafter):
 
 
 def verify_everything(options: Seq[Option], num: int, max_rows: int, time_of: TimeOf) -> list[int]:
-    """Returns the largest length of each draft, in order, for which rows are left, as `best_lengths` would if rows took
-    no time.
+    """Returns the length of each of the `num` sequences' drafts. Drafts get as many rows as they have room for, in
+    order, while rows are left.
     """
     lens, left = [0] * num, max_rows - num
     for option in options:
@@ -78,7 +78,7 @@ def verify_everything(options: Seq[Option], num: int, max_rows: int, time_of: Ti
 
 
 def drafter_of(kind: Kind, cases: Seq[Case], expected: Seq[Answer], vocab_size: int) -> Drafter:
-    """Returns a drafter for these cases, whose answers by the oracle are `expected`."""
+    """Returns a drafter for these cases. `expected` contains the oracle's answers."""
     if kind == "random":
         return RandomDrafter(vocab_size)
     known = {
@@ -107,7 +107,7 @@ class SpeculatingWorkers(Workers):
         return DecodeWorker(self.runner, attached, scheduler, DOMAIN, self.preemption, self.speculation)
 
     def check_accepted(self, kind: Kind) -> None:
-        """Checks that tokens of drafts were accepted as often as the kind of drafter implies. Raises AssertionError."""
+        """Raises AssertionError unless the share of accepted draft tokens fits the kind of drafter."""
         counts = self.speculation.counts
         accepted = sum(counts.accepted_by_position)
         assert counts.num_draft_tokens > counts.num_drafts > 0

@@ -1,6 +1,6 @@
 """A prefill worker and a decode worker in this process, with a minimal gateway between them and with faults, for the
 state machine in tests/equality. Each move is a rule of the machine, so a cancel, a lost answer, a rebuild or a fence
-can occur in every phase of a request. Beats and sweeps occur only on command.
+can occur in every phase of a request. There are no periodic beats or sweeps.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RoughWorld:
-    """A gateway and two workers with faults. Most public methods are moves; `finish` runs all requests to their end and
-    checks the results.
-    """
+    """A gateway and two workers with faults. Most public methods are moves. `finish` runs all requests to their end."""
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, largest: Sequence[GroupNeed], spare_blocks: int,
@@ -206,8 +204,8 @@ class RoughWorld:
         return "under way" if request.arrived is not None else "nowhere"
 
     def bring(self, request: Request, phase: Phase, num_lost: int) -> None:
-        """Moves a request to a phase, unless another event intervenes. The phases "parked" and "claimed" need a silent
-        ledger, which first loses `num_lost` answers and then receives no calls until `heal`.
+        """Tries to advance a request to a phase. For the phases "parked" and "claimed", the worker's connection to
+        Redis first loses `num_lost` answers, and then sends no scripts until `heal` is called.
         """
         if phase != "queued":
             self.heal()
@@ -227,7 +225,7 @@ class RoughWorld:
                 self.deliver(request)
 
     def heal(self) -> None:
-        """Ends the disturbance of Redis, and sends a beat for each worker."""
+        """Ends the disturbance of the connections to Redis, and sends a beat for each worker."""
         for attachment in self.attachments.values():
             attachment.line.heal()
             attachment.beat()
@@ -308,7 +306,9 @@ class RoughWorld:
                     return
 
     def pump(self) -> None:
-        """Runs all periodic work once, in order."""
+        """Sweeps, sends waiting requests to prefill, runs a step of prefill, delivers its results, and runs a decode
+        step.
+        """
         self.sweep()
         self.let_back()
         self.prefill.step()

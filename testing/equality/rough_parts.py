@@ -1,4 +1,4 @@
-"""Parts of `rough.RoughWorld`: a request and its phase, and a worker's connection to Redis that can be disturbed."""
+"""Parts of `rough.RoughWorld`, such as its requests, and attachments whose connection to Redis can be disturbed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testing.ledger.lossy_redis import LossyRedis
 
 Role = Literal["prefill", "decode"]
 BUDGET_S = 0.01
-"""The time budget of a ledger call in seconds, enough for a few repetitions."""
+"""The time budget of a ledger call, in seconds."""
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class RoughAttachment(Attachment):
         self.held = self._register()
 
     def beat(self) -> None:
-        """Does the work of the beat thread once, unless the worker is fenced."""
+        """Sends a beat, unless the worker is fenced."""
         if not self.is_fenced:
             try:
                 self.held.holder.lease.probe()

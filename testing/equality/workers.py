@@ -53,8 +53,9 @@ class Attachment:
         self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
         budget_s: float = BUDGET_S, floor: int | None = None,
     ) -> None:  # fmt: skip
-        """Registers the holder. If `beat_s` is None, it beats only when `held.holder.lease.probe` is called. If `floor`
-        is None, there are no floors, and a group may need the whole arena.
+        """Registers the holder. If `beat_s` is None, the holder has no beat thread, and beats when
+        `held.holder.lease.probe` is called. If `floor` is None, the holder has no floor, and a group may need the whole
+        arena.
         """
         self.arena = arena
         self.floor_blocks = arena.num_blocks if floor is None else floor
@@ -109,7 +110,7 @@ class Asked:
 
     @property
     def branches(self) -> list[Branch]:
-        """The branches that have not ended; a single branch without output for a beam search."""
+        """The branches that have not ended. A beam search has a single branch without output."""
         if self.case.sampling.beam_width is not None:
             return [Branch()]
         if not self.texts:
@@ -206,7 +207,7 @@ class Workers:
         return False
 
     def assert_idle(self) -> None:
-        """Checks that no blocks are held. Raises AssertionError otherwise."""
+        """Raises AssertionError if a worker holds blocks."""
         for attachment in self.attachments:
             attachment.held.assert_idle()
 

@@ -35,7 +35,7 @@ _SERVICES = {
 }  # fmt: skip
 FORBIDDEN = ("UNKNOWN", "INTERNAL", "HANG", "500", "502", "503", "504")
 MAX_GROWTH_BYTES = 64 << 20
-"""The limit for the growth of a service's resident memory between the first fifth and the end."""
+"""The limit for the growth of a process's resident memory after the first fifth of the inputs."""
 
 
 @dataclass(slots=True)

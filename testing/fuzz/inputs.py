@@ -1,5 +1,5 @@
-"""Generates inputs: messages with arbitrary values, bytes that are almost messages, and HTTP that is almost valid. The
-same seed gives the same inputs.
+"""Generates messages with arbitrary values, bytes that are almost messages, and HTTP requests that are almost valid.
+The same seed gives the same inputs.
 """
 
 from __future__ import annotations
@@ -123,12 +123,12 @@ RIGHT: dict[str, Message] = {
         )
     ),
 }  # fmt: skip
-"""Messages that a service accepts, or that are valid except for the ticket, by full name."""
+"""Messages that a service accepts, or that are valid except for the ticket, by the full name of their type."""
 
 
 def message(draw: random.Random, kind: type[Message]) -> Message:
-    """Returns a message some of whose fields have arbitrary values of their types, or a valid message with
-    up to two changes.
+    """Returns a message of a type. Some of its fields have arbitrary values, or it is a copy of the message in RIGHT
+    with up to two changes.
     """
     right = RIGHT.get(kind.DESCRIPTOR.full_name)
     if right is not None and draw.random() < 0.6:
@@ -139,7 +139,7 @@ def message(draw: random.Random, kind: type[Message]) -> Message:
 
 
 def near(draw: random.Random, right: Message) -> Message:
-    """Returns a valid message with up to two fields changed, so that it usually passes the first checks."""
+    """Returns a copy of a valid message with up to two changes, so that it may pass the first checks."""
     made = type(right)()
     made.CopyFrom(right)
     for _ in range(draw.choice((0, 1, 1, 2))):
@@ -261,7 +261,7 @@ def disturbed(draw: random.Random, right: Any) -> Any:
 
 
 def body(draw: random.Random, path: str) -> bytes:
-    """Returns a request body. About half of the bodies are nearly valid for this path, if BODIES contains the path."""
+    """Returns a request body. If BODIES contains the path, about half of the results are variants of its bodies."""
     if draw.random() < 0.15:
         return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
     if draw.random() < 0.6:
@@ -279,7 +279,9 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def http(draw: random.Random) -> bytes:
-    """Returns the bytes of an HTTP request. Its parts may be invalid, and a tenth of the requests are damaged."""
+    """Returns the bytes of an HTTP request. Its parts may be invalid. In about a tenth of the requests, bytes are
+    changed, removed or added.
+    """
     path = draw.choice((*_PATHS[:2], *BODIES) * 3 + _PATHS)
     content = body(draw, path)
     method = draw.choice(("POST",) * 6 + ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW", "\xff"))

@@ -61,9 +61,9 @@ class GrpcSender:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def send(self, draw: random.Random, method: Method) -> str:
-        """Makes one call with random messages. Returns the name of the status, with the server's message if it is
-        UNKNOWN or INTERNAL; "HANG" if the call does not end in time; or "ENDED WHILE SENDING" if the server ended the
-        stream while the client was writing.
+        """Makes one call with random messages. Returns the name of the status, with the server's message if the status
+        is UNKNOWN or INTERNAL. Returns "HANG" if the call does not end in time, and "ENDED WHILE SENDING" if the server
+        ended the stream while the client was writing.
         """
         channel = self._channels.get(method.address)
         if channel is None:

@@ -1,4 +1,4 @@
-"""A subscriber to SubscribeKvEvents, which applies the events as a router does."""
+"""A client of the call SubscribeKvEvents, which applies the events as a router does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KvMirror:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> KvMirror:
-        """Subscribes, and waits for the first message."""
+        """Starts to read the events, and waits for the first batch."""
         self._task = asyncio.create_task(self._read())
         await self.until(lambda: self.batches)
         return self

@@ -1,6 +1,6 @@
-"""The model and the script of the scripted workers in `testing.gateway.scripted_workers`. A token is a function of the
-sequence's last eight tokens, its length and the sample, so the correct answer is known for every path. The beam of a
-given rank equals the sample with that number.
+"""The model and the script of the scripted workers in `testing.gateway.scripted_workers`. Unless the script gives a
+token, it is a function of the sequence's last eight tokens, its length and the sample, so that tests can compute it. A
+beam has the tokens of the sample whose index is the beam's rank.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def expected_ids(prompt: Sequence[int], count: int, sample: int = 0) -> list[int
 
 
 def expected_embedding(prompt: Sequence[int]) -> list[float]:
-    """Returns the embedding of a prompt: four dimensions, fp32, of length 1."""
+    """Returns the embedding of a prompt, a vector of length 1 with four fp32 values."""
     values = [float(len(prompt)), *(float(token) for token in (0, 0, 0, *prompt)[-3:])]
     length = math.hypot(*values)
     return array("f", [value / length for value in values]).tolist()
@@ -94,11 +94,11 @@ class Fault:
 
 @dataclass(slots=True)
 class Script:
-    """A script for the workers, which lists the faults in the order of the calls and records the calls."""
+    """A script for the workers. It lists their faults in the order of the calls, and records the calls."""
 
     submits: list[Fault] = field(default_factory=list)
     prefills: list[LooseleafError | float] = field(default_factory=list)
-    """For each call, the error to raise, or the duration of the call in seconds."""
+    """For each call of prefill, the error to raise, or the duration of the call in seconds."""
     cached_tokens: int = 0
     """Number of tokens of every prompt that prefill workers report as cached."""
     step_s: float = 0.0

@@ -162,7 +162,7 @@ class _Decode(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.SequenceOutput]) -> None:
-    """Adds outputs to a response. Like a decode worker, adds outputs that consist of one token to the plain tokens."""
+    """Adds outputs to a response. As in a decode worker, an output with one token and nothing else is a plain token."""
     plain = response.plain_tokens
     for output in outputs:
         if len(output.token_ids) != 1 or output.logprobs or output.finish_reason or output.rejection:
@@ -176,7 +176,7 @@ def _add(response: decode_pb2.SessionResponse, outputs: list[decode_pb2.Sequence
 
 
 class _Group:
-    """A submitted group. Each step adds a token to every live sample; a beam search gets all its tokens at its end."""
+    """A submitted group. Each step adds a token to every live sample. A beam search gets all its tokens at its end."""
 
     def __init__(self, submit: decode_pb2.Submit, script: Script) -> None:
         self._submit = submit

@@ -98,7 +98,7 @@ _HARMONY = (
 
 
 def _gemma(before: str, quote: str, after: str) -> str:
-    """Returns Jinja code that writes one call, whose arguments are strings or plain values."""
+    """Returns Jinja code that writes one call in a format of Gemma. `quote` surrounds arguments that are strings."""
     return (
         f"{{{{- {before + 'call:'!r} + name + '{{' }}}}" + _EACH
         + f"{{%- set text = {quote!r} ~ value ~ {quote!r} if value is string else value | tojson %}}"

@@ -1,7 +1,6 @@
 """A second process that takes a block while the first process reads it, for tests of the reader rule. The second
 process acts like a writer that has received the block after the lease of the previous holder had expired: it raises the
-block's generation in the header, records its writer slot, and writes. Only the reader rule can notice this, because the
-ledger is not involved.
+block's generation in the header, records its writer slot, and writes. The ledger is not involved.
 """
 
 from __future__ import annotations

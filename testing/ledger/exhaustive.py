@@ -1,8 +1,7 @@
 """A breadth-first search of the states that two holders, two blocks and two hashes can reach, with the real scripts in
-a real Redis. A state consists of block states, hashes, holders by role, the number of tickets, and the orders of
-eviction and of free blocks, but not of generations, clocks and call numbers. In each state, the moves include calls of
-alloc, acquire, claim, release, seal and hand_over, each made twice, and the ends of holders and tickets. The invariants
-are checked after each move.
+a real Redis. States that differ only in generations, epochs, clocks or call numbers count as one state. The moves
+include calls of alloc, acquire, claim, release, seal and hand_over, each made twice, and the ends of holders and
+tickets. The invariants are checked after each move.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ class SmallWorld:
         self._load = store.client.register_script(_LOAD)
 
     def explore(self, max_depth: int) -> int:
-        """Returns the number of states within `max_depth` moves. Raises AssertionError with the move that broke an
-        invariant.
-        """
+        """Returns the number of states within `max_depth` moves. Raises AssertionError if an invariant is broken."""
         start = self._keep(tuple(Role(slot, self._register(slot)) for slot in (1, 2)), 0)
         seen, frontier = {self._shape(start.roles)}, [start]
         while frontier:

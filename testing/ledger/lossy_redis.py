@@ -8,8 +8,8 @@ import redis
 
 
 class LossyRedis(redis.Redis):
-    """A client of another client's server. On request, it loses the answers of scripts that the server has executed, or
-    does not send scripts.
+    """A client that shares the connections of another client. On request, it loses the answers of scripts that the
+    server has executed, or does not send scripts.
     """
 
     def __init__(self, client: redis.Redis) -> None:
@@ -17,7 +17,7 @@ class LossyRedis(redis.Redis):
         self.num_to_lose = 0
         """The number of answers to lose."""
         self.cuts_then = False
-        """Whether scripts are no longer sent after these answers, until `heal` is called."""
+        """Whether, after these answers, no scripts are sent until `heal` is called."""
         self.num_lost = 0
 
     def lose(self, num_answers: int, cut: bool) -> None:

@@ -1,6 +1,6 @@
-"""A walk of random operations on a ledger, for tests. The walk keeps a model of all holders, and checks the invariants
-after every operation. After an operation that must have no effect (repeated, stale, fenced), it compares the whole
-ledger with its state before the operation.
+"""A walk of random operations on a ledger, for tests. The walk keeps models of the holders and tickets. It checks that
+the invariants hold, and that a repeated, stale or fenced call does not change the ledger. I5 to I11 are invariants of
+docs/design.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Mine:
 
     caller: Caller
     held: dict[BlockRef, bytes | None] = field(default_factory=dict)
-    """The sealed references, with the hashes with which they were sealed, or None for blocks without a hash."""
+    """The sealed references and their hashes. The hash is None for a block that is not in the index, because it was
+    sealed without a hash or another block already had its hash.
+    """
     unsealed: list[BlockRef] = field(default_factory=list)
 
 
@@ -43,8 +45,8 @@ class Paper:
 
 
 class LedgerWalk:
-    """A walk on one ledger. Its public methods run operations. Their arguments may be arbitrary integers, which select
-    among the existing objects and vary the operations.
+    """A walk on one ledger, with a method for each kind of operation. The methods take arbitrary integers, which select
+    among the existing objects and vary the operation.
     """
 
     def __init__(self, store: TestStore, successes: Counter[str], num_holders: int = 3) -> None:
@@ -74,7 +76,7 @@ class LedgerWalk:
         return self.holders[who % len(self.holders)]
 
     def _once(self, name: str, mine: Mine, operation: Callable[[CallId], object]) -> object:
-        """Runs the operation, repeats it (I8), and checks the invariants. Returns its answer or refusal."""
+        """Runs an operation, repeats it (I8), and checks the invariants. Returns the operation's answer or refusal."""
         before = self._now()
         answer = _attempt(lambda: operation(mine.caller.lane()))
         self._known = after = self.store.check(before)
@@ -231,7 +233,7 @@ class LedgerWalk:
             mine.held.pop(ref, None)
 
     def die(self, who: int) -> None:
-        """Expires a holder's lease and reaps the holder. The holder's process continues as a zombie."""
+        """Expires a holder's lease and reaps the holder, which then continues as a zombie."""
         if len(self.holders) < 2:
             return
         mine = self.holders.pop(who % len(self.holders))
@@ -331,7 +333,7 @@ class LedgerWalk:
         self.successes["late"] += 1
 
     def gap(self) -> None:
-        """Simulates a long gap between sweeps or a clock step, after which every holder looks dead but is not."""
+        """Checks that a sweep after a long gap, when every lease has expired, reaps no holder."""
         self._known = None
         self.store.expire(*(holder.epoch for holder in self.store.moment().holders))
         self.store.client.hset(self.ledger.tag + "meta", "last_reap", 1)
@@ -342,7 +344,7 @@ class LedgerWalk:
         self.successes["gap"] += 1
 
     def flushed(self) -> None:
-        """Deletes the ledger and rebuilds it. All live holders then assert their blocks."""
+        """Deletes the ledger and rebuilds it. The live holders then assert their blocks."""
         self.ledger.forget()
         self._build_anew()
         self.successes["rebuild"] += 1

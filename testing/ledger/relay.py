@@ -15,7 +15,7 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.flip_after: int | None = None
-        """If this is not None, one byte is changed: the one after this number of further bytes of answers."""
+        """Number of bytes of answers to pass on before one byte is changed, or None to change no byte."""
         self.is_open = threading.Event()
         """Answers pass while this event is set."""
         self.is_open.set()

@@ -1,5 +1,5 @@
-"""Provides a real store (arena, Redis and ledger) for tests, in this process or in a separate one, and starts helper
-processes.
+"""Provides a real block store (arena, Redis and ledger) for tests, in this process or in a separate one, and helper
+functions.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def indexed(ledger: LedgerScripts, hashes_by_group: Sequence[Sequence[bytes]]) -
 
 
 def patient(client: redis.Redis) -> redis.Redis:
-    """Makes a client wait up to a minute for each answer, and returns the client. On a busy machine, Redis may not run
-    for seconds, and a late answer would count as a refusal.
+    """Makes a client wait up to a minute for each answer, because Redis may stall for seconds on a busy machine.
+    Returns the client.
     """
     client.connection_pool.connection_kwargs["socket_timeout"] = 60.0
     client.connection_pool.disconnect()
@@ -146,7 +146,7 @@ class TestStore:
 
 
 def content(prefix_hash: bytes | None) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Returns the block content for a hash: uint8 [block_bytes]."""
+    """Returns the content of a block with this hash, as uint8 [block_bytes]."""
     return np.resize(np.frombuffer(prefix_hash or b"\xff" * 32, np.uint8), LAYOUT.block_bytes)
 
 
@@ -200,7 +200,7 @@ class StoreProcess:
         self.process.communicate(timeout=60)
 
     def stop(self) -> str:
-        """Sends SIGTERM, and waits until the process has ended. Returns the log."""
+        """Sends SIGTERM, and waits until the process has ended. Returns the text that the process wrote to stderr."""
         self.channel.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -222,7 +222,7 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 def wait_until(holds: Callable[[], object], within_s: float = 60.0) -> None:
-    """Returns when `holds()` is true. Raises AssertionError if that takes too long."""
+    """Waits until `holds()` is true. Raises AssertionError after `within_s`."""
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline

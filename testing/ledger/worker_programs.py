@@ -1,7 +1,6 @@
 """Workers as programs that run one step at a time over a real arena and ledger, for tests. A search can stop a program
-between any two steps, let other programs continue, and wake the stopped one again. The programs also do things that
-Redis does not show: they raise generations in the header, store and read bytes, and compare them. `Rules` switches the
-writer and reader rules of docs/design.md, Ledger, on and off. If a rule is off, the search must find an error.
+between two steps, let other programs continue, and wake the stopped one again. `Rules` switches the writer and reader
+rules of docs/design.md, Ledger, on and off. If a rule is off, the search should find an error.
 """
 
 from __future__ import annotations
@@ -44,7 +43,9 @@ class Actor:
 
 
 class World:
-    """A small arena with actors. `choose(n)` returns a number below n, and determines every event."""
+    """A small arena with actors. Methods take a function `choose`, whose numbers determine the events: `choose(n)`
+    returns a number from 0 to n - 1.
+    """
 
     def __init__(self, store: TestStore, rules: Rules, successes: Counter[str], num_actors: int = 3) -> None:
         self.store = store
@@ -54,8 +55,8 @@ class World:
         self.actors = [self._spawn() for _ in range(num_actors)]
 
     def act(self, choose: Callable[[int], int]) -> None:
-        """Makes at most one event happen: a step, a freeze or the death of an actor, a sweep, or a rebuild. Then checks
-        the indexed blocks (I7).
+        """Lets an actor run a step, freezes or kills an actor, sweeps, rebuilds the ledger, or does nothing. Then
+        checks the indexed blocks (I7).
         """
         index, what = choose(len(self.actors)), choose(20)
         if what < 16:
@@ -71,8 +72,8 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Checks I7: every indexed block has the content of its hash. Skips blocks to which the header assigns another
-        generation than the ledger.
+        """Checks I7: every indexed block has the content of its hash. Skips blocks whose generation in the header
+        differs from that in the ledger.
         """
         for block, view in enumerate(self.store.moment().blocks):
             if view.prefix_hash is not None and int(self.store.arena.generations[block]) == view.generation:
@@ -183,8 +184,8 @@ class World:
             raise errors.StaleDataset("after entering")
 
     def _compare(self, cached: Sequence[BlockRef], before: Sequence[int], is_good: bool) -> None:
-        """Makes the second comparison. Raises Stale if it fails; otherwise, the blocks must have been read as they were
-        sealed (I7).
+        """Makes the second comparison. Raises Stale if it fails. Otherwise, checks that the blocks were read as they
+        were sealed (I7).
         """
         expected = [ref.generation for ref in cached] if self.rules.compare_with_table else list(before)
         if self._readings(cached) != expected:

@@ -1,1 +1,1 @@
-"""Tests of random JSON schemas with a real system, also while decode workers are killed or groups are swapped out."""
+"""Tests of a real system with random JSON schemas. Some tests kill decode workers or make groups be swapped out."""

@@ -1,9 +1,10 @@
-"""Requests answers that match random JSON schemas from a real system: `python -m testing.schemas --schemas 2000`.
+"""Asks a real system for answers that match random JSON schemas (`python -m testing.schemas --schemas 2000`).
 
-Runs the same requests in three arms: undisturbed, while decode workers are killed in the middle of answers, and with so
-few blocks that groups are swapped out. Every answer must parse and validate, or end at `max_tokens` as the beginning of
-a match, or be a refusal that names the field. Every arm must give the same tokens. A run in which no answer spans a
-kill, or no group is swapped, counts as failed. The exit status is 1 if a check fails.
+By default, runs the same requests in three arms: undisturbed, while decode workers are killed in the middle of answers,
+and with so few blocks that groups are swapped out. Every answer must parse and validate, or end at `max_tokens` as the
+beginning of a match, or be a refusal that names the field. Each arm must give the same tokens as the first arm. In the
+second arm, an answer must span a kill; in the third, a group must be swapped out. The exit status is 1 if a check
+fails.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def judge(report: Report, arm: Arm, result: Result, undisturbed: Sequence[Answer]) -> None:
-    """Adds the findings on one arm to the report. `undisturbed` are the answers of the first arm."""
+    """Adds the findings on one arm to the report. `undisturbed` contains the answers of the first arm."""
     count, grammars = len(result.answers), tokenizer()
     faults = [fault for answer in result.answers if (fault := wrong(answer, grammars))]
     differ = sum(

@@ -20,7 +20,7 @@ from common.types import StructuredOutput
 FIELD = "response_format.json_schema.schema"
 MAX_TOKENS = 600
 _FORMATS = jsonschema.FormatChecker(("uuid", "ipv4"))
-"""The formats that are checked. Dates are not, because a grammar ensures only their form: 0000-01-30 is possible."""
+"""The formats that are checked. Dates are not checked, because grammars allow dates such as 0000-01-30."""
 _TIMEOUT_S = 300.0
 _WORDS = ("once", "upon", "a", "time", "the", "old", "wolf", "and", "small", "fox", "went", "home")
 
@@ -33,11 +33,11 @@ class Answer:
 
     schema: Mapping[str, Any]
     outcome: Outcome = "failed"
-    """The finish reason. "refused": a 400; "failed": any other status, an error in the stream, or no end."""
+    """The finish reason, "refused" after a status of 400, or "failed" after another error or without an end."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     attempts: int = 0
-    """The number of prefills, from the answer's own account. More than 1: the request was prefilled again."""
+    """The number of attempts that the server reports. If it is more than 1, the request was prefilled again."""
     began: float | None = None
     """The time of the first token."""
     ended: float | None = None
@@ -57,7 +57,7 @@ class Answer:
 
 
 class Questions:
-    """The requests of one run, and their answers so far. Half of the answers are greedy and half are sampled."""
+    """The requests of one run, and their answers so far. Every second answer is greedy. The others are sampled."""
 
     def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         self.answers = [Answer(schema) for schema in schemas]

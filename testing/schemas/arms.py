@@ -18,21 +18,20 @@ from testing.schemas.answers import MAX_TOKENS, Answer, Questions
 MAX_MODEL_LEN = MAX_TOKENS + 200
 _ROOMY = Plan(num_blocks=4096, max_model_len=MAX_MODEL_LEN)
 _TIGHT = Plan(num_blocks=404, max_model_len=MAX_MODEL_LEN, block_size=4, workers=1, preemption="swap")
-"""A plan with slightly more blocks than the minimum, which is the sum of the two workers' floors. Each floor covers the
-longest sequence (200 blocks and one more). 32 prompts of 125 tokens with short answers need more blocks than the decode
-worker can get.
+"""A plan with slightly more blocks than the sum of the two workers' floors, each of which is about the 200 blocks of
+the longest sequence. 32 prompts of about 125 tokens need more blocks than this.
 """
 _MIDWAY_AT_KILL = 4
-"""The number of unfinished answers for which a kill waits."""
+"""The number of answers that must have begun, but not ended, before a worker is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The deployment of one arm, and the disturbances while its requests run."""
+    """The deployment of one arm, the number of concurrent requests, and whether workers are killed."""
 
     plan: Plan = _ROOMY
     at_once: int = 8
-    """The number of requests at a time."""
+    """The maximum number of concurrent requests."""
     kills: bool = False
 
 
@@ -73,7 +72,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextmanager
 def _killing(stack: Stack, questions: Questions, kills: list[float]) -> Iterator[None]:
-    """Kills decode workers, in turn, during the block. Adds the times to `kills`."""
+    """Kills decode workers, in turn, while the body of the `with` statement runs. Adds the times to `kills`."""
     over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(_kill_until, over, stack, questions, kills)

@@ -1,5 +1,5 @@
-"""Generates random JSON schemas from a seed. In those of `random_schemas`, strings and arrays are short, so that the
-built-in model reaches the end of most answers.
+"""Generates random JSON schemas from a seed. In the schemas of `random_schemas`, strings and arrays are short, so that
+the built-in model can reach the end of an answer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def schema_of(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def with_local_refs(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with all definitions moved to its root, to which `$ref`s are relative, under unique names."""
+    """Returns the schema with all definitions moved to its root, where the `$ref`s point, under unique names."""
     definitions: dict[str, Any] = {}
 
     def moved(node: Any) -> Any:
