@@ -1,6 +1,6 @@
 """The access policy of gRPC methods. A method is open either to all callers or to processes that have the deployment's
 secret. The policy lists Looseleaf's own methods, and those of health and reflection. A method that is not listed is
-internal. A server with a `Door` checks the secret before it reads the first message of a call.
+internal. A server with a `Door` checks the secret before it reads the first message of an internal call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the names, identities and configurations of LoRA adapters, which are directories in PEFT's format.
+"""Checks the names of LoRA adapters in PEFT's format, computes their digests, and reads their configurations.
 
 All services identify an adapter by its *digest*, the SHA-256 of its configuration and weights. Clients choose an
 adapter by its name. This module does not use torch, because the gateway also reads configurations.
@@ -132,7 +132,8 @@ def _refuse(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def digest_of(directory: str | Path) -> str:
-    """Returns the hex SHA-256 of an adapter's configuration and weights. Raises AdapterError if they cannot be read."""
+    """Returns the hex SHA-256 of an adapter's configuration and weights. Raises AdapterError if a file cannot be read.
+    """
     digest = hashlib.sha256(b"looseleaf/adapter\0")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = Path(directory) / name
@@ -146,8 +147,8 @@ def digest_of(directory: str | Path) -> str:
 
 
 def read_adapter(name: str, directory: str) -> AdapterRef:
-    """Reads both files of an adapter and returns a reference to it. Raises AdapterError if the name is invalid, or if
-    the adapter cannot be read or served.
+    """Reads both files of an adapter. Returns a reference to the adapter. Raises AdapterError if the name is invalid,
+    or if the adapter cannot be read or served.
     """
     if not _NAME.fullmatch(name):
         raise AdapterError(

@@ -1,4 +1,4 @@
-"""API keys, their tenants and the tenants' limits, from a setting or a file.
+"""Reads API keys, their tenants and the tenants' limits from a setting or a file.
 
 A file has one line per key: `TENANT KEY`, followed by the tenant's limits in the form `name=number`:
 

@@ -1,4 +1,4 @@
-"""Removes secrets from a process's command line, which every user of the machine can read (`ps`).
+"""Removes secrets from a process's command line, which other users of the machine can read, for example with `ps`.
 
 The operating system shows the original command line until this code has run, shortly after startup. To hide a value
 completely, pass it in a variable or in a file.
@@ -13,7 +13,7 @@ _HIDDEN = "***"
 
 
 def hidden(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Returns `words` with the values of these flags (`--api-key VALUE`, `--api-key=VALUE`) replaced."""
+    """Returns `words` with the values of these flags (`--api-key VALUE`, `--api-key=VALUE`) replaced by asterisks."""
     shown: list[str] = []
     for word in words:
         name, separator, _ = word.partition("=")

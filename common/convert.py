@@ -1,5 +1,5 @@
-"""Converts between protobuf messages and the types of `common` (long: many small functions). The gateway validates the
-parameters of requests.
+"""Converts between protobuf messages and the types of `common` (long: many small functions). The functions do not check
+the parameters of requests, which the gateway validates.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
 
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:
-    """Converts a ticket. The leading blocks that a branch shares with the first branch in every KV group are sent only
-    once.
+    """Converts a ticket. If a branch begins with the same blocks as the first branch in every KV group, these blocks
+    are sent only once.
     """
     branches = []
     for index, (groups, num_tokens) in enumerate(zip(ticket.tables, ticket.num_tokens, strict=True)):

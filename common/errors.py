@@ -1,4 +1,4 @@
-"""The errors that cross service boundaries, and the table that maps them to gRPC and HTTP.
+"""The errors that cross service boundaries, with their gRPC and HTTP statuses.
 
     LooseleafError
     ├── InvalidArgument      bad parameter, prompt too long      INVALID_ARGUMENT     400

@@ -1,4 +1,4 @@
-"""Grammars for structured output: their compilation by llguidance, their limits and their tokenizer.
+"""Compiles grammars for structured output with llguidance, within limits.
 
 Workers compile the grammars that restrict their draws. The gateway's main process does not load llguidance. Instead, a
 separate process first tries a client's grammar (`gateway.intake.grammar_trial`), because some grammars crash the
@@ -92,7 +92,7 @@ def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutput) -> LLMatch
 
 def explore(tokenizer: LLTokenizer, start: LLMatcher) -> None:
     """Follows a compiled grammar for a few tokens, on a few paths. Raises GrammarError if a path becomes too complex.
-    This detects many hostile grammars that stay within the limits at their start, before a request begins.
+    This detects many hostile grammars whose first mask is within the limits.
     """
     for way in (0, 1, 2):
         matcher = start.deep_copy()

@@ -21,7 +21,7 @@ def blocks_of(num_tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
-    """The largest sizes that a sequence group may reach."""
+    """The largest size that a sequence group may reach."""
 
     prompt_len: int
     max_tokens: int
@@ -40,7 +40,7 @@ class GroupNeed:
 
 def most_held(rules: KvRules, prompt_len: int, lengths: Sequence[int]) -> int:
     """Returns the largest number of blocks that sequences with a common prompt hold at a time while they grow to these
-    lengths, over all KV groups, without copies.
+    lengths, over all KV groups. Copied blocks are not counted.
     """
     return sum(_most_in(group, rules, prompt_len, lengths) for group in rules.groups)
 
@@ -94,7 +94,7 @@ class GroupRoom(NamedTuple):
         return cls(record.max_num_seqs, room, rules)
 
     def holds(self, need: GroupNeed) -> bool:
-        """Returns whether the group fits into the worker's batch and into its floor."""
+        """Returns whether the group is within both limits."""
         return need.width <= self.max_sequences and (not self.max_blocks or need.blocks(self.rules) <= self.max_blocks)
 
     def max_tokens(self, prompt_len: int, width: int, wanted: int) -> int:

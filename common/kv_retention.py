@@ -23,9 +23,9 @@ class Retention:
         return self.window is not None
 
     def first_needed(self, num_computed: int, block_size: int) -> int:
-        """Returns the index of the first block that positions from `num_computed` on read, but at most the index of the
-        last computed block. A sequence releases the blocks before this block. It can continue from a cached prefix of
-        `num_computed` positions if this block and the later blocks are cached.
+        """Returns the index of the first block that is read by positions from `num_computed` on, but at most the index
+        of the last computed block. A sequence releases the blocks before this block. It can continue from a cached
+        prefix of `num_computed` positions if this block and the later blocks are cached.
         """
         if self.window is None:
             return 0
@@ -42,7 +42,7 @@ class Retention:
         """Returns the largest number of blocks that a sequence holds at a time while it grows to `num_tokens`
         positions, of which one step computes at most `step`. A copy-on-write needs further blocks.
 
-        During a step a sequence holds the blocks of adjacent positions: those that the step computes, and those before
+        During a step, a sequence holds the blocks of adjacent positions: those that the step computes, and those before
         them that it reads, at least one. n adjacent positions lie in at most 1 + ceil((n - 1) / block_size) blocks. A
         decode worker releases blocks only when it has filled one, which does not increase this number.
         """

@@ -93,8 +93,8 @@ class CountingExporter(SpanExporter):
 
 
 class CountedProcessor(BatchSpanProcessor):
-    """OpenTelemetry's processor with a queue of spans, extended to count the spans that enter the queue. Spans must end
-    in the same thread, because the counters have no lock.
+    """OpenTelemetry's processor with a queue of spans, extended to count the spans that enter the queue. All spans must
+    end in the same thread, because the counters have no lock.
     """
 
     def __init__(self, exporter: CountingExporter, queue_size: int) -> None:

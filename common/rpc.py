@@ -70,7 +70,7 @@ class Bounds:
     """Maximum number of concurrent connections. Further connections are closed before anything is read from them."""
 
     def options(self) -> dict[str, int]:
-        """Returns the limits as options of a server."""
+        """Returns those limits that are options of a gRPC server."""
         given = {
             "grpc.max_receive_message_length": self.message_bytes,
             "grpc.max_concurrent_streams": self.streams,
@@ -87,7 +87,7 @@ PUBLIC = Bounds(message_bytes=4 << 20, rpcs=4096, streams=1024, handshake_s=10.0
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """The protection of a server: its access check, encryption, reflection and limits."""
+    """The access check, the encryption, the reflection and the limits of a server."""
 
     door: Door | None = None
     """None admits all callers, unless a service itself requires credentials."""
@@ -252,7 +252,7 @@ async def wait_for_signal(failed: asyncio.Event) -> bool:
 
 
 async def check_health(address: str, *, service: str = "", timeout_s: float = 2.0) -> bool:
-    """Returns whether the health service at `address` reports SERVING."""
+    """Returns whether the health service at `address` reports SERVING within `timeout_s`."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

@@ -52,7 +52,7 @@ def lasting_secret(path: Path) -> str:
 
 
 def write_secret(path: Path) -> str:
-    """Writes a random secret to a new file that only this user can read. Raises FileExistsError if `path` exists."""
+    """Writes a random secret to a new file with mode 600. Raises FileExistsError if `path` exists."""
     secret = secrets.token_hex(32)
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secret + "\n", encoding="ascii")

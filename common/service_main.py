@@ -49,7 +49,7 @@ class Role(Protocol):
         """Publishes `address` (host:port), so that gateways find the role."""
 
     def withdraw(self) -> None:
-        """Makes gateways stop sending new requests."""
+        """Makes gateways stop sending new requests to the role."""
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work, and allows running work at most `timeout_s` to finish. A decode role then rejects the

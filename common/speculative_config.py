@@ -40,7 +40,7 @@ class SpeculativeConfig(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the JSON object. If the object is invalid, raises ValueError with a message that gives the reason and,
+        """Parses a JSON object. If the object is invalid, raises ValueError with a message that gives the reason and,
         if the error belongs to a field, names the field.
         """
         try:

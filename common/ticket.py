@@ -1,7 +1,7 @@
 """The ticket that a prefill worker hands over to a decode worker, through the gateway.
 
-The ledger's scripts `hand_over.lua` and `deliver.lua` create tickets. The scripts `claim.lua` and `give_up.lua` end
-them and, after a ticket's lease, so does the reaper.
+In the ledger, `hand_over.lua` or `deliver.lua` creates a ticket, and `claim.lua` gives the ticket's blocks to the
+caller.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Traces of requests. A trace is a tree of spans, which OpenTelemetry's protocol (OTLP) carries to a collector.
 
 Traces are off unless OpenTelemetry's standard variables name a collector. If they are on, `common.otlp` records them.
-This module imports nothing from OpenTelemetry. Times are values of `time.monotonic_ns`. A span can also be created
-later, from recorded times.
+This module imports nothing from OpenTelemetry. Times are values of `time.monotonic_ns`, which may have been recorded
+before the span is created.
 
 A trace continues from process to process through the W3C headers `traceparent` and `tracestate`
 (https://www.w3.org/TR/trace-context/), over HTTP, in gRPC metadata and in `decode_pb2.Submit`.

@@ -27,7 +27,7 @@ class Trust:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of every internal call."""
+        """The metadata with which internal calls present the secret."""
         return () if self.secret is None else ((SECRET_HEADER, self.secret),)
 
     @property

@@ -1,4 +1,4 @@
-"""The logits that the transformers library computes for a checkpoint, and their distance from ours, for tests.
+"""Computes the logits of a checkpoint with the transformers library, and their distance from Looseleaf's, for tests.
 
 Two references show how close fp32 results can be: float64, and fp32 with correctly rounded operations
 (`CorrectlyRounded`).

@@ -21,7 +21,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def poisoned_arena(runner: ModelRunner, num_blocks: int) -> torch.Tensor:
-    """Returns uint8 [num_blocks, block_bytes] on the runner's device, filled with 0xFF: unwritten slots read as NaN."""
+    """Returns uint8 [num_blocks, block_bytes] on the runner's device, filled with 0xFF, so that unwritten slots read as
+    NaN.
+    """
     return runner.new_arena(num_blocks, fill=0xFF)
 
 

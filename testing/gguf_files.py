@@ -46,7 +46,7 @@ def random_blocks(kind: Type, n_out: int, n_in: int, seed: int) -> npt.NDArray[n
 def make_gguf(file: Path, twin: Path, family: Family, kinds: dict[str, Type], **overrides: Any) -> None:
     """Writes a random model of a family to `file`, and an fp32 model with the same weights to `twin`.
 
-    `kinds` maps a part of a tensor's GGUF name to its type; other tensors are Q8_0. Vectors are in fp32.
+    `kinds` maps a part of a matrix's GGUF name to the matrix's type. Other matrices are Q8_0, and vectors are fp32.
     """
     make_checkpoint(twin, family, seed=8, std=0.06, **(SIZES | overrides))
     config = json.loads((twin / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Provides rounding, matrix products and tolerances for tests of the Triton kernels under the interpreter."""
+"""Provides rounding, matrix products and tolerances for tests of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns x (fp32 or float64) in `dtype`, rounded as in a kernel on x's device. Values are rounded to nearest even.
-    On the CPU, bf16 is rounded towards zero, because triton's interpreter (3.7.1) truncates the low bits.
+    """Returns x (fp32 or float64) in `dtype`, rounded as in a kernel on x's device. Values are rounded to nearest even,
+    except bf16 on the CPU, which is rounded towards zero, because triton's interpreter (3.7.1) truncates the low bits.
     """
     if dtype == torch.bfloat16 and not x.is_cuda:
         return (x.float().view(torch.int32) & -0x10000).view(torch.float32).to(dtype)

@@ -1,6 +1,6 @@
-"""The oracle, the reference for all other paths. It runs one sequence at a time in one process, with the same kernels,
-but without a prefix cache or a scheduler. It builds its steps without `engine.sequence`, so it does not share the
-bookkeeping of blocks and positions with the code under test.
+"""The oracle is the reference for all other paths. It runs one sequence at a time in one process, with the same
+kernels, but without a prefix cache or a scheduler. It builds its steps without `engine.sequence`, so it does not share
+the bookkeeping of blocks and positions with the code under test.
 """
 
 from __future__ import annotations

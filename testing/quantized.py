@@ -28,8 +28,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A quantized matrix, as tensors by the suffix of their names, and as the weights [out, in] that the tensors
-    encode.
+    """A quantized matrix. `tensors` contains its tensors by the suffixes of their names, and `numbers` the weights
+    [out, in] that they encode.
     """
 
     tensors: dict[str, Tensor]

@@ -1,5 +1,5 @@
-"""The ranks of a worker as threads of this process, for tests of their results. They exchange data over sockets and
-hold shares of the weights, as processes do.
+"""Runs the ranks of a worker as threads of this process, for tests of their results. The ranks exchange data over
+sockets and hold shares of the weights, as processes do.
 """
 
 from __future__ import annotations

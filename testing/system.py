@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 def prompts(num_prompts: int, *, seed: int, lengths: tuple[int, int], vocab_size: int = 256) -> list[list[int]]:
-    """Returns prompts of random token ids. `lengths` are the minimum and maximum lengths; ids are 10..vocab_size-1."""
+    """Returns prompts of random token ids. `lengths` are the minimum and maximum lengths. The ids are from 10 to
+    vocab_size - 1.
+    """
     rng = random.Random(seed)
     return [[rng.randrange(10, vocab_size) for _ in range(rng.randint(*lengths))] for _ in range(num_prompts)]
 

@@ -68,7 +68,7 @@ class Namespace:
 
 
 def namespaces_work() -> bool:
-    """Returns whether this process may create network namespaces."""
+    """Returns whether this process can create network namespaces."""
     probe = f"ll-probe-{os.getpid()}"
     try:
         _run("ip", "netns", "add", probe)

@@ -1,5 +1,5 @@
-"""The requests of a chaos run, which are seeded and share prefixes, and their correct answers. The answers come from
-the oracle, a single process with a batch of one and no cache.
+"""Makes the requests of a chaos run from a seed. Some requests share prefixes. Their correct answers come from the
+oracle, a single process with a batch of one and no cache.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Case:
 
 
 def make_model(directory: Path) -> Path:
-    """Writes a tiny random Llama in bf16, and returns its directory. Its weights have a wide distribution, so that one
-    wrong KV block changes tokens.
+    """Writes a tiny random Llama in bf16, and returns its directory. Its weights have a wide distribution, so that a
+    wrong KV block is likely to change tokens.
     """
     return make_checkpoint(directory, "llama", seed=1, dtype=torch.bfloat16, max_position_embeddings=2048)
 

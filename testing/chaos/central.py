@@ -58,8 +58,8 @@ def store_kill_on(run: Run, stack: Stack) -> Report:
 
 
 def _kill_store(stack: Stack, rng: random.Random, *, with_decode: bool) -> tuple[float, float]:
-    """Kills the store. Returns the time of the kill, and the time at which a store answered again. If a decode worker
-    was also killed, first waits until its successor has requests.
+    """Kills the store. With `with_decode`, also kills a decode worker, and waits until its successor gets requests.
+    Returns the time of the kill, and the time at which a store answered again.
     """
     time.sleep(rng.random() * 0.3)
     pid, decode, dead = stack.pids["block_store"], stack.pids["decode-0"], stack.holder("decode-0")
@@ -134,7 +134,7 @@ def _cached(stack: Stack) -> int:
 
 
 def _is_broken(answer: Answer, outages: Sequence[tuple[float, float]]) -> bool:
-    """Returns whether the request failed while the gateway was down or before its client had reconnected."""
+    """Returns whether the request failed, and overlapped with an outage or the RECONNECT_S seconds after it."""
     return answer.error is not None and any(
         answer.began < back + RECONNECT_S and kill < answer.ended for kill, back in outages
     )

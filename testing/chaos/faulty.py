@@ -60,7 +60,7 @@ class Faults:
 
 
 def install() -> None:
-    """Installs the faults in this process. Call it once, before the service's `main`."""
+    """Installs the faults in this process. Call this once, before the service's `main`."""
     faults = Faults(**json.loads(os.environ.get(VARIABLE, "{}")))
     if faults.lease_s is not None:
         register = LedgerClient.register

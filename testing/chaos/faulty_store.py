@@ -39,8 +39,8 @@ def install(notes: Path) -> None:
 
 
 def _slices(piece: Buffer, pace: Path) -> Iterator[Buffer]:
-    """Yields the whole piece or, if there is a pace and the piece has at least SLICE_BYTES, parts of it, each after a
-    pause.
+    """Yields the whole piece or, if the file `pace` exists and the piece has at least SLICE_BYTES, its parts, each
+    after a pause.
     """
     if len(piece) < SLICE_BYTES or not pace.exists():
         yield piece
@@ -52,8 +52,8 @@ def _slices(piece: Buffer, pace: Path) -> Iterator[Buffer]:
 
 
 def _flipped(note: Path, piece: Buffer) -> Buffer:
-    """Returns the piece or, if the note exists and the piece has at least SLICE_BYTES, a copy with one bit changed. In
-    the latter case, removes the note.
+    """Returns the piece or, if the file `note` exists and the piece has at least SLICE_BYTES, a copy with one bit
+    changed. In the latter case, removes the file.
     """
     if len(piece) < SLICE_BYTES or not note.exists():
         return piece

@@ -93,8 +93,8 @@ def _tell_late(report: Report, stack: Stack, freezes: Sequence[_Freeze]) -> None
 
 
 def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tuple[float, bool]:
-    """Watches for FROZEN_S. Returns the time at which the gateway gave up the worker, and whether silence on a stream
-    was the reason.
+    """Watches logs and metrics until FROZEN_S after `stopped`. Returns the time at which the gateway gave up the
+    worker, and whether silence on a stream was the reason.
     """
     silent = rf"decode worker {name} has been silent"
     found: list[tuple[float, bool]] = []

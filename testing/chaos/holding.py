@@ -55,7 +55,7 @@ class Holding:
         self.held.top_up()
 
     def step(self) -> None:
-        """Does the work of a decode step without the forward pass: applies the reader rule, and in some steps allocates
+        """Does the work of a decode step except the forward pass. Applies the reader rule and, in some steps, allocates
         a block or ends the sequence.
         """
         began = time.monotonic()

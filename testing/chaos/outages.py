@@ -97,7 +97,9 @@ def _scenario(run: Run, name: str, lose: Callable[[Stack], None]) -> Report:
 
 
 def outage_on(run: Run, stack: Stack, name: str, lose: Callable[[Stack], None]) -> Report:
-    """Disturbs Redis `trials` times under load on an existing stack. `lose` must return when Redis can answer again."""
+    """Disturbs Redis `trials` times under load on an existing stack. `lose` disturbs Redis, and returns when Redis can
+    answer again.
+    """
     report, rng, pids, took = run.report(name), run.rng, stack.pids, list[float]()
     with run.traffic(stack) as traffic:
         traffic.wait_for(run.concurrency, timeout_s=120)

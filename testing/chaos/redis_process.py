@@ -16,7 +16,7 @@ START_S = 60.0
 
 
 class RedisProcess:
-    """A Redis server on a Unix socket, which is the same after a restart."""
+    """A Redis server on a Unix socket, whose path stays the same after a restart."""
 
     def __init__(self, directory: Path) -> None:
         """Starts the server, empty. `directory` contains the socket and the snapshots."""

@@ -1,5 +1,5 @@
-"""A process on a host that ends tickets early and rewrites the blocks that they held, by the ledger's rules:
-`python -m testing.chaos.rewriter DIRECTORY REDIS_URL`.
+"""A process that ends tickets early and rewrites the blocks that they held
+(`python -m testing.chaos.rewriter DIRECTORY REDIS_URL`).
 
 Each line of its input is a list of epochs of tickets. The process makes their leases lapse, waits until they have been
 reaped (for at most WAIT_S), allocates every block that no holder has, writes into all of these blocks, and releases

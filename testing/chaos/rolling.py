@@ -40,7 +40,9 @@ def rolling(run: Run) -> Report:
 
 
 def _restart(stack: Stack, name: str) -> int:
-    """Restarts a service and waits until the new process is in use. Returns the exit status of the old process."""
+    """Restarts a service. Waits until the new process is ready and, if it is a worker, gets requests. Returns the exit
+    status of the old process.
+    """
     status = stack.launcher.replace(name, overlap=name == "gateway")
     if name.startswith(("prefill", "decode")):
         stack.wait_used(name)

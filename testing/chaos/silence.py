@@ -94,8 +94,8 @@ async def _silence(stack: Stack) -> None:
 
 
 async def _kill(report: Report, stack: Stack) -> None:
-    """Kills Redis. Returns when the decode worker holds at least as many blocks in the new ledger as it held in the old
-    ledger, or after 60 s.
+    """Kills Redis and starts it again, empty. Returns when the decode worker holds at least as many blocks in the new
+    ledger as it held in the old ledger, or after 60 s.
     """
     before, began = stack.holder("decode"), time.monotonic()
     stack.redis.kill()
@@ -133,8 +133,8 @@ def _lose_under(
 
 
 async def _ask_all(stack: Stack, cases: Sequence[Case], salt: str, lose: Loss) -> tuple[float, list[Stream]]:
-    """Starts all streams, and calls `lose` RUN_IN_S after each has received a token. Returns the time of that call, and
-    the streams after their end. Each stream has a different salt, so no two streams share a block.
+    """Starts all streams, and calls `lose` RUN_IN_S after all of them have received tokens. Returns the time of that
+    call, and the streams after their end. Each stream has a different salt, so no two streams share a block.
     """
     streams = [Stream(case) for case in cases]
     async with AsyncClient(stack.addresses.grpc) as client:

@@ -213,7 +213,7 @@ def _life_of_a_table(ledger: LedgerScripts, timed: Callable[[str, Callable[[], A
 
 
 def _cpu_ms(client: Any, call: Callable[[], Any]) -> tuple[Any, float]:
-    """Returns the answer, and the CPU time in ms that Redis used during the call."""
+    """Makes a call. Returns its answer, and the CPU time in ms that Redis used during the call."""
     before = _cpu(client)
     answer = call()
     return answer, 1000 * (_cpu(client) - before)

@@ -109,7 +109,7 @@ class Stack:
         return self._lines[-num_lines:]
 
     def metric(self, name: str, **labels: str) -> float:
-        """Returns the current sum of the gateway's samples of a metric that have these labels."""
+        """Returns the current sum of the gateway's samples with this name and these labels."""
         return metrics_page.total(metrics_page.read(self.addresses.http), name, **labels)
 
     def ledger(self) -> LedgerScripts:
@@ -245,8 +245,8 @@ class _Launcher(Launcher):
             super().check()
 
     def replace(self, name: str, *, overlap: bool) -> int:
-        """Ends a service with SIGTERM and starts it again. With `overlap`, the new process starts before the old
-        process ends. Returns the exit status of the old process when the new process is ready.
+        """Ends a service with SIGTERM and starts it again. With `overlap`, the new process is ready before the old one
+        gets SIGTERM. Returns the exit status of the old process when the new process is ready.
         """
         with self._changing:
             old = self._named(name)

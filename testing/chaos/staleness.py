@@ -1,4 +1,5 @@
-"""A scenario that forces staleness: leases shorter than the delays, a tiny arena, and frequent reallocation of blocks.
+"""A scenario that forces staleness with leases shorter than the delays, a tiny arena, and frequent reallocation of
+blocks.
 
 A worker is stopped until other workers are about to write to half of its blocks, but for at most MOST_STOPPED_S. If it
 wakes in the middle of a step, it may read blocks that it has lost. The reader rule must detect this before a token is
@@ -102,7 +103,7 @@ def _hurried(run: Run) -> Run:
 
 
 def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[[], bool]) -> int:
-    """Stops one worker after another until `enough` returns true. Of every six stops, four hit a decode worker and two
+    """Stops workers, one at a time, until `enough` returns true. Of every six stops, four hit a decode worker and two
     hit a prefill worker. Returns the number of stops.
     """
     num_stops = 0
@@ -117,7 +118,7 @@ def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[
 
 
 def _stop_in_step(note: Path) -> None:
-    """Tells the worker to stop itself in its next step, and waits for this for at most STEP_S."""
+    """Tells the worker to stop itself in its next step, and waits at most STEP_S until the worker obeys."""
     note.touch()
     deadline = time.monotonic() + STEP_S
     while note.exists() and time.monotonic() < deadline:

@@ -1,1 +1,1 @@
-"""Code for tests of the gateway without real workers: workers that follow a script."""
+"""Code for tests of the gateway with workers that follow a script."""

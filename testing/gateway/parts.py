@@ -82,7 +82,7 @@ def beam_score(rank: int) -> float:
 
 @dataclass(slots=True)
 class Fault:
-    """A fault in one submitted group: the worker performs `action` after `after` steps."""
+    """A fault in one submitted group. The worker performs `action` after `after` steps."""
 
     action: str
     """One of: none, reject, die, gap (a step is not sent), repeat (a step is sent twice), stray (an output of another

@@ -66,7 +66,7 @@ class Host:
         return response
 
     def bytes_of(self, ticket: Ticket) -> list[list[bytes]]:
-        """Returns the bytes of every block, by table, after a check of the generations."""
+        """Checks the generations of a ticket's blocks. Returns the bytes of each block, by table."""
         tables = [table for branch in ticket.tables for table in branch]
         assert all(self.arena.check_refs(table) for table in tables)
         return [[self.arena.read(ref.block) for ref in table] for table in tables]

@@ -103,7 +103,7 @@ class Questions:
 
 
 def _prompt(number: int) -> str:
-    """Returns a unique prompt of about 125 tokens, so that requests do not share blocks."""
+    """Returns a unique prompt, so that requests do not share blocks."""
     rng = random.Random(number)
     return f"{number} " + " ".join(rng.choice(_WORDS) for _ in range(120))
 

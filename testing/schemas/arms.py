@@ -94,7 +94,9 @@ def _kill_until(over: threading.Event, stack: Stack, questions: Questions, kills
 
 
 def _wait_ready(over: threading.Event, stack: Stack, name: str, dead: int) -> None:
-    """Waits until the successor of the process `dead` is ready, or until the run is over."""
+    """Waits until the successor of the process `dead` is ready, or until the run is over. Raises TimeoutError after
+    BACK_S.
+    """
     deadline = time.monotonic() + BACK_S
     while not over.wait(0.05):
         if stack.pids[name] != dead and stack.launcher.is_ready(name):

@@ -113,7 +113,7 @@ def random_schemas(number: int, seed: int) -> list[dict[str, Any]]:
 
 
 def long_schemas(number: int, seed: int) -> list[dict[str, Any]]:
-    """Returns schemas whose answers are long: arrays of `LONG_ITEMS` short values."""
+    """Returns schemas whose answers are arrays of `LONG_ITEMS` short values."""
     rng = random.Random(seed)
     items = [leaf(rng, rng.choice(SHORT_LEAVES)) for _ in range(number)]
     return [{"type": "array", "items": item, "minItems": LONG_ITEMS, "maxItems": LONG_ITEMS} for item in items]
