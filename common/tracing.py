@@ -24,7 +24,7 @@ from common.errors import StartupError
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 MAX_STATE_CHARS = 512
-"""Length of a `tracestate` that every system must pass on. A longer one is dropped."""
+"""Length of a `tracestate` that W3C asks every system to pass on. Looseleaf drops a longer one."""
 SHORTEST_WAIT_NS = 1_000_000
 """A shorter wait has no span. A span takes about 0.06 ms of CPU time."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

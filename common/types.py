@@ -191,7 +191,7 @@ class SamplingParams:
     seed: int = 0
     """A signed integer of 64 bits. The gateway chooses a random seed if the client gave none."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log-probabilities are returned beside the chosen token's. None returns no
+    """Number of most likely tokens whose log-probabilities are returned beside the chosen token's, or None to return no
     log-probabilities.
     """
     prompt_logprobs: int | None = None

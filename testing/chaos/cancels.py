@@ -24,7 +24,7 @@ from testing.system import assert_nothing_held
 TOGETHER = 10
 """The number of requests in a round."""
 LATEST_S = 0.6
-"""The longest time between the start of a round's requests and their cancellation. Most requests take longer."""
+"""The longest time, in seconds, between the start of a round's requests and their cancellation."""
 WAIT_S = 10.0
 POLL_S = 0.005
 LIMIT_MS = 250.0

@@ -93,7 +93,7 @@ def within(report: Report, size: Size, slack: float) -> Report:
             print("stop", file=worker.stdin, flush=True)
         told = [json.loads(worker.stdout.readline()) for worker in workers if worker.stdout is not None]
         longest_s = max(t["longest_step_s"] for t in told)
-        if size.num_others:  # many holders share an interpreter, and all of them share two cores
+        if size.num_others:  # many holders share an interpreter
             report.told("longest step while Redis was gone", f"{longest_s:.2f} s")
         else:
             report.at_most("longest step while Redis was gone", longest_s, slack * STEP_S, "s")

@@ -155,7 +155,7 @@ class Workers:
         self._returned: list[Asked] = []
         self.num_returned = 0
         self.rejections: list[tuple[int, Rejection]] = []
-        """The rejections of groups by decode: (number of the request, reason)."""
+        """The rejections of groups by decode, as pairs of the request's number and the reason."""
         self.num_steps = 0
         """The number of decode steps."""
 

@@ -3,8 +3,8 @@
 By default, runs the same requests in three arms: undisturbed, while decode workers are killed in the middle of answers,
 and with so few blocks that groups are swapped out. Every answer must parse and validate, or end at `max_tokens` as the
 beginning of a match, or be a refusal that names the field. Each arm must give the same tokens as the first arm. In the
-second arm, an answer must span a kill; in the third, a group must be swapped out. The exit status is 1 if a check
-fails.
+second arm, an answer must span a kill; in the third, a group must be swapped out and resumed. The exit status is 1 if a
+check fails.
 """
 
 from __future__ import annotations
