@@ -18,7 +18,7 @@ class LineFit:
     """
 
     def __init__(self, expected: Iterable[tuple[float, float]] = ()) -> None:
-        """`expected` contains points (x, y), which count as observations of weight 0.1 and are never forgotten."""
+        """`expected` contains points (x, y). They count as observations with the constant weight 0.1."""
         self._sums = [0.0] * 5
         self._expected = [0.0] * 5
         for x, y in expected:

@@ -28,7 +28,7 @@ SLICE_BYTES = 2048
 
 
 def install(notes: Path) -> None:
-    """Makes the byte channels of this process obey the files in `notes`."""
+    """Makes the byte channels of this process apply the faults for which `notes` contains files."""
 
     def faulty(connection: socket.socket, pieces: Iterable[Buffer]) -> None:
         for piece in pieces:

@@ -41,7 +41,7 @@ return reply
 
 
 def count_late_calls() -> None:
-    """Replaces the scripts of ledgers that this process opens later with scripts that count. Call this once."""
+    """Makes the ledgers that this process opens later count late calls. Call this once."""
     _replace_source(ledger_module.source)
 
 

@@ -80,8 +80,8 @@ def blocks_needed(case: Case) -> int:
 
 
 def _watch(traffic: Traffic, seconds: float) -> float:
-    """Waits for the given time, or until there is no answer for QUIET_S. Returns the longest time without an answer, in
-    seconds.
+    """Waits for the given time, or until no answer has arrived for QUIET_S. Returns the longest time without an answer,
+    in seconds.
     """
     last, end, longest, seen = time.monotonic(), time.monotonic() + seconds, 0.0, 0
     while (now := time.monotonic()) < end and longest <= QUIET_S:

@@ -1,9 +1,9 @@
 """A process that ends tickets early and rewrites the blocks that they held
 (`python -m testing.chaos.rewriter DIRECTORY REDIS_URL`).
 
-Each line of its input is a list of epochs of tickets. The process makes their leases lapse, waits until they have been
-reaped (for at most WAIT_S), allocates every block that no holder has, writes into all of these blocks, and releases
-them. Then it prints the number of these blocks.
+Each line of its input is a list of the epochs of tickets. The process makes the tickets' leases lapse, waits until they
+have been reaped (for at most WAIT_S), allocates every block that no holder has, writes into all of these blocks, and
+releases them. Then it prints the number of these blocks.
 """
 
 from __future__ import annotations

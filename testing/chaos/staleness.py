@@ -118,7 +118,7 @@ def _stop_until(stack: Stack, notes: Path, rng: random.Random, enough: Callable[
 
 
 def _stop_in_step(note: Path) -> None:
-    """Tells the worker to stop itself in its next step, and waits at most STEP_S until the worker obeys."""
+    """Tells the worker to stop itself in its next step, and waits at most STEP_S until the worker has read this."""
     note.touch()
     deadline = time.monotonic() + STEP_S
     while note.exists() and time.monotonic() < deadline:

@@ -25,7 +25,7 @@ REFUSED_PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A record of a finished request. Times are `time.monotonic()` values."""
+    """A record of one request. Times are `time.monotonic()` values."""
 
     case: Case
     began: float

@@ -1,6 +1,6 @@
 """Workers as programs that run one step at a time over a real arena and ledger, for tests. A search can stop a program
 between two steps, let other programs continue, and wake the stopped one again. `Rules` switches the writer and reader
-rules of docs/design.md, Ledger, on and off. If a rule is off, the search should find an error.
+rules on and off (docs/design.md, Ledger). If a rule is off, the search should find an error.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Answer:
         return self.began is not None and self.ended is None
 
     def spans(self, moment: float) -> bool:
-        """Returns whether the client had received the beginning of the answer, but not its end, at this time."""
+        """Returns whether the client had received the beginning of the answer, but not its end, at `moment`."""
         return self.began is not None and self.ended is not None and self.began < moment < self.ended
 
 
