@@ -132,7 +132,9 @@ def _refuse(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def digest_of(directory: str | Path) -> str:
-    """Returns the hex SHA-256 of an adapter's configuration and weights. Raises AdapterError if one cannot be read."""
+    """Returns the hex SHA-256 of an adapter's configuration and weights. Raises AdapterError if one of the two files
+    cannot be read.
+    """
     digest = hashlib.sha256(b"looseleaf/adapter\0")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = Path(directory) / name

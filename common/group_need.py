@@ -94,7 +94,7 @@ class GroupRoom(NamedTuple):
         return cls(record.max_num_seqs, room, rules)
 
     def holds(self, need: GroupNeed) -> bool:
-        """Returns whether the group is within both limits."""
+        """Returns whether the group is within `max_sequences` and, if the floor is known, within `max_blocks`."""
         return need.width <= self.max_sequences and (not self.max_blocks or need.blocks(self.rules) <= self.max_blocks)
 
     def max_tokens(self, prompt_len: int, width: int, wanted: int) -> int:

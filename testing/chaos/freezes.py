@@ -109,8 +109,8 @@ def _watch(stack: Stack, name: str, silent_before: float, stopped: float) -> tup
 
 
 def _prefills_silent(stack: Stack) -> float:
-    """Returns the number of requests that the gateway took from silent prefill workers. The gateway logs them about a
-    second later.
+    """Returns the number of requests that the gateway took from silent prefill workers. The number comes from a metric,
+    because the gateway logs these requests about a second later.
     """
     return stack.metric("looseleaf_requests_retried_total", reason="prefill_silent")
 

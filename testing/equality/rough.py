@@ -192,7 +192,6 @@ class RoughWorld:
                 request.handle = None
 
     def phase(self, request: Request) -> Phase:
-        """Returns the request's phase."""
         if request.job is not None:
             if request.job in self.prefill._parked:
                 return "parked"

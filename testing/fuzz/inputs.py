@@ -279,8 +279,8 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def http(draw: random.Random) -> bytes:
-    """Returns the bytes of an HTTP request. Its parts may be invalid. In about a tenth of the requests, bytes are
-    changed, removed or added.
+    """Returns the bytes of an HTTP request. Its parts may be invalid, and about a tenth of the requests are changed by
+    `almost`.
     """
     path = draw.choice((*_PATHS[:2], *BODIES) * 3 + _PATHS)
     content = body(draw, path)
