@@ -1,4 +1,4 @@
-"""Counts the blocks that the ledger still records for workers some seconds after their death."""
+"""Counts the blocks that the ledger still records for an incarnation of a worker some seconds after its end."""
 
 from __future__ import annotations
 

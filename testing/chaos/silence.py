@@ -69,7 +69,7 @@ def silent(run: Run) -> Report:
 
 
 def lost(run: Run) -> Report:
-    """Kills Redis `trials` times while a worker holds tens of thousands of blocks."""
+    """Kills Redis `trials` times while a worker holds many blocks."""
     report = run.report("redis-lost-large")
     plan = Plan(
         num_blocks=1 << 17, max_model_len=MAX_MODEL_LEN, workers=1, max_num_seqs=MANY_STREAMS, block_size=SMALL_BLOCK

@@ -53,9 +53,8 @@ class Attachment:
         self, arena: Arena, ledger: LedgerScripts, name: str, *, reserve: int = 0, beat_s: float | None = BEAT_S,
         budget_s: float = BUDGET_S, floor: int | None = None,
     ) -> None:  # fmt: skip
-        """Registers the holder. If `beat_s` is None, the holder has no beat thread, and beats when
-        `held.holder.lease.probe` is called. If `floor` is None, the holder has no floor, and a group may need the whole
-        arena.
+        """Registers the holder. If `beat_s` is None, the holder has no beat thread. If `floor` is None, the holder has
+        no floor, and a group may need the whole arena.
         """
         self.arena = arena
         self.floor_blocks = arena.num_blocks if floor is None else floor
