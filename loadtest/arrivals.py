@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """A digest of the trace, so that processes can compare theirs."""
+        """A digest of the trace, by which processes can check that they have the same trace."""
         return hashlib.sha256(repr(self._trace).encode()).hexdigest()
 
     @property
@@ -69,7 +69,8 @@ class Plan:
         return None if self._settings.endless or not self._settings.open_loop else sum(1 for _ in self.arrivals())
 
     def arrivals(self) -> Iterator[float]:
-        """Yields the time of each request of an open-loop run in seconds, in order. The request's number is its place.
+        """Yields the time of each request of an open-loop run, in seconds since the start, in order of the requests'
+        numbers.
 
         Without a trace, arrivals are a Poisson process whose rate varies with the shape. Raises StartupError if there
         is neither a trace nor a rate.

@@ -27,8 +27,9 @@ class AsTraceSettings(Settings):
 
 
 def as_trace(workload: Workload, count: int, rate: float) -> Iterator[TraceRequest]:
-    """Yields the first `count` requests with exponential gaps. Prompts are cut into runs of a prefix's length; equal
-    beginnings have equal ids.
+    """Yields the first `count` requests of `workload`, with exponential gaps that average 1 / `rate` seconds. Prompts
+    are divided into runs of `workload.prefix_len` tokens. Runs have the same id if the prompts are equal up to their
+    ends.
     """
     rng, at_s = random.Random(f"{workload.seed}/arrivals"), 0.0
     ids: dict[tuple[int, ...], int] = {}

@@ -1,8 +1,8 @@
 """Measures the gain of continuous batching, through the whole stack: `python -m loadtest.batching`.
 
-Serves the benchmarks' model with 125M random parameters on this machine. Rounds with a single request alternate with
-rounds of 16 requests at once, so a machine that becomes slower affects both kinds. Prints the median tokens per second
-of each kind and their ratio; the last line is JSON.
+By default, serves the benchmarks' model with 125M random parameters on this machine. Rounds with a single request
+alternate with rounds of several requests at once (16 by default), so a machine that becomes slower affects both kinds.
+Prints the median tokens per second of each kind and their ratio; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class BatchingSettings(Settings):
 
 
 async def run_round(client: AsyncClient, settings: BatchingSettings, num_requests: int, seed: int) -> float:
-    """Sends `num_requests` at once, with the prompts of `seed`. Returns the tokens per second from the first send to
-    the last token.
+    """Sends `num_requests` requests at once, with prompts that depend on `seed`. Returns the number of output tokens
+    per second, from the first send to the last token.
     """
     lengths = (settings.prompt_tokens, settings.prompt_tokens)
     started = time.perf_counter()
@@ -55,7 +55,8 @@ async def run_round(client: AsyncClient, settings: BatchingSettings, num_request
 
 
 async def measure(address: str, settings: BatchingSettings) -> tuple[float, float]:
-    """Returns the median tokens per second of rounds with one request and of rounds with `at_once` requests."""
+    """Returns the median number of tokens per second of rounds with one request, and of rounds with `at_once` requests.
+    """
     alone: list[float] = []
     together: list[float] = []
     async with AsyncClient(address) as client:

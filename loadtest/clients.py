@@ -25,7 +25,7 @@ CUT_OFF = "CUT_OFF"
 
 
 class Refused(RuntimeError):
-    """A request that the server answered with an error. `status` is the error's code."""
+    """The error for an HTTP answer with a status other than 200. `status` names the code, as in "HTTP 429"."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -106,7 +106,9 @@ class HttpClient:
 
 
 def _stream(connection: HTTPConnection, body: bytes, timer: StreamTimer) -> int:
-    """Reads an answer. Returns its number of tokens."""
+    """Sends a request and reads the streamed answer. Returns the answer's number of tokens. Raises Refused if the
+    status is not 200.
+    """
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     reply = connection.getresponse()
     if reply.status != 200:
@@ -120,8 +122,8 @@ def _stream(connection: HTTPConnection, body: bytes, timer: StreamTimer) -> int:
 
 
 def num_tokens(event: dict[str, Any], *, first: bool) -> int:
-    """Returns the number of an event's choices with text. If `first`, a choice that ends without text also counts,
-    because a token may have no text. `first` says that the stream has had no token yet.
+    """Returns the number of an event's choices that have text. `first` says that the stream has had no token yet; a
+    choice that ends without text then also counts, because a token may have no text.
     """
     return sum(1 for choice in event["choices"] if choice["text"] or (first and choice["finish_reason"]))
 

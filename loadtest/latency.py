@@ -1,9 +1,10 @@
 """Measures how soon a busy system answers calls that need no model: `python -m loadtest.latency`.
 
-Serves the benchmarks' model with 125M random parameters on this machine. Measures health checks of every service over
-gRPC while prompts of 4,000 tokens are prefilled. Measures refusals while the gateway's queue is full, one request at a
-time and 1,000 at the same instant. For comparison, also sends the 1,000 requests to a server that only refuses
-(`loadtest.refuser`). Prints percentiles; the last line is JSON.
+By default, serves the benchmarks' model with 125M random parameters on this machine, and uses the numbers below.
+Measures health checks of every service over gRPC while prompts of 4,000 tokens are prefilled. Measures refusals while
+the gateway's queue is full, of requests that are sent one at a time and of 1,000 that are sent at the same instant. For
+comparison, also sends 1,000 requests to a server that only refuses (`loadtest.refuser`). Prints percentiles; the last
+line is JSON.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def prepare(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
 
 
 def _owner(environment: Any) -> Owner:
-    """Returns the owner of the result. If no workers send, this process does."""
+    """Returns the owner of the result. If the run has no worker processes, also prepares this process to send."""
     given = {name: getattr(environment.parsed_options, name) for name in FLAGS}
     argv = [part for name, value in given.items() if value is not None for part in (flag(name), value)]
     settings = LoadSettings.load(argv)

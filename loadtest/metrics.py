@@ -73,7 +73,7 @@ class Tally:
     failed: dict[str, int] = field(default_factory=dict)
     """Failures by status."""
     times: dict[str, Histogram] = field(default_factory=dict)
-    """`TIMES`, and for open-loop requests "late", the delay of their sending."""
+    """Histograms by name: those of `TIMES` and, for open-loop requests, "late", the delay with which they were sent."""
 
     def observe(self, name: str, seconds: float) -> None:
         self.times.setdefault(name, Histogram()).add(seconds)
@@ -88,7 +88,7 @@ class Tally:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Tally:
-        """Returns the tally from the data that `asdict` has made of it."""
+        """Returns the tally that `asdict` has converted to `data`."""
         times = {name: Histogram(**histogram) for name, histogram in data["times"].items()}
         return cls(**{**data, "times": times})
 
@@ -105,7 +105,7 @@ class Record:
         self.cells: dict[int, Tally] = {}
         """Tallies by the start of their interval, in seconds since the epoch."""
         self.first_s, self.last_s = math.inf, -math.inf
-        """The time of the first and of the last observation."""
+        """The times of the first and of the last observation."""
 
     def at(self, now_s: float) -> Iterator[Tally]:
         """Yields the tallies that an observation at this time belongs to."""
@@ -117,7 +117,9 @@ class Record:
         return self.cells.setdefault(int(now_s // self.width_s) * self.width_s, Tally())
 
     def take(self) -> dict[str, Any]:
-        """Returns what was recorded since the last call as data for a message, and clears the record."""
+        """Returns the record as data for a message, and clears the record. The data contain no totals, which `add`
+        computes from the intervals.
+        """
         data = {
             "cells": {start: asdict(cell) for start, cell in self.cells.items()},
             "span": [self.first_s, self.last_s],
@@ -126,7 +128,7 @@ class Record:
         return data
 
     def add(self, data: dict[str, Any]) -> None:
-        """Adds what another record's `take` returned."""
+        """Adds the data that `take` of another record returned."""
         self.first_s, self.last_s = min(self.first_s, data["span"][0]), max(self.last_s, data["span"][1])
         for start, cell in data["cells"].items():
             tally = Tally.of(cell)

@@ -1,4 +1,4 @@
-"""Sends requests at their own times, whether or not earlier ones have been answered."""
+"""Sends requests at given times, whether or not earlier requests have been answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Send = Callable[[int, float], None]
 
 
 class Replay:
-    """A process's share of the requests: every `shares`-th one, from number `share` on. Times count from the start."""
+    """A sender of a process's share of the requests: of every `shares`-th request, beginning with number `share`. The
+    arrival times are in seconds since `start`.
+    """
 
     def __init__(self, arrivals: Iterable[float], share: int, shares: int, send: Send) -> None:
         self._arrivals, self._share, self._shares, self._send = arrivals, share, shares, send
@@ -35,7 +37,7 @@ class Replay:
         self.done = True
 
     def stop(self, timeout_s: float) -> None:
-        """Sends no more requests, waits for answers for at most `timeout_s`, and cuts off the rest."""
+        """Stops sending, waits up to `timeout_s` seconds for answers, and cuts off the remaining requests."""
         if self._sender is not None:
             self._sender.kill()
         self._flying.join(timeout_s)

@@ -20,8 +20,8 @@ _STYLE = (
 
 
 def figures(record: Record, slo: Slo, unsent: int = 0) -> dict[str, Any]:
-    """Returns the figures of a run. Times are in milliseconds. Rates are per second of the time from the first to the
-    last observation. A figure that does not exist is None.
+    """Returns the figures of a run. Latencies are in milliseconds. Rates are averages per second from the first to the
+    last observation. A figure that cannot be computed is None.
     """
     total = record.total
     seconds = max(record.last_s - record.first_s, 0.0) if total.sent else 0.0
@@ -52,7 +52,7 @@ def _times(histogram: Histogram) -> dict[str, float | int | None]:
 
 
 def slo_met(found: dict[str, Any]) -> bool:
-    """Returns whether enough requests met the limits. Without an ended request, none did."""
+    """Returns whether enough requests met the limits. If no request has ended, the share that met them counts as 0."""
     return (found["slo"]["attained"] or 0.0) >= found["slo"]["share"]
 
 

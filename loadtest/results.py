@@ -78,7 +78,7 @@ def publish(owner: Owner, web_ui: Any) -> None:
 
 
 def _extend(web_ui: Any, results: Results, base: str) -> None:
-    """Adds a tab with our table and charts to locust's page, and both to the report that it offers."""
+    """Adds a tab with our table and charts to locust's page, and adds both to the report that the page offers."""
     routes = Blueprint(_KEY, __name__, url_prefix=f"{base}/looseleaf")
 
     @routes.route("/charts")

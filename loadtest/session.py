@@ -126,9 +126,7 @@ class Sender:
 
 
 class Owner:
-    """The process that owns the result: it validates the flags, decides when the run ends, and has the sum of all
-    records.
-    """
+    """The part of a process that decides when the run ends, and has the sum of all records."""
 
     def __init__(self, environment: Any, settings: LoadSettings, record: Record) -> None:
         """Reads the trace, if there is one. Raises StartupError if the trace cannot be read."""
@@ -137,7 +135,7 @@ class Owner:
         self.record = record
         self.plan = Plan(settings)
         self.expected = self.plan.num_requests
-        """The number of requests of the run, or None if it has no end."""
+        """The number of requests of the run, or None if it is not known in advance."""
         self.stopped_early = False
         """Whether an open-loop run was ended before it was over, by --run-time or by hand."""
         self._listening: set[str] = set()
@@ -166,7 +164,9 @@ class Owner:
         return int(self.environment.runner.worker_count)
 
     def is_over(self) -> bool:
-        """Whether every process that was not lost has sent its share of an open-loop run and has had all answers."""
+        """Returns whether every process that was not lost has sent its share of an open-loop run and received all
+        answers.
+        """
         if not isinstance(self.environment.runner, MasterRunner):
             return bool(self.environment.looseleaf.done)
         return not self._present(self._waiting)
@@ -178,7 +178,7 @@ class Owner:
 
     @property
     def unsent(self) -> int:
-        """The number of requests that were neither sent nor reported, although the run was not ended early."""
+        """The number of expected requests that were not sent or not reported, or 0 if the run was ended early."""
         return 0 if self.expected is None or self.stopped_early else self.expected - self.record.total.sent
 
     def _start(self, **_: Any) -> None:

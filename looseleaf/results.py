@@ -43,9 +43,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended the text; None if the model's end-of-sequence token or a length limit
-    ended it.
-    """
+    """The stop token or stop string that ended the text; None in other cases, such as an end-of-sequence token."""
     usage: Usage | None = None
     timings: Timings | None = None
     beam_score: float | None = None

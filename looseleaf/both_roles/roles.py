@@ -23,7 +23,7 @@ from worker.role import load_model
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model and, for a process that runs both roles, a second runner over the same weights."""
+    """The runner of a loaded model and, in a process that runs both roles, a second runner over the same weights."""
 
     runner: ModelRunner
     sharing: ModelRunner | None
@@ -41,7 +41,7 @@ class Loaded:
 
 
 def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
-    """Attaches both roles to the block store and returns them. Waits until all expected workers have attached."""
+    """Attaches both roles to the block store, which waits for all expected workers, and returns the roles."""
     runner, sharing = loaded.runner, loaded.sharing
     assert sharing is not None
     name = worker_name("worker", settings.worker_id)
@@ -63,7 +63,9 @@ def take_turns(settings: BothSettings, runner: ModelRunner) -> bool:
 
 
 async def serve(settings: WorkerSettings, join: Callable[[], Sequence[Role]]) -> None:
-    """Binds the port, runs `join` in a thread, and serves the roles until a signal arrives."""
+    """Binds the port, runs `join` in a thread, and serves the roles that it returns until a signal arrives or a role
+    fails.
+    """
     server = internal_server(settings)
     server.bind()
     await serve_roles(settings, server, await asyncio.to_thread(join))
@@ -85,7 +87,9 @@ async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
 
 
 def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
-    """Returns `loaded` with the threads that `settings` require, or loads the model again if other settings differ."""
+    """Returns `loaded` with the number of threads that `settings` require. If other settings differ, loads the model
+    again instead.
+    """
     wanted = RunnerSettings.of(settings)
     if replace(wanted, num_threads=1) == loaded.runner.settings:
         for runner in (loaded.runner, loaded.sharing):

@@ -1,13 +1,13 @@
-"""The program `python -m looseleaf.both_roles.spare`: a worker that has loaded its model and waits to replace a worker
-that dies.
+"""Runs a spare worker (`python -m looseleaf.both_roles.spare`), which loads a model and waits to replace a worker that
+dies.
 
-While it waits, it is neither a holder nor a worker, and it has no connection to the block store or to Redis. Its
-launcher sends one line on stdin with the package and flags of the process to replace. The spare worker then attaches
-and becomes that worker.
+While it waits, it is not a holder, and it has no connection to the block store or to Redis. The launcher sends one line
+on stdin with the package and the flags of the process to replace. The spare worker then attaches and becomes that
+worker.
 
-It loads in a thread with the lowest priority, so it takes little time from serving processes. A low priority applies to
-a thread and to the threads that it starts, and cannot be raised again. Other threads therefore start the serving
-threads.
+A thread with the lowest priority loads the model, so that loading takes little CPU time from serving processes. Threads
+inherit the priority of the thread that starts them, and raising a priority needs a privilege. Other threads therefore
+start the serving threads.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SpareSettings(BothSettings):
 
 
 def load(settings: SpareSettings) -> Loaded:
-    """Imports a worker's modules, loads the model and measures it, with one thread, because further kernel threads
-    would inherit the priority of this thread.
+    """Imports a worker's modules, loads the model and measures the memory that it needs. Computes with one thread,
+    because further kernel threads would inherit the priority of this thread.
     """
     from looseleaf.both_roles.roles import Loaded  # here, so that torch is imported at this thread's priority
 

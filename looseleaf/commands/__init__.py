@@ -1,3 +1,3 @@
-"""Contains one module for each command of `looseleaf`, with a function `run(argv) -> exit status`, and the flags that
-they share.
+"""Contains one module for each command of `looseleaf`, with a function `run(argv) -> exit status`. The module `options`
+defines flags that several commands share.
 """

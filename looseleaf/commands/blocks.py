@@ -68,9 +68,7 @@ def ask(address: str, timeout_s: float, trust: Trust) -> pb.InspectResponse:
 
 
 def lines(map_: pb.InspectResponse, with_free: bool) -> Iterator[str]:
-    """Yields the lines of the report. A holder has one reference per block, even if several of its sequences share the
-    block.
-    """
+    """Yields the lines of the report, which lists free blocks only if `with_free` is set."""
     if not map_.arena_id:
         yield "no arena yet: no worker has attached"
         return

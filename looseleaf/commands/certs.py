@@ -33,8 +33,8 @@ _LEEWAY = datetime.timedelta(minutes=5)
 
 class CertsSettings(Settings):
     """Flags of `looseleaf certs`, which creates ca.pem; inside.pem and inside.key for --tls-cert and --tls-key; and
-    front.pem and front.key for --ssl-certfile and --ssl-keyfile. The CA's own key is kept in ca.key, so that the next
-    run renews only the certificates.
+    front.pem and front.key for --ssl-certfile and --ssl-keyfile. The CA's own key is kept in ca.key, so that a later
+    run can issue new certificates of the same CA.
     """
 
     model_config = settings_config("LOOSELEAF_CERTS_", "looseleaf certs")
@@ -87,7 +87,7 @@ class _Authority:
         _write(cert_file, self._cert.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, hosts: Sequence[str]) -> None:
-        """Creates NAME.pem and NAME.key. Each replaces the old file atomically."""
+        """Creates NAME.pem and NAME.key. Each file atomically replaces an existing file of the same name."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = self._builder(_name(hosts[0]), self._cert.subject, key)
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

@@ -40,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def converse(client: Client, turns: list[Message], options: GenerateOptions) -> int:
-    """Reads lines and answers them until an empty line or the end of the input. A refused turn is reported and left out
-    of the conversation. Returns the exit status, 0.
+    """Reads lines and answers them until an empty line or the end of the input. If a request fails, prints the error
+    and leaves the turn out of the conversation. Returns the exit status, 0.
     """
     while text := read_line():
         turns.append({"role": "user", "content": text})
@@ -62,7 +62,7 @@ def read_line() -> str:
 
 
 def answer(client: Client, turns: Sequence[Message], options: GenerateOptions) -> str:
-    """Prints the answer as it arrives, and returns the answer."""
+    """Prints the answer to `turns` as it arrives, and returns its text."""
     text = ""
     for delta in client.chat(turns, stream=True, **options):
         text += delta.text

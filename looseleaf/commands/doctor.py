@@ -143,8 +143,8 @@ def triton() -> str:
 
 
 def attention() -> str:
-    """Returns the available providers for the Llama-3-8B shape and, on a GPU, the reasons why other providers are not
-    available.
+    """Returns the attention providers that are available for the shape of Llama-3-8B and, on a GPU, the reasons why
+    others are not.
     """
     torch = importlib.import_module("torch")
     base: Any = importlib.import_module("kernels.providers.base")

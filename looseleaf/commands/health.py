@@ -49,7 +49,7 @@ def open_for(settings: HealthSettings) -> grpc.Channel:
 
 
 def state_of(channel: grpc.Channel, service: str, timeout_s: float) -> str:
-    """Returns SERVING, NOT_SERVING, SERVICE_UNKNOWN, or the name of the status with which the call failed."""
+    """Returns the reported health, such as SERVING, or the name of the gRPC status if the call fails."""
     stub = cast(Any, health_pb2_grpc.HealthStub)(channel)
     try:
         reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)

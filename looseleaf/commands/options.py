@@ -38,7 +38,7 @@ class ClientSettings(ConnectionSettings):
     stop: list[str] = Field([], description="strings that end the text")
 
     def options(self, *more: str) -> GenerateOptions:
-        """Returns the options for `Client.generate` that the user has set. `more` names options of a subclass."""
+        """Returns the options for `Client.generate` that are not None. `more` names options of a subclass."""
         names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed", "priority", *more)
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(GenerateOptions, given | {"stop": self.stop})

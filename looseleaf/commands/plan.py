@@ -137,7 +137,7 @@ def _hand_over(sequence: int) -> Iterator[str]:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Returns the bytes of the tensors in the checkpoint's files, or 0 if there are no files."""
+    """Returns the number of bytes of the tensors in the checkpoint's files, or 0 if there are no files."""
     from engine.checkpoint import GGUF_NAME, weight_files
 
     if not any(directory.glob("*.safetensors")) and not (directory / GGUF_NAME).exists():

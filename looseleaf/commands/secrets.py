@@ -1,8 +1,8 @@
 """`looseleaf secrets DIRECTORY`: creates the secret that the services of a deployment share and the password of their
 Redis, in separate files.
 
-Use it with compose and with services that are started by hand; `looseleaf serve` creates its own secrets. Existing
-files are kept, so that services that are already running and services that are started later agree.
+It is for compose and for services that are started by hand; `looseleaf serve` creates its own secrets. Existing files
+are kept, so that services that are started later have the same secrets as those that are running.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Interrupted(BaseException):
 class StopSignals:
     """The handler of SIGTERM and SIGINT, which end the launch in an orderly way. A second signal kills the services.
 
-    On SIGHUP, the gateway reads its key file again, or the launch ends if the terminal has been closed.
+    On SIGHUP, the gateway reads its key file again. A SIGHUP that comes from the closing of the terminal ends the
+    launch, except under nohup.
     """
 
     def __init__(self, launcher: Launcher) -> None:

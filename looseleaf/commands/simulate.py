@@ -1,5 +1,5 @@
-"""`looseleaf simulate TRACE`: predicts the latencies of a trace, or the number of workers that the trace needs, without
-running a model. The schedulers, the admission and the router are the real ones; the times of steps were measured.
+"""`looseleaf simulate TRACE`: predicts the latencies of a trace, or the number of workers that the trace needs. The
+schedulers, the admission and the router are the real ones; the times of steps were measured.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def _costs(settings: SimulateSettings) -> Costs:
 
 
 def measure(model: str | None, max_model_len: int, *, dummy: bool) -> Costs:
-    """Starts a server on this machine, measures it and ends it."""
+    """Returns the costs of a server that it starts on this machine, measures and ends. Raises StartupError if
+    `max_model_len` or the model's limit is too small for the measurement.
+    """
     from engine.config import ModelConfig
     from looseleaf.simulation import replay
 

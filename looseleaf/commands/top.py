@@ -1,5 +1,5 @@
-"""`looseleaf top [ADDRESS]`: shows the requests, workers and blocks of a running gateway, and refreshes them in the
-terminal.
+"""`looseleaf top [ADDRESS]`: shows recent requests, workers and blocks, as a running gateway reports them, and
+refreshes them in the terminal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STATES = {"sealed": "green", "reserved": "yellow", "cached": "blue", "quarantin
 
 
 class TopSettings(Settings):
-    """Flags of `looseleaf top`. It shows recent requests, workers and blocks until it is interrupted."""
+    """Flags of `looseleaf top`, which shows recent requests, workers and blocks."""
 
     model_config = settings_config("LOOSELEAF_TOP_", "looseleaf top")
 

@@ -44,13 +44,11 @@ class ServiceSpec:
     """A descriptor that the process keeps open until it ends (the launcher's lock)."""
     log_format: LogFormat = "text"
     takes_orders: bool = False
-    """Whether the process waits on stdin for the process that it is to replace (`Child.become`)."""
+    """Whether the process reads from stdin which process it is to replace (`Child.become`)."""
 
 
 class ChildDied(StartupError):
-    """The error for a service that has ended unexpectedly. Its message names the service. The message of `Child.check`
-    ends with the service's last log lines.
-    """
+    """The error for a service that has ended unexpectedly."""
 
 
 class Restarts:
@@ -96,7 +94,7 @@ class Child:
         return self._process.pid
 
     def later(self, line: int) -> str:
-        """Returns a flag for another service. That service replaces it by a line of this child's ready file, once the
+        """Returns a flag for another service, which replaces the flag by a line of this child's ready file once the
         file exists.
         """
         return later(self._ready_file, line)
@@ -131,7 +129,7 @@ class Child:
             echo(labelled(self.name, line, self.spec.log_format))
 
     def check(self) -> None:
-        """Checks that the child is still running. Raises ChildDied if it has ended."""
+        """Checks that the child is still running. Raises ChildDied, with the last log lines, if the child has ended."""
         status = self._process.poll()
         if status is None:
             return

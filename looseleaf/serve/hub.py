@@ -12,7 +12,7 @@ from common.errors import StartupError
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WANTED = ("*.json", "*.jinja", "*.safetensors", "*.txt", "tokenizer.model")
 _UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*.safetensors")
-"""Files that repeat the weights in other formats."""
+"""Files that are not downloaded. Most of them repeat the weights in other formats."""
 
 
 def is_name(given: str) -> bool:

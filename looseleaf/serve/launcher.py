@@ -1,7 +1,8 @@
-"""Runs the services of a launch as child processes on this machine: Redis, block store, workers and gateway.
+"""Runs the services of a launch on this machine: the block store, the workers, the gateway and, unless the user gives
+the URL of a Redis server, a private Redis.
 
-Defines the order in which they start and stop, and restarts a service that ends. State that must survive a restart is
-in the arena, in Redis, or in the launcher. `children` handles the processes, and `service_flags` builds their flags.
+Defines the order in which they start and stop, and restarts a service that ends. `children` handles the processes, and
+`service_flags` builds their flags.
 """
 
 from __future__ import annotations
@@ -213,9 +214,7 @@ class Launcher:
 
     @property
     def _secret_file(self) -> Path:
-        """The file of the secret that all internal calls of this launch must carry. It is in the arena's directory,
-        because a process that can write there needs no secret.
-        """
+        """The file with the secret of this launch's internal calls."""
         assert self._shared is not None
         return self._shared.path / "secret"
 
@@ -272,9 +271,9 @@ class Launcher:
             self._redis.kill()
 
     def stop(self, most_s: float | None = None) -> None:
-        """Ends the spare worker, the gateway, the workers, the store and Redis, in this order. Each of the first four
-        has `most_s` seconds to end (default: drain delay, grace period and a margin), and is then killed. A second call
-        does nothing.
+        """Ends the spare worker, the gateway, the workers, the store and the private Redis, in this order. Kills a
+        service, other than Redis, that is still running `most_s` seconds after SIGTERM (default: the sum of the drain
+        delay, the grace period and `_ENDING_S`). A second call does nothing.
         """
         if most_s is None:
             most_s = self._settings.drain_delay + self._settings.grace_s + _ENDING_S

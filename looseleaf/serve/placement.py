@@ -110,8 +110,7 @@ def numbered(name: str, count: int) -> list[str]:
 
 def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.environ) -> int:
     """Returns `--threads`, or else the user's OMP_NUM_THREADS, or else an even share of the cores that this process may
-    use. If there are few cores, the workers of each role share all of them, because one role often waits while the
-    other is busy.
+    use. On a CPU with few cores, if the roles have separate processes, the workers of each role share all cores.
     """
     if settings.threads:
         return settings.threads
@@ -123,10 +122,7 @@ def threads_per_worker(settings: ServeSettings, base: Mapping[str, str] = os.env
 
 
 def by_turns(settings: ServeSettings) -> bool:
-    """Returns whether prefill and decode, in separate processes, take turns with all cores. If they ran at the same
-    time, their threads would wait for each other at the end of every loop, and decode would occupy half of the machine
-    for small batches while first tokens wait.
-    """
+    """Returns whether prefill and decode, in separate processes, take turns, each with all cores."""
     return _apart_on_few(settings) and threads_per_worker(settings) >= usable_cores()
 
 
@@ -137,11 +133,10 @@ def _apart_on_few(settings: ServeSettings) -> bool:
 def child_environment(base: Mapping[str, str], name: str, threads: int) -> dict[str, str]:
     """Returns the environment of the service `name`.
 
-    If the service has a model, the model computes in `threads` threads. Idle OpenMP threads sleep, because with few
-    cores, spinning threads slow down other threads. numpy's OpenBLAS gets no thread pool, because no service computes
-    with it. Weights use huge pages if the system offers them on request (glibc 2.35 and later), because they are read
-    completely for every token. The user's values of these variables are kept, except OMP_NUM_THREADS, which is set to
-    `threads`, or to 1 if the service has no model.
+    A service with a model computes in `threads` threads, other services in one. By default, idle OpenMP threads sleep,
+    because with few cores, spinning threads slow down other threads; numpy's OpenBLAS uses one thread; and the memory
+    of workers uses huge pages if the system offers them on request (glibc 2.35 and later). The user's values of the
+    variables for these three defaults are kept.
     """
     environment = dict(base)
     environment["OMP_NUM_THREADS"] = "1" if name in _TORCHLESS else str(threads)

@@ -24,7 +24,7 @@ _WORKER_SETTINGS = (
 _LOG_SETTINGS = ("log_level", "log_format")
 _VLLM_GRPC_PORTS = ("vllm_grpc_port", "vllm_grpc_prefill_port", "vllm_grpc_decode_port")
 _TINY_BLOCKS = 4096
-"""KV blocks for the small random model: 65,536 tokens, a few megabytes."""
+"""Number of KV blocks for the small random model."""
 _SALT_SECRET = "LOOSELEAF_GATEWAY_SALT_SECRET"
 
 
@@ -95,8 +95,8 @@ def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str,
 
 
 def role_flags(settings: ServeSettings, package: str) -> list[str]:
-    """Returns the flags that depend on the kind of worker. All workers get the same number of reduction parts;
-    otherwise they could not share blocks.
+    """Returns the flags that depend on the kind of worker. Workers that share blocks must have the same number of
+    reduction parts.
     """
     flags: dict[str, object | None] = {}
     if package != "prefill_svc":

@@ -86,9 +86,10 @@ def variable(package: str, name: str) -> str:
 
 
 def check_variables(packages: Collection[str]) -> None:
-    """Checks the variables of services. `packages` are the packages that the launch starts. Raises StartupError, which
-    names the variable, if it sets a value that the launch decides, or belongs to a worker that the launch does not
-    start: prefill and decode workers, and processes that host both, have variables of their own.
+    """Checks the variables of services. `packages` are the packages that the launch starts.
+
+    Raises StartupError if a variable sets a value that the launch decides. Also raises StartupError for a variable of a
+    kind of worker that the launch does not start, unless a kind that it starts has a variable for the same setting.
     """
     for package in packages:
         for name, flags in DECIDED[package].items():

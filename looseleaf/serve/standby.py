@@ -1,6 +1,4 @@
-"""The spare worker of a launch: whether there is one, its process, and the worker that it replaces.
-
-This module does not depend on models. `looseleaf.both_roles.spare` is the program of the process.
+"""Decides whether a launch has a spare worker, and manages its process, whose program is `looseleaf.both_roles.spare`.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tupl
 
 
 class Standby:
-    """The owner of a launch's spare worker. Once the spare has replaced a dead worker and serves, `check` starts the
-    next spare.
+    """The owner of a launch's spare worker. After a spare worker has replaced a dead worker and become ready, `check`
+    starts the next one.
     """
 
     def __init__(self, start: Callable[[], Child], may_restart: Callable[[], bool], echo: Echo) -> None:

@@ -17,7 +17,7 @@ def supervise(launcher: Launcher, ended: threading.Event) -> None:
 
 
 class Supervisor(threading.Thread):
-    """A thread that runs `supervise` until `end` is called or `supervise` fails. `failure` is then the error."""
+    """A thread that runs `supervise` until `end` is called or `supervise` fails. `failure` is the error, if any."""
 
     def __init__(self, launcher: Launcher) -> None:
         super().__init__(name="supervisor", daemon=True)

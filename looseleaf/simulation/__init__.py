@@ -1,1 +1,1 @@
-"""A simulator: the real schedulers, admission and router, with a simulated clock and simulated workers."""
+"""Simulates a deployment with the real schedulers, admission and router, but a virtual clock and simulated workers."""

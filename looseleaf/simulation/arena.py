@@ -25,7 +25,7 @@ class Holder:
 
 @dataclass(slots=True)
 class Table:
-    """The blocks of one sequence: full sealed blocks by key, in order, followed by others."""
+    """The blocks of one sequence. The first blocks are full and sealed, and have keys."""
 
     keys: list[Key] = field(default_factory=list)
     num_own: int = 0
@@ -98,7 +98,7 @@ class Arena:
         return True
 
     def seal(self, table: Table, key: Key) -> None:
-        """Indexes the first block without a key. If the key is indexed already, that block is used instead."""
+        """Indexes the first block without a key. If `key` is indexed already, the indexed block is used instead."""
         table.keys.append(key)
         table.num_own -= 1
         self._num_own -= 1
@@ -129,7 +129,7 @@ class Arena:
         destination.held += len(table)
 
     def check(self, tables: Iterable[Table]) -> None:
-        """Raises AssertionError unless these tables explain every reference and every block."""
+        """Raises AssertionError unless the references and the blocks in use are exactly those of `tables`."""
         listed = list(tables)
         counted: dict[Key, int] = {}
         for table in listed:

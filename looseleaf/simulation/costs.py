@@ -15,8 +15,8 @@ Points = tuple[tuple[float, float], ...]
 
 
 def at(points: Points, x: float) -> float:
-    """Returns y at `x` on straight lines through `points`, which ascend in x, but at least 0. The first and the last
-    line continue beyond the points. With a single point, y is the same everywhere.
+    """Returns y at `x`, by linear interpolation between `points`, which ascend in x. The first and the last line
+    continue beyond the points, but y is at least 0. With a single point, y is the same everywhere.
     """
     if len(points) == 1:
         return points[0][1]
@@ -67,7 +67,7 @@ class Costs:
 
 
 def mean(first: Costs, second: Costs) -> Costs:
-    """Returns the mean of two measurements of the same model with the same amounts."""
+    """Returns the mean of two measurements of the same model. Their points must have the same amounts."""
 
     def middle(a: Points, b: Points) -> Points:
         return tuple((x, (y + z) / 2) for (x, y), (_, z) in zip(a, b, strict=True))
@@ -79,9 +79,7 @@ def mean(first: Costs, second: Costs) -> Costs:
 
 
 def load(path: Path) -> Costs:
-    """Reads the file that `Costs.save` wrote. Raises StartupError if the file cannot be read or a check of its fields
-    fails.
-    """
+    """Reads a file that `Costs.save` wrote. Raises StartupError if the file cannot be read or is not valid."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

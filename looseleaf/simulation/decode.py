@@ -15,7 +15,9 @@ from looseleaf.simulation.worker import GIVEN_BACK, Running, Setting, Worker, in
 
 
 class HostMemory:
-    """The host tier of a simulated decode worker. Copies take virtual time, which the next step includes."""
+    """The host memory of a simulated decode worker for swapped blocks. Copies take virtual time, which the next step
+    includes.
+    """
 
     num_groups = 1
 
@@ -43,7 +45,9 @@ class HostMemory:
         return True
 
     def swap_in(self, group: Group, spare: int) -> int | None:
-        """Returns the number of copied blocks, or None if too few are available. Cached blocks are not copied."""
+        """Copies a group's blocks back, except those that are still cached. Returns the number of copied blocks, or
+        None if too few blocks are available.
+        """
         worker, running = self._worker, self._worker.running[group]
         keys = [running.key(block) for block in range(running.sample.num_sealed)]
         table = Table(worker.arena.acquire(worker.holder, keys))
@@ -172,7 +176,9 @@ class DecodeWorker(Worker):
         return plan
 
     def _alloc(self, group: Group) -> bool:
-        """Allocates the block of a group's next position, and preempts later groups if necessary."""
+        """Allocates the block of a group's next position, and preempts later groups if necessary. Returns False if
+        there is no block and no later group.
+        """
         while not self.arena.alloc(self.holder, 1):
             victim = self.scheduler.victim()
             if victim is None or victim is group:

@@ -1,5 +1,5 @@
-"""Sends requests to a real server: the requests of a trace, each at its arrival time, and probes, from whose times
-costs are fitted.
+"""Sends requests to a real server. `replay` sends the requests of a trace at their arrival times. `fit` sends probes,
+and fits costs to their times.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ async def _send(client: AsyncClient, request: TraceRequest, prompt: list[int], b
 
 
 def kv_bytes_per_token(directory: Path, block_size: int = 16) -> int:
-    """Returns the size of one position's KV in bfloat16. Raises StartupError unless the model has one group of full
-    attention.
+    """Returns the number of bytes of one position's KV in bfloat16. Raises StartupError unless the model has a single
+    KV group, of full attention.
     """
     from engine.config import ModelConfig
 
@@ -63,11 +63,11 @@ def kv_bytes_per_token(directory: Path, block_size: int = 16) -> int:
 
 
 async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest: int, seed: int = -1) -> Costs:
-    """Measures an idle server with prompts one at a time, and with batches of requests of equal lengths.
+    """Returns costs that are fitted to measurements of an idle server. The measurements use single requests, and
+    batches of requests of equal lengths.
 
     `longest` is the length of the longest prompt. A second fit on the same server needs another seed, because prompts
-    must not be cached. The fitted times of steps lie on straight lines through medians. In addition, each position that
-    attention reads adds a constant.
+    must not be cached.
     """
     async with AsyncClient(address) as client:
         prober = _Prober(client, vocab_size, seed)
@@ -92,9 +92,8 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
 
 
 def _prefill_position_s(prefill_s: dict[int, float], longest: int) -> float:
-    """Returns the time that attention takes per pair of positions, or 0.0 if `longest` has fewer than two full steps.
-    The time is the difference between the longest prompt and as many single steps of 512 tokens, per pair that only the
-    longest prompt has.
+    """Returns the time in seconds that attention takes per pair of positions, or 0.0 if `longest` has fewer than two
+    steps of 512 tokens. A prompt of n tokens has n * n / 2 pairs.
     """
     steps = longest // 512
     pairs = longest**2 / 2 - steps * 512**2 / 2
@@ -126,7 +125,9 @@ class _Prober:
         return _Probe(prefill_s, times[1] - times[0] - prefill_s, times[2] - times[1])
 
     async def batch(self, count: int, length: int, rounds: int = ROUNDS) -> float:
-        """Returns the median time between tokens while all of `count` requests decode."""
+        """Sends `count` requests at once. Returns the median time in seconds between two tokens of a request, while all
+        requests decode.
+        """
         medians = []
         for _ in range(rounds):
             found = await asyncio.gather(*(self._send(length, OUTPUT + count) for _ in range(count)))
@@ -136,7 +137,9 @@ class _Prober:
         return statistics.median(medians)
 
     async def _send(self, length: int, output_len: int) -> tuple[list[float], float]:
-        """Returns the times of the request and of each token, and the time of prefill."""
+        """Returns the time at which the request was sent, followed by the arrival of each token, and the duration of
+        prefill, in seconds.
+        """
         self._sent += 1
         prompt = TraceRequest(0.0, ((self._sent, length),), output_len).token_ids(self._vocab_size, self._seed)
         times, prefill_s = [time.perf_counter()], 0.0

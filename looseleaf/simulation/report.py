@@ -28,7 +28,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run. Times are in seconds, and NaN if no request has one."""
+    """The figures of one run. Times are in seconds; a quantile of no values is NaN."""
 
     ttft_p50: float
     ttft_p99: float

@@ -35,7 +35,9 @@ class TraceRequest:
     at_s: float
     """Arrival, in seconds since the first request."""
     runs: tuple[tuple[int, int], ...]
-    """The prompt as runs (id, number of tokens). Two prompts agree up to the end of a run with the same id."""
+    """The prompt as runs (id, number of tokens). If two prompts have a run with the same id, they are equal up to the
+    end of this run.
+    """
     output_len: int
 
     @property
@@ -68,9 +70,9 @@ def read(
 ) -> list[TraceRequest]:
     """Returns the first `count` requests of the file, in order of arrival.
 
-    Each length, also that of a shared prefix, is divided by `divisor`, but is at least 1. `rate` scales the arrival
-    times so that this many requests arrive per second on average. Raises StartupError if the file cannot be read, has
-    no requests or has an invalid line, which the message names. Also raises the error of `paced`.
+    Each length is divided by `divisor`, but is at least 1. `rate` scales the arrival times so that this many requests
+    arrive per second on average. Raises StartupError if the file cannot be read, has no requests or has an invalid
+    line, or if `rate` is given and several requests all arrive at the same time.
     """
     try:
         opened = lzma.open if path.suffix == ".xz" else open

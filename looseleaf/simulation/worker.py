@@ -56,7 +56,7 @@ class Running:
     num_cached: int = 0
     preemptions: int = 0
     ended: asyncio.Future[str] | None = None
-    """The end of the current attempt's prefill or decode: "" or `GIVEN_BACK`."""
+    """The result of the current prefill or decode when it ends: "" or `GIVEN_BACK`."""
 
     @classmethod
     def of(cls, number: int, request: TraceRequest, block_size: int) -> Running:
