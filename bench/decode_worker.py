@@ -2,7 +2,8 @@
 
 Runs a real worker with a real arena and a private Redis, but without RPC. Prompts differ in length, so the last blocks
 of the sequences become full in different steps. `outside` is the step thread's CPU time excluding the forward pass, as
-the mean over all steps. `ledger` is the CPU time and the wall time of ledger calls. The last line is one JSON object.
+the mean over all steps. `ledger_cpu` and `ledger` are the CPU time and the wall time of ledger calls. The last line is
+one JSON object.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measures tokens per second of decode steps (forward pass and sampling) and of a prompt (`python -m bench.engine`).
 
 Uses greedy sampling, and a model with Llama's architecture and 125M random parameters unless a model directory is
-given. The sequences of a batch differ. A step's floor is the time to read its weights and KV once, at the rate measured
-in the same run: reading 256 MB on a CPU, copying 4 GiB on a GPU. Of a mixture's experts, only those that the step's
-rows choose are counted. `outside` is the time that a step takes excluding the forward pass: the layout of arrays and
+given. The sequences of a batch differ. A step's floor is the time to read its weights and KV once at the memory
+bandwidth, which the same run measures by reading 256 MB on a CPU or copying 4 GiB on a GPU. Of a mixture's experts,
+only those that the step's rows choose are counted. `outside` is the time that a step takes for array layout and
 sampling. `python -m bench.decode_worker` measures a worker's whole step. The last line is one JSON object.
 """
 
@@ -39,8 +39,8 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "configs" / "llama-125m
 
 
 def bytes_per_s(runner: ModelRunner) -> float:
-    """Returns the memory bandwidth of the runner's device in bytes per second: on a CPU that of reading, on a GPU that
-    of a copy, which counts bytes read and bytes written.
+    """Returns the memory bandwidth of the runner's device in bytes per second. It is the bandwidth of reading on a CPU,
+    and of a copy on a GPU, for which bytes read and bytes written count.
     """
     if runner.device.name == "cpu":
         return memory_limit(0.5) * 1e9
@@ -100,8 +100,8 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
 
 
 def bytes_of_weights(runner: ModelRunner, batch: StepInput) -> int:
-    """Returns the size in bytes of the matrices that this step multiplies by. Requests the logits of one row twice,
-    which rules out a forward pass in a single call, so that each product is a call of `PackedLinear`.
+    """Returns the size in bytes of the weights of all `PackedLinear` layers that this step calls. Requests the logits
+    of one row twice, because a forward pass that is a single call of the C++ kernels does not call `PackedLinear`.
     """
     called: dict[int, PackedLinear] = {}
     multiply = PackedLinear.__call__

@@ -89,7 +89,7 @@ def redis_cpu_s(client: redis.Redis) -> float:
 
 
 async def timed_ms(work: Callable[[], Awaitable[object]], rounds: int) -> float:
-    """Returns the median time of a call in milliseconds."""
+    """Returns the median time of `rounds` calls in milliseconds."""
     times: list[float] = []
     for _ in range(rounds):
         began = time.perf_counter()

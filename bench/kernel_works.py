@@ -45,8 +45,8 @@ def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
 
 
 def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
-    """Returns the attention of a decode step. Each call computes the next of twelve layers, so that keys and values
-    come from memory and not from a cache. The first `shared` keys of all sequences are in the same blocks.
+    """Returns the attention of a decode step. Each call computes the next of twelve layers. The first `shared` keys of
+    all sequences are in the same blocks.
     """
     per_seq = context // BLOCK_SIZE
     arena = _arena(batch * per_seq)
@@ -122,9 +122,7 @@ def _packed(n_in: int, n_out: int, provider: Provider) -> PackedLinear:
 
 
 def _linear(rows: int, n_out: int, provider: Provider) -> Work:
-    """Returns a linear layer. Each call uses the next of twelve weight matrices, so with few rows the time is bound by
-    reading the weights.
-    """
+    """Returns a linear layer. Each call uses the next of twelve weight matrices."""
     layers = itertools.cycle([_packed(HIDDEN, n_out, provider) for _ in range(LAYERS)])
     x = torch.randn(rows, HIDDEN).to(BF16)
     limit = "memory" if rows <= 32 else "compute"

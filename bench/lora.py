@@ -1,9 +1,9 @@
 """Measures the cost of LoRA adapters in a decode step on this CPU (`python -m bench.lora`).
 
-Times batches of a model with Llama's architecture and 125M random parameters. The variants are: no sequence has an
-adapter, all have the same adapter, and the sequences have up to eight different adapters. The variants alternate, one
-step at a time, so that other load on the machine affects all of them. The variant `off` runs without --enable-lora. The
-last line is one JSON object.
+Times batches of a model with Llama's architecture and 125M random parameters. The variant `off` runs without
+--enable-lora. In the other variants, no sequence has an adapter, all sequences have the same adapter, or the sequences
+have up to eight different adapters. The variants alternate, one step at a time, so that other load on the machine
+affects all of them. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def random_adapter(runner: ModelRunner, seed: int) -> LoraAdapter:
 def decode_ms(
     runners: dict[str, ModelRunner], adapters: list[LoraAdapter], num_seqs: int, context: int, steps: int
 ) -> dict[str, float]:
-    """Returns the median duration of a step in milliseconds, by variant."""
+    """Returns the median duration of a step in milliseconds for each variant."""
     counts = {"off": 0, "0 adapters": 0, "1 adapter": 1, f"{len(adapters)} adapters": len(adapters)}
     arms = {name: Decoding(runners["off" if name == "off" else "on"], num_seqs, context) for name in counts}
     for name, count in counts.items():

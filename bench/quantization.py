@@ -38,7 +38,7 @@ SEED = 20_261_123
 
 
 class Decoding:
-    """The sequences of a variant: `num_seqs` sequences at position `context` that repeat the same step."""
+    """A batch of `num_seqs` sequences of `context` tokens, whose decode step `step` repeats and times."""
 
     def __init__(self, runner: ModelRunner, num_seqs: int, context: int) -> None:
         tokens = [token % runner.config.vocab_size for token in range(context)]

@@ -221,8 +221,8 @@ def chats(seed: int, count: int, requests_per_s: float) -> list[Prompt]:
 
 
 def trace(path: Path, count: int, requests_per_s: float) -> list[Prompt]:
-    """Returns the first `count` requests of a Mooncake trace, which consist of chunks of 512 tokens, at the given mean
-    rate.
+    """Returns the first `count` requests of a Mooncake trace, at the given mean rate. Their prompts consist of chunks
+    of 512 tokens.
     """
     found = read(path, count=count, rate=requests_per_s)
     return [Prompt(r.at_s, tuple(name for name, _ in r.runs), MOONCAKE_BLOCK, r.output_len) for r in found]

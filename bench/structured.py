@@ -74,7 +74,7 @@ def _grammar(schema: dict[str, Any]) -> StructuredOutput:
 
 
 class Arm:
-    """A variant: sequences that repeat a step, with new tokens each time."""
+    """A variant, whose `step` repeats the same forward pass, and draws the next token of each sequence."""
 
     def __init__(
         self, runner: ModelRunner, grammars: Grammars, args: argparse.Namespace, schemas: list[dict[str, Any] | None]

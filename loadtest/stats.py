@@ -1,8 +1,8 @@
 """Reports the times of one streamed request to locust and to the load test's own record.
 
 Locust counts a request once, as `e2e`. Times to first token (`ttft`), gaps (`itl`) and mean times per later token
-(`tpot`) are entries of locust's statistics, but not of its totals, so that locust's requests per second are requests.
-Depends on locust's interfaces, not on gRPC or HTTP.
+(`tpot`) are entries of locust's statistics, but not of its totals, so that these totals count only requests. Depends on
+locust's interfaces, not on gRPC or HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from loadtest.metrics import LATE_S, Record, Slo
 Fire = Callable[..., Any]
 """locust's `environment.events.request.fire`."""
 LogPart = Callable[[str, str, float, int], Any]
-"""Adds to an entry of locust's statistics: name, protocol, milliseconds, tokens."""
+"""A function that adds a time to an entry of locust's statistics. Takes the entry's name, the protocol, the time in
+milliseconds and the number of tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class StreamTimer:
         self.num_tokens += count
 
     def done(self, num_tokens: int | None = None) -> None:
-        """Notes that the stream has ended successfully. `num_tokens` is the server's count, if it sent one: a token
-        without text is in no message. A stream without tokens is a failure.
+        """Notes that the stream has ended successfully, or reports a failure if no token has arrived. `num_tokens` is
+        the server's count of tokens, if it sent one; unlike the timer's, it includes tokens without text.
         """
         unseen = max(0, (num_tokens or 0) - self.num_tokens)
         if self.num_tokens == 0:

@@ -1,4 +1,4 @@
-"""A small writer of SVG plots: lines and stacked bars."""
+"""Draws line plots and stacked bar charts as SVG."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Axis:
         return (of(value) - of(self.low)) / ((of(self.high) - of(self.low)) or 1.0)
 
     def ticks(self) -> list[float]:
-        """Returns about ten round values on the axis, or fewer. A logarithmic axis has powers of 2, or powers of 10 if
-        there would be too many.
+        """Returns round values on the axis. A logarithmic axis has powers of 2, or powers of 10 if `high` is more than
+        1024 times `low`.
         """
         if self.log:
             base = 2.0 if self.high / self.low <= 1024 else 10.0
@@ -64,7 +64,7 @@ def rect(x: float, y: float, width: float, height: float, fill: str, stroke: str
 
 
 def legend(names: Sequence[str]) -> Iterator[str]:
-    """Yields a row of coloured names below the title."""
+    """Yields the elements of a row of names, each with a coloured square, below the title."""
     x = float(LEFT)
     for colour, name in zip(COLOURS, names, strict=False):
         yield rect(x, 36, 10, 10, colour)
@@ -73,7 +73,7 @@ def legend(names: Sequence[str]) -> Iterator[str]:
 
 
 def _frame(x: Axis | None, y: Axis) -> Iterator[str]:
-    """Yields axes, grid and labels."""
+    """Yields the elements of the axes, the grid and the labels."""
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     for value in y.ticks():
         at = bottom - y.place(value) * (bottom - TOP)
@@ -120,7 +120,7 @@ def bars(title: str, y: Axis, names: Sequence[str], series: Mapping[str, Sequenc
 
 
 def axis_of(label: str, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
-    """Returns the axis that fits these values, from 0 if `zero`."""
+    """Returns an axis that covers `values`, and that begins at 0 if `zero` is set."""
     margin: Callable[[float], float] = (lambda value: value * 1.1) if not log else (lambda value: value * 1.15)
     low = 0.0 if zero else min(values) / (1.15 if log else 1.0)
     return Axis(label, low, margin(max(values)), log)

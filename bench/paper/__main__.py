@@ -72,8 +72,8 @@ def run_part(name: str, settings: PaperSettings) -> bool:
 
 
 def run_bounded(command: Sequence[str], limit_s: float) -> bool:
-    """Runs a command. Returns whether it ended with status 0 within `limit_s` seconds. Ends it, and the processes that
-    it started, at the limit.
+    """Runs a command in a process group, and ends the group afterwards. Returns whether the command ended with status 0
+    within `limit_s` seconds.
     """
     process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
     try:

@@ -1,8 +1,9 @@
-"""Hit rates of the prefix index on a trace of requests with shared prefixes (Mooncake), by capacity of the cache.
+"""Measures the hit rates of the prefix index on a trace of requests with shared prefixes (Mooncake), by the capacity of
+the cache.
 
-Replays the block hashes of every prompt against a real arena and a real ledger: acquire the cached prefix, allocate and
-seal the other blocks, release all. A block stands for 512 tokens of the trace, but holds 16 positions of a tiny layout,
-because only the bookkeeping counts. `lru_hits` computes what an ideal LRU cache of the same capacity finds.
+Runs every prompt's block hashes against a real arena and a real ledger: acquires the cached prefix, allocates and seals
+the other blocks, and releases all. A block stands for 512 tokens of the trace, but holds 16 positions of a tiny layout,
+because only the bookkeeping counts. `lru_hits` simulates an ideal LRU cache of the same capacity.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="b
 CEILING = 40.0
 """The share in percent that Mooncake's paper states for this trace and an unlimited cache (FAST 2025, table 2)."""
 MARGIN = 2.0
-"""Percentage points by which the ledger's hit rate may lie below that of an ideal LRU cache."""
+"""The tolerance of the claims, in percentage points."""
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def ledger_hits(prompts: Sequence[Sequence[BlockKey]], capacity: int) -> int:
-    """Returns how many blocks the prompts find in an arena of `capacity` blocks."""
+    """Returns the number of blocks that the prompts find in an arena of `capacity` blocks."""
     hits = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="looseleaf-hits-") as directory:
         redis = redis_server.connect(None, directory)
@@ -80,8 +81,8 @@ def ledger_hits(prompts: Sequence[Sequence[BlockKey]], capacity: int) -> int:
 
 
 def lru_hits(prompts: Sequence[Sequence[BlockKey]], capacity: int) -> int:
-    """Returns how many blocks the prompts find in an ideal LRU cache, which evicts the last block of a prompt before
-    the earlier ones.
+    """Returns the number of blocks that the prompts find in an ideal LRU cache, which evicts the last block of a prompt
+    before the earlier ones.
     """
     cache: OrderedDict[BlockKey, None] = OrderedDict()
     hits = 0

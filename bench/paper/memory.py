@@ -56,10 +56,9 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _waste(size: int, requests: Sequence[Lens]) -> dict[str, float]:
-    """Returns the unused share of allocated slots in percent, as counted ("unused") and by the model of
-    (block_size + 1) / 2 slots per sequence ("model"): a sequence has 1 to block_size free slots, because each step
-    first makes room for its token. Also returns the share of all slots that contain tokens, in percent, the mean number
-    of running requests, and the number of preemptions.
+    """Returns the unused share of allocated slots in percent, both as counted ("unused") and as estimated with
+    (block_size + 1) / 2 unused slots per sequence ("model"). Also returns the share of all slots that contain tokens,
+    in percent, the mean number of running requests, and the number of preemptions.
     """
     shares = simulate(Paged(NUM_SLOTS, size), requests)
     lost = (size + 1) / 2 * shares.running

@@ -62,7 +62,7 @@ def write(folder: Path) -> None:
 
 
 def render(sections: Mapping[str, Section], origins: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the page."""
+    """Returns the page as Markdown."""
     parts = [INTRODUCTION, claims(sections)]
     for name, section in sections.items():
         parts += [f"## {section.title}", origin_line(name, origins[name]), section.text]

@@ -58,7 +58,7 @@ def run_part(name: str, *, quick: bool) -> Any:
 
 def last_line(command: Sequence[str]) -> Any:
     """Runs a benchmark, and returns the JSON value in the last line of its output. Raises StartupError if the benchmark
-    failed.
+    fails or the last line is not JSON.
     """
     print(f"== python -m {' '.join(command)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
@@ -139,7 +139,9 @@ def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> P
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """Returns the chosen parts. Raises StartupError if a name is not the name of a part."""
+    """Returns the names of the chosen parts, or of all parts if `only` is empty. Raises StartupError for an unknown
+    name.
+    """
     for name in only:
         if name not in PARTS:
             raise StartupError(f"--only {name!r}: must be one of {', '.join(PARTS)}")

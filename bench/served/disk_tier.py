@@ -1,9 +1,9 @@
 """Measures the benefit and the cost of a KV cache on disk (`python -m bench.served.disk_tier`).
 
 A launch without a disk tier and a launch with one compute the same prompts. A third launch finds these prompts on disk,
-and computes a new prompt of the same length before each of them. For some of them, the files' pages are dropped from
-memory first. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. Its
-blocks are either read from disk in that time, or already in the arena.
+and computes a new prompt of the same length before each of them. For some of them, it drops the files' pages from
+memory first. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. In the
+meantime, the prompt's blocks are read from the disk tier, or they are already in the arena.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def drop_pages(directory: Path) -> None:
 
 
 async def restored(addresses: Addresses, directory: Path, prompts: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-    """Returns the times to first token in seconds, by the location of the prompt's KV."""
+    """Returns the times to first token in seconds, by the source of the prompt's KV."""
     found: dict[str, list[float]] = {name: [] for name in ("computed", "page cache", "disk", *_BEHIND)}
     length = len(prompts[0])
     async with AsyncClient(addresses.grpc) as client:

@@ -5,9 +5,8 @@ Uses real processes and sockets: clients, gateway, Redis, a decode service. The 
 prefill service are replaced by code that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each step
 adds one token to every stream. The CPU time that a process uses without streams is subtracted, and so is the step
 loop's. For comparison, the same run measures servers that only send (`frontend_floor`), which shows the cost of
-grpc.aio and uvicorn. CPU time
-comes from the kernel (schedstat), so it does not include waiting. On a busy machine, caches are cold and the results
-are higher.
+grpc.aio and uvicorn. CPU time comes from the kernel (schedstat), so it does not include waiting. On a busy machine,
+caches are cold and the results are higher.
 """
 
 from __future__ import annotations
@@ -111,8 +110,8 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The CPU time that a process uses for streams. `kernel_share` is the share of the process's whole CPU time that it
-    spends in the kernel.
+    """The CPU time that a process uses for streams. `kernel_share` is the kernel's share of the process's CPU time
+    during the measurement.
     """
 
     us_per_token: float
@@ -120,7 +119,8 @@ class Use:
 
 
 def watch(pid: int, seconds: float) -> tuple[Cpu, Cpu, float]:
-    """Waits for `seconds`. Returns the CPU time of a process before and after, and the elapsed seconds."""
+    """Waits for `seconds`. Returns readings of a process's CPU time before and after the wait, and the elapsed seconds.
+    """
     before, began = Cpu.of(pid), time.monotonic()
     time.sleep(seconds)
     return before, Cpu.of(pid), time.monotonic() - began
@@ -268,7 +268,7 @@ class Measurement:
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the median of every number, including nested numbers."""
+    """Returns the median of each number over `rounds`, which have the same keys. Values may be nested dicts."""
     first = rounds[0]
     return {
         name: medians([r[name] for r in rounds])

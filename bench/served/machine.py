@@ -1,4 +1,4 @@
-"""The origin of a result (date, commit, machine, load), and the file that stores the result."""
+"""Determines the origin of a result (date, commit, machine, load), and stores results in files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def commit() -> str:
 
 
 def machine_slug(cpu: str, cores: int) -> str:
-    """Returns a machine's name for use in file names: "AMD EPYC 7B13 64-Core Processor" with 2 cores is
+    """Returns a name of a machine for file names. For example, "AMD EPYC 7B13 64-Core Processor" with 2 cores becomes
     "amd-epyc-7b13-2c".
     """
     words = re.sub(r"\(\w+\)|@.*|\b(CPU|Processor|\d+-Core)\b", " ", cpu)

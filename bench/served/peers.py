@@ -151,7 +151,7 @@ def compare_quantized(rounds: Rounds, settings: PeersSettings, logs: Path) -> No
 
 def same_in_float32(harness: Harness, rounds: Rounds, logs: Path) -> dict[str, int] | None:
     """Compares our output in float32 with that of transformers. Returns the number of equal characters and the number
-    of all characters, which must be the same. Returns None if the comparison fails.
+    of all characters; the two must agree. Returns None if the comparison fails.
     """
     exact = replace(harness, dtype="float32")
     with our_server(exact.model, "both", logs / "looseleaf-float32.log", ("--dtype", "float32")) as target:

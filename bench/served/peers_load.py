@@ -37,8 +37,8 @@ class Failed(Exception):
 
 
 def run_client(harness: Harness, target: Target, tests: Sequence[str], seed: int, load: Load) -> list[Row]:
-    """Runs the client once. Returns one row per test. Every seed has different prompts, so nothing is cached from an
-    earlier repetition.
+    """Runs the client once. Returns one row per test. The prompts depend on `seed`. Raises Failed if the client fails
+    or takes longer than `load.limit_s`.
     """
     python, where = harness.python, ["--url", target.url, "--model", target.model, "--pid", str(target.pid)]
     if not target.url:

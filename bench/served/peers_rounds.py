@@ -1,5 +1,5 @@
-"""Interleaved repetitions. Every round runs each test on the targets for which it is meant, and the order of the
-targets rotates.
+"""Runs the tests in rounds. A round runs each test on the targets for which it is meant, and the order of the targets
+rotates from round to round.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ class Rounds:
 
 
 def _seed(group: tuple[str, ...], number: int) -> int:
-    """Returns the seed of one run of the client. Each group and round has a different seed. Two runs with the same seed
-    would use the same prompts, even for different tests, and a target that runs more tests than others would find
-    prefixes in its cache.
+    """Returns the seed of one run of the client. Each group and round has a different seed, because two runs with the
+    same seed would use the same prompts, even for different tests.
     """
     return 1000 * (1 + list(GROUPS.values()).index(group)) + number

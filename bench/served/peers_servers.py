@@ -117,8 +117,8 @@ class Target:
 
 @contextmanager
 def peer_server(harness: Harness, name: str, log: Path, ready_s: float = 240.0) -> Iterator[Target]:
-    """Starts a peer's server. Yields it when it is ready, suspended. Raises StartupError with the server's last output
-    if it does not become ready.
+    """Starts a peer's server, waits until it is ready, suspends it and yields it. Raises StartupError with the server's
+    last output if it does not become ready.
     """
     [port] = free_ports(1)
     options = Namespace(root=harness.root, size=harness.size, dtype=harness.dtype, port=port, kv_gib=2)
@@ -170,6 +170,8 @@ def first_token_s(model: Path, starts: int = 3) -> float:
 
 @contextmanager
 def our_server(model: Path, roles: str, log: Path, flags: tuple[str, ...] = (), name: str = "") -> Iterator[Target]:
-    """Yields a running `looseleaf serve` with these roles. `name` is its name in the results."""
+    """Yields a running `looseleaf serve` with these roles. `name` is the server's name in the results, by default
+    looseleaf-ROLES.
+    """
     with Served(str(model), ["--roles", roles, *flags], log) as served:
         yield Target(name or f"looseleaf-{roles}", served.url, served.pid, startup_s=served.first_token_s)

@@ -94,8 +94,8 @@ def run(block_size: int, num_blocks: int, mode: str, wanted: Sequence[Request]) 
 
 
 def ample_blocks(wanted: Sequence[Request], block_size: int) -> int:
-    """Returns twice the number of blocks that all requests need at full length. Floors may reserve half of them for
-    other workers.
+    """Returns twice the number of blocks that all requests need at full length, because floors may reserve half of the
+    arena for other workers.
     """
     lens = [(len(r.prompt_ids) + r.options["max_tokens"]) * r.options["n"] for r in wanted]
     return 2 * sum(-(-length // block_size) + 2 for length in lens)

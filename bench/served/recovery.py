@@ -31,7 +31,7 @@ from testing.system import assert_nothing_held, wait_for
 
 PROMPT_LEN = 64
 WARM_TOKENS = 16
-"""The number of tokens that every stream has at least when the worker is killed."""
+"""The minimum number of tokens that each stream has when the worker is killed."""
 LOADED_S = 300.0
 
 

@@ -25,9 +25,7 @@ STORY_LEN = 448
 
 
 class WatchedServer(Launcher):
-    """A launcher of a block store, a gateway, one prefill worker and one watched decode worker. A worker that dies is
-    not restarted.
-    """
+    """A launcher whose decode worker is watched. Workers that end are not restarted, because nothing calls `check`."""
 
     def __init__(self, model: str | None, settings: Mapping[str, Any], decode: Mapping[str, str] | None = None) -> None:
         """Prepares the deployment, which `with` starts. `settings` are the settings of `LLM`; `decode` are environment

@@ -1,4 +1,4 @@
-"""Records of a decode worker's blocks after each step. `watching` writes them, and benchmarks read them."""
+"""Defines the records of a decode worker's blocks after each step, which `watching` writes and benchmarks read."""
 
 from __future__ import annotations
 

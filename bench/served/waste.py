@@ -8,8 +8,8 @@ and beams; some share a prefix. They arrive in a seeded Poisson process, faster 
   sequence;
 * utilization while saturated: referenced blocks as a share of all blocks, in the middle of the run, when many requests
   wait (blocks allocated in advance and blocks kept free for a floor do not count as used);
-* stranded blocks, which are referenced but needed by no sequence: while running (held, but in no block table) and at
-  rest.
+* stranded blocks, which are referenced although no sequence needs them: while requests run (blocks that the decode
+  worker holds, but that are in no block table) and after all requests have ended.
 
 The last line is JSON.
 """
@@ -60,9 +60,7 @@ MIX: Sequence[tuple[int, GenerateOptions]] = (
 )
 """The mix of requests: (share in percent, options)."""
 SATURATED = (0.2, 0.6)
-"""The interval of the measurement, as shares of answered requests. The arena is saturated in this interval, because all
-requests that are not answered yet are running or waiting.
-"""
+"""The interval of the measurement, which begins and ends when these shares of the requests have been answered."""
 
 
 class WasteSettings(Settings):

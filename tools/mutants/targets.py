@@ -1,5 +1,5 @@
-"""The files that are mutated, and the tests that should detect the mutants. The fastest and most sensitive tests come
-first.
+"""Lists the files that are mutated, and the tests that should detect the mutants. The fastest and most sensitive tests
+come first.
 """
 
 from __future__ import annotations

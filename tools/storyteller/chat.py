@@ -99,7 +99,7 @@ def conversation(rng: random.Random, tell: list[Story], separator: str) -> str:
 
 
 def chatter(rng: random.Random) -> str:
-    """Returns a chat without a story: greetings, and questions that a storyteller cannot answer."""
+    """Returns a chat without a story, such as a greeting or a question that a storyteller cannot answer."""
     kinds = rng.choices((_GREETING, _WHO, _HOW, _OTHER, _BYE), (3, 3, 1, 8, 1), k=rng.choice((1, 1, 2)))
     return render([_small_talk(rng, kind) for kind in kinds])
 
@@ -136,9 +136,7 @@ def _one(rng: random.Random, story: Story, hero: Character) -> str:
 
 
 def _named(rng: random.Random, who: Character) -> str:
-    """Returns words for a character, with or without its proper name. If the opening introduces both leads together,
-    the proper name is always there, because it replaces "the fox" in that opening.
-    """
+    """Returns words for a character. Its proper name, if it has one, may be missing unless `who.introduced` is set."""
     words = who.form("a_adj") if who.adjective and rng.random() < 0.12 else who.form("a")
     if who.name is None or (not who.introduced and rng.random() < 0.4):
         return words

@@ -157,7 +157,7 @@ class Stage:
     """A part of the curriculum, which ends before step `until`.
 
     Drills are rows of random tokens that repeat. They were meant to teach copying, but did not: their held-out loss
-    never fell. Most rows of 256 tokens contain a single story, without names from other stories.
+    never fell.
     """
 
     until: float
@@ -219,8 +219,8 @@ class Batches:
         return np.stack(rows + [self._row(self._all, length) for _ in range(size - len(rows))])
 
     def _row(self, cursor: _Cursor, length: int) -> np.ndarray:
-        """Returns a row [length + 1] that starts at the beginning of a document. If it ends within a document other than
-        its first, the next row starts with that document.
+        """Returns a row [length + 1] that starts at the beginning of a document. If the row ends within a document
+        other than its first, the cursor's next row starts with that document.
         """
         parts, size = [], 0
         while size <= length:

@@ -30,7 +30,7 @@ def castings(leads: Sequence[Character]) -> list[tuple[str, dict[str, Character]
     """Returns (plot, cast, weight) of each plot that fits the leads. The first of `leads` is the hero; the second, if
     any, has the other leading part.
 
-    The order is fixed, because a small model learns "the second one" much sooner than "the one who is not the hero".
+    The order of `leads` is that of the request, because a fixed order is easier to learn for a small model.
     """
     if len(leads) == 1:
         found = [(plot, {"h": leads[0]}, share) for plot, (_, share) in PLOTS.items()]
