@@ -29,7 +29,7 @@ from common.types import Epoch, KvLayout, KvSpec
 LAYOUT = KvLayout(16, (KvSpec(num_layers=12, num_kv_heads=4, head_dim=64, dtype="bfloat16"),))
 NUM_BLOCKS = 1024
 LEASE_S = 3600.0
-"""The length of a lease in seconds. It is longer than any run, because the decode holder's lease is not renewed."""
+"""The length of a lease in seconds. A run must be shorter, because the decode holder's lease is not renewed."""
 PINGS_WANTED = 5.0
 """The target for the median time of an operation on 64 blocks, in multiples of the median PING of the same run."""
 T = TypeVar("T")

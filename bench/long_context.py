@@ -1,10 +1,9 @@
 """Serves one sequence of 262,144 tokens, and compares it with transformers (`python -m bench.long_context`).
 
 The model has random weights and full attention (two layers, two heads of 32) in float32. Prefill and decode run in
-separate processes. The whole prompt is sent once. Then its prefixes that end at random positions are sent; they are
-found in the cache. The token and the log-probability after each of these positions are compared with those of one
-forward pass of transformers over the whole prompt. The number of cached blocks is compared with the length of the
-sequence. The last line is one JSON object.
+separate processes. The whole prompt is sent once. Then prefixes of it that end at random positions are sent, and their
+full blocks must be found in the cache. The token and the log-probability after each of these positions are compared
+with those of one forward pass of transformers over the whole prompt. The last line is one JSON object.
 """
 
 from __future__ import annotations

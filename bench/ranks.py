@@ -2,8 +2,8 @@
 
 The runners alternate, one step at a time, so that other load on the machine affects all of them. All have the same
 number of threads in total, except one runner with a single thread. Two stages with one thread each would take as long
-as this runner if they never computed at the same time. Weights are random. Each rank is a process, and each runner has
-an arena in shared memory.
+as that runner if they never computed at the same time. Weights are random. Ranks other than the first are separate
+processes, and each runner has an arena in shared memory.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ NEVER_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request: its time of arrival, its prompt as ids of chunks, and the number of tokens to decode."""
+    """A request, with its arrival time in seconds, the ids of its prompt's chunks, and the number of tokens to decode.
+    """
 
     at: float
     chunks: tuple[int, ...]

@@ -5,10 +5,10 @@ without drafts alternate, on the same runner, and their tokens must be equal.
 
 The built-in model is too small to copy a text by itself. A grammar therefore prescribes the repeated texts: a copy of a
 story in the prompt (copy), the story with a different name (edit), and further records like those in the prompt (json).
-The grammar's masks are computed with and without drafts. Stories are free continuations, sampled.
+The grammar's masks are computed in both kinds of runs. Stories are sampled without a grammar.
 
-A ratio is the median over the rounds of tokens per second with drafts, divided by tokens per second without.
-`cpu_ratio` counts tokens per second of CPU time of all threads. The last line is one JSON object.
+`ratio` is the median, over the rounds, of the tokens per second with drafts divided by those without. `cpu_ratio` is
+the same for tokens per second of CPU time. The last line is one JSON object.
 """
 
 from __future__ import annotations

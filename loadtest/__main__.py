@@ -1,5 +1,5 @@
-"""Runs locust (`python -m loadtest`), with its web page if `--web` gives a port. The exit status is 1 if a request
-failed; with an SLO, it is 1 if too few requests met the limits.
+"""Runs locust (`python -m loadtest`), with its web page if `--web` gives a port. Without an SLO, the exit status is 1
+if a request failed; with an SLO, if too few requests met the limits.
 
 If no ready service answers at the gRPC address, `looseleaf serve` is started for the run and ended after it.
 """

@@ -55,8 +55,7 @@ async def run_round(client: AsyncClient, settings: BatchingSettings, num_request
 
 
 async def measure(address: str, settings: BatchingSettings) -> tuple[float, float]:
-    """Returns the median number of tokens per second of rounds with one request, and of rounds with `at_once` requests.
-    """
+    """Returns the median tokens per second of the rounds with one request, and of those with `at_once` requests."""
     alone: list[float] = []
     together: list[float] = []
     async with AsyncClient(address) as client:

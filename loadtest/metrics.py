@@ -17,7 +17,7 @@ GROWTH = 1.02
 LATE_S = 0.05
 """A request that is sent this much after its time is counted as late."""
 CELL_S = 5
-"""The length of an interval in seconds. The number of intervals is limited, so they get longer in a long run."""
+"""The length of an interval in seconds, at first. `Record.add` doubles it while there are more than MOST_CELLS."""
 MOST_CELLS = 240
 TIMES = ("ttft", "itl", "tpot", "e2e")
 """The names of the histograms that requests have."""

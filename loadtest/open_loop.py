@@ -9,7 +9,7 @@ import gevent
 from gevent.pool import Group
 
 Send = Callable[[int, float], None]
-"""Sends request `number`, which was due `late_s` seconds ago, and waits for the answer."""
+"""A function that sends request `number`, which was due `late_s` seconds ago, and waits for the answer."""
 
 
 class Replay:

@@ -1,4 +1,4 @@
-"""The result of a load test from its record: as data, as text, and as HTML with tables and charts."""
+"""Presents the result of a load test, from its record, as data, as text, and as HTML with tables and charts."""
 
 from __future__ import annotations
 

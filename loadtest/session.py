@@ -172,7 +172,7 @@ class Owner:
         return not self._present(self._waiting)
 
     def _present(self, workers: set[str]) -> set[str]:
-        """Returns the workers that have not been lost."""
+        """Returns those of `workers` that have not been lost."""
         clients = self.environment.runner.clients
         return {name for name in workers if name in clients and clients[name].state != "missing"}
 

@@ -40,7 +40,7 @@ class Axis:
 
 
 def document(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:
-    """Returns an SVG image with a title and these elements."""
+    """Returns an SVG image that consists of a title and the elements `parts`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" font-family="sans-serif" font-size="12">\n<title>{escape(title)}</title>\n'

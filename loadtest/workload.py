@@ -1,4 +1,4 @@
-"""The requests of the load test. A request depends only on the workload and its number. Does no I/O.
+"""Generates the requests of the load test. A request depends only on the workload and its number. Does no I/O.
 
 Lengths are drawn from lognormal distributions. Some of the prompts begin with one of a few common prefixes, as prompts
 with system prompts and few-shot examples do.
@@ -67,7 +67,7 @@ class Workload:
     """Smaller ids, which are usually special tokens, are not drawn."""
 
     def request(self, number: int) -> Request:
-        """Returns request `number` (from 0), a pure function of the workload and the number."""
+        """Returns request `number` (from 0), which depends only on the workload and the number."""
         rng = random.Random(f"{self.seed}/{number}")
         prompt_len = self.prompt.draw(rng)
         output_len = max(1, min(self.output.draw(rng), self.max_model_len // 2))

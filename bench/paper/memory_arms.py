@@ -1,8 +1,8 @@
 """Simulates KV memory that is reserved contiguously or allocated in blocks, under the real decode scheduler.
 
 The contiguous arms reserve memory for a whole request when it starts, with a buddy allocator, as the PagedAttention
-paper assumes for Orca (section 6.1). The paged arm adds a block when a sequence needs one, and preempts the scheduler's
-victim if no block is free; a preempted sequence needs its blocks again before it resumes.
+paper assumes for Orca (section 6.1). The paged arm adds a block when a sequence needs one, and preempts the last
+running sequence if no block is free; a preempted sequence needs its blocks again before it resumes.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class Paged:
 
 @dataclass(slots=True)
 class Shares:
-    """Sums over the counted steps. `preempted` is the number of preemptions over all steps."""
+    """The running requests, their tokens, and the slots reserved and allocated for them, each summed over the counted
+    steps. `preempted` is the number of preemptions in all steps.
+    """
 
     steps: int = 0
     running: int = 0

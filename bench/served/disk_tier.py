@@ -2,8 +2,8 @@
 
 A launch without a disk tier and a launch with one compute the same prompts. A third launch finds these prompts on disk,
 and computes a new prompt of the same length before each of them. For some of them, it drops the files' pages from
-memory first. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. In the
-meantime, the prompt's blocks are read from the disk tier, or they are already in the arena.
+memory first. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. Its
+blocks are either in the disk tier or already in the arena.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Measures the CPU time per streamed token of the gateway and of the decode service's RPC front end
 (`make bench-frontend`).
 
-Uses real processes and sockets: clients, gateway, Redis, a decode service. The decode service's step loop and the
-prefill service are replaced by code that computes nothing (`frontend_worker`). Steps run at a fixed rate, and each step
+Uses real processes and sockets for the clients, the gateway, Redis and a decode service. The decode service's step loop
+and the prefill service are replaced by code that computes nothing (`frontend_worker`). Steps run at a fixed rate, and
+each step
 adds one token to every stream. The CPU time that a process uses without streams is subtracted, and so is the step
 loop's. For comparison, the same run measures servers that only send (`frontend_floor`), which shows the cost of
 grpc.aio and uvicorn. CPU time comes from the kernel (schedstat), so it does not include waiting. On a busy machine,
@@ -119,8 +120,7 @@ class Use:
 
 
 def watch(pid: int, seconds: float) -> tuple[Cpu, Cpu, float]:
-    """Waits for `seconds`. Returns readings of a process's CPU time before and after the wait, and the elapsed seconds.
-    """
+    """Waits for `seconds`. Returns a process's CPU time before and after the wait, and the elapsed seconds."""
     before, began = Cpu.of(pid), time.monotonic()
     time.sleep(seconds)
     return before, Cpu.of(pid), time.monotonic() - began
@@ -158,7 +158,7 @@ def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> list[str]:
 
 
 class Stack:
-    """A running stack: Redis, workers, gateway and the comparison servers. `with` starts and stops it."""
+    """A running stack of Redis, the workers, the gateway and the comparison servers. `with` starts and stops it."""
 
     def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
@@ -198,7 +198,9 @@ class Stack:
         return metrics_page.total(metrics_page.read(self.addresses["http"]), "looseleaf_generation_tokens_total")
 
     def clients(self, kind: str, address: str) -> Helper:
-        """Starts the clients. Returns them shortly after all streams have begun."""
+        """Starts the clients. Returns them shortly after all streams have begun. Raises StartupError if this takes
+        longer than START_S seconds.
+        """
         clients = Helper("frontend_clients", kind, address, str(self._settings.streams))
         deadline = time.monotonic() + START_S
         while clients.ask()["begun"] < self._settings.streams:

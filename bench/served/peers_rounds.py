@@ -24,9 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """The tests that share a run of the client, which takes seconds to start. `peers_gap` runs "gap" without the client."""
 SPLIT_GROUPS = ("served", "prefix")
-"""The groups of the client's tests that are run on the split server. In the other tests, only one of its roles has
-work, so it behaves like the colocated server.
-"""
+"""The groups of the client's tests that are run on the split server. The other tests load mainly one of its roles."""
 GAP_PEERS = (BOTH, SPLIT, "vllm")
 STREAMS = 16
 

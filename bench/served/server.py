@@ -1,4 +1,6 @@
-"""A complete deployment for benchmarks, and requests for it. The decode worker records its blocks after every step."""
+"""Starts a complete deployment for benchmarks, whose decode worker records its blocks after every step, and sends
+requests to it.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Serves a tiny random model with fewer blocks than the load needs. Reads the decode worker's blocks after every step, and
 the ledger about twenty times a second. The requests are a mix of single sequences (greedy or sampled), several samples,
-and beams; some share a prefix. They arrive in a seeded Poisson process, faster than they can be served. Prints:
+and beams; some share a prefix. They arrive in a seeded Poisson process. Prints:
 
 * internal waste: slots of used blocks without KV, compared with the theoretical (block_size - 1) / 2 slots per
   sequence;

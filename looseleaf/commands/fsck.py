@@ -16,8 +16,8 @@ from common.settings import Settings, settings_config
 
 
 class FsckSettings(Settings):
-    """Flags of `looseleaf fsck`, which prints the differences that last. Its exit status is 0 if all workers reported
-    and there are no differences, or if the ledger was rebuilt.
+    """Flags of `looseleaf fsck`, which prints the differences that persist. Its exit status is 0 if all workers
+    reported and there are no differences, or if the ledger was rebuilt.
     """
 
     model_config = settings_config("LOOSELEAF_FSCK_", "looseleaf fsck")

@@ -164,7 +164,7 @@ def inside_flags(settings: ServeSettings, secret_file: Path) -> list[str]:
 
 def store_secrets(redis_url: str) -> dict[str, str]:
     """Returns the store's secrets as environment variables, because the URL may contain a password, and every user of
-    the machine can read flags.
+    the machine can read the flags of a process.
     """
     return {"LOOSELEAF_BLOCK_STORE_REDIS_URL": redis_url}
 

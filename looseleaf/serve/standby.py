@@ -1,5 +1,4 @@
-"""Decides whether a launch has a spare worker, and manages its process, whose program is `looseleaf.both_roles.spare`.
-"""
+"""Decides whether a launch has a spare worker, and manages its process (`python -m looseleaf.both_roles.spare`)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _LEAST_BYTES = 1 << 30
 
 def wanted(settings: ServeSettings, weights_bytes: int, free_bytes: int) -> tuple[bool, str]:
     """Returns whether a launch with these settings has a spare worker, and the reason, for the log. `weights_bytes` is
-    the size of a worker's weights, `free_bytes` the free memory of the machine.
+    the size of a worker's weights, and `free_bytes` is the free memory of the machine.
     """
     from block_store.server.sizing import gib  # imported here, so that services are started before numpy is loaded
 

@@ -25,7 +25,7 @@ class Holder:
 
 @dataclass(slots=True)
 class Table:
-    """The blocks of one sequence. The first blocks are full and sealed, and have keys."""
+    """The blocks of one sequence. Blocks with a key, which are full and sealed, come before the others."""
 
     keys: list[Key] = field(default_factory=list)
     num_own: int = 0

@@ -47,7 +47,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._skipper.now_s
 
     def pause(self, seconds: float) -> None:
-        """Moves the clock on at once, as if the process had not run."""
+        """Advances the clock by `seconds` at once, as if the process had been suspended for this time."""
         self._skipper.now_s += seconds
 
 

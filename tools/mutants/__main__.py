@@ -32,8 +32,8 @@ _VERDICTS: dict[int | None, Verdict] = {
     None: "timeout", 0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed",
 }  # fmt: skip
 """Verdicts by exit status of pytest. 2 to 4 mean that the tests could not run, usually because the mutant cannot be
-imported; None means a timeout. A negative status, the number of a signal, counts as "killed". Other statuses are
-errors.
+imported; None means a timeout. A negative status, whose absolute value is the number of a signal, also counts as
+"killed". Other statuses are errors.
 """
 _KEPT = (
     "bench", "block_store", "common", "decode_svc", "engine", "gateway", "kernels", "loadtest", "looseleaf", "models",

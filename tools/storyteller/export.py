@@ -81,7 +81,8 @@ def run_facts(work: Path, progress: Progress) -> dict[str, Any]:
 
 
 def thin(rows: list[list[float]]) -> list[list[float]]:
-    """Returns every k-th row of a loss curve, and the last row. A large k leaves about CURVE_ROWS rows of a long curve.
+    """Returns some rows of a loss curve at equal distances, and the last row. The number is about CURVE_ROWS for a long
+    curve.
     """
     step = max(1, len(rows) // CURVE_ROWS)
     return rows[:-1:step] + rows[-1:]

@@ -116,7 +116,7 @@ class Text:
 
 @dataclass(slots=True)
 class Story:
-    """A story: its cast and the sentences so far. `facts` are questions with answers.
+    """A story, with its cast and its sentences so far. `facts` are questions with answers.
 
     `leads` are the characters chosen in advance, by the key of their part, in the order of the request.
     """

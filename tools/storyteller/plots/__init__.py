@@ -30,7 +30,7 @@ def castings(leads: Sequence[Character]) -> list[tuple[str, dict[str, Character]
     """Returns (plot, cast, weight) of each plot that fits the leads. The first of `leads` is the hero; the second, if
     any, has the other leading part.
 
-    The order of `leads` is that of the request, because a fixed order is easier to learn for a small model.
+    The order of `leads` is that of the request, because a fixed order is easier for a small model to learn.
     """
     if len(leads) == 1:
         found = [(plot, {"h": leads[0]}, share) for plot, (_, share) in PLOTS.items()]
