@@ -101,7 +101,7 @@ def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: f
 
 def bytes_of_weights(runner: ModelRunner, batch: StepInput) -> int:
     """Returns the size in bytes of the weights of all `PackedLinear` layers that this step calls. Requests the logits
-    of one row twice, because a forward pass that is a single call of the C++ kernels does not call `PackedLinear`.
+    of one row twice, so that the step is not run as a recorded graph, which would not call `PackedLinear`.
     """
     called: dict[int, PackedLinear] = {}
     multiply = PackedLinear.__call__

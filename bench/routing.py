@@ -43,8 +43,7 @@ NEVER_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request, with its arrival time in seconds, the ids of its prompt's chunks, and the number of tokens to decode.
-    """
+    """A request, with its arrival time in seconds, its prompt as ids of chunks, and the number of tokens to decode."""
 
     at: float
     chunks: tuple[int, ...]

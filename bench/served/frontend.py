@@ -3,9 +3,8 @@
 
 Uses real processes and sockets for the clients, the gateway, Redis and a decode service. The decode service's step loop
 and the prefill service are replaced by code that computes nothing (`frontend_worker`). Steps run at a fixed rate, and
-each step
-adds one token to every stream. The CPU time that a process uses without streams is subtracted, and so is the step
-loop's. For comparison, the same run measures servers that only send (`frontend_floor`), which shows the cost of
+each step adds one token to every stream. The CPU time that a process uses without streams is subtracted, and so is the
+step loop's. For comparison, the same run measures servers that only send (`frontend_floor`), which shows the cost of
 grpc.aio and uvicorn. CPU time comes from the kernel (schedstat), so it does not include waiting. On a busy machine,
 caches are cold and the results are higher.
 """

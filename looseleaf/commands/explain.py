@@ -18,8 +18,7 @@ _BAR_CHARS = 40
 
 
 class ExplainSettings(ConnectionSettings):
-    """Flags of `looseleaf explain`, which explains the requests with this id. Without an id, it lists recent requests.
-    """
+    """Flags of `looseleaf explain`, which explains the requests with an id or, without an id, lists recent requests."""
 
     model_config = settings_config("LOOSELEAF_CLIENT_", "looseleaf explain")
 
