@@ -1,9 +1,9 @@
 """Compares weights of 16, 8 and 4 bits on this CPU (`python -m bench.quantization`).
 
-The first part measures the speed of decode steps and of a prompt, with Llama's architecture and 125M random parameters.
-The variants alternate, one step at a time, so that other load on the machine affects all of them. The second part
-measures the perplexity of the built-in model on stories that were not in its training data, in fp32. The last line is
-one JSON object.
+The first part measures the speed of decode steps and of a prompt, for a model with Llama's architecture and 125M random
+parameters. The variants alternate, one step at a time, so that other load on the machine affects all of them. The
+second part measures the perplexity of the built-in model on stories that were not in its training data, in fp32. The
+last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def report(name: str, runners: dict[str, ModelRunner], rounds: int, shape: tuple
     batches = {each: scratch_batch(runner, *shape, CONTEXT) for each, runner in runners.items()}
     for _ in range(rounds):
         for each, runner in runners.items():
-            runner.device.use_threads(runner.num_threads)  # another runner has changed the number of this thread
+            runner.device.use_threads(runner.num_threads)  # another runner has changed the setting of this thread
             start = time.perf_counter()
             runner.step(batches[each])
             times[each].append(time.perf_counter() - start)

@@ -1,10 +1,10 @@
 """Sends more requests than a service can handle: `python -m loadtest.overload`.
 
-Serves the built-in model and sends streamed completions over HTTP. First keeps enough requests in flight to fill the
-service, which shows its capacity. Then sends 0.8 times and, by default, 4 times as many requests per second, at times
-that do not depend on answers. At the end, during an overload, sends 1,000 requests (by default) at the same instant to
-the gateway, and later to a server that only refuses. Prints goodput (answers finished per second), times to first token
-of admitted requests, and times of refusals; the last line is JSON.
+Serves the built-in model and sends requests for streamed completions over HTTP. First keeps enough requests in flight
+to fill the service, which shows its capacity in requests per second. Then sends 0.8 times and, by default, 4 times this
+rate, at times that do not depend on answers. At the end, during an overload, sends 1,000 requests (by default) at the
+same instant to the gateway, and later to a server that only refuses. Prints goodput (answers finished per second),
+times to first token of admitted requests, and times of refusals; the last line is JSON.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ async def computed(addresses: Addresses, prompts: Sequence[Sequence[int]], store
         for number, ids in enumerate(prompts):
             times.append(await first_token_s(client, ids))
             short += [await first_token_s(client, prompt(10_000 + 10 * number + i, SHORT)) for i in range(10)]
-        await asyncio.sleep(1.0)  # the last blocks are written
+        await asyncio.sleep(1.0)  # until the last blocks are written
     return Computed(times, short, (cpu_seconds(store) - cpu_before_s) / len(prompts))
 
 

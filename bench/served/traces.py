@@ -70,7 +70,7 @@ class Deployment:
         asyncio.run(self._ask(flags, number))
         time.sleep(SETTLE_S)
         seconds, used = time.monotonic() - began, since(before, self._cpu())
-        idle = self._idle or dict.fromkeys(used, 0.0)  # in the first runs, which warm up the deployment
+        idle = self._idle or dict.fromkeys(used, 0.0)  # empty in the first runs, which warm up the deployment
         return {name: (ns - idle[name] * seconds) / 1e3 / self._settings.requests for name, ns in used.items()}
 
     async def _ask(self, flags: str, number: int) -> None:

@@ -22,7 +22,7 @@ from engine.model_runner import ModelRunner
 
 @dataclass(slots=True)
 class Totals:
-    """The counts since the start of the process."""
+    """Counts of copied blocks and received tickets since the start of the process."""
 
     copied_blocks: int = 0
     num_tickets: int = 0

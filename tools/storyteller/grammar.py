@@ -173,8 +173,8 @@ class Story:
     # --- drawing from the lexicon
 
     def character(self, key: str, *, role: str = "any", ability: str | None = None) -> Character:
-        """Adds a lead or a new character, whose kind and name differ from the others', to the cast. `role` is animal,
-        child, adult or any.
+        """Adds a character to the cast: the lead for `key`, if there is one, or else a new character whose kind and
+        name differ from those of the others. `role` is animal, child, adult or any.
         """
         if key in self.leads:
             self.cast[key] = self.leads[key]

@@ -1,7 +1,7 @@
 # ruff: noqa: SIM905 (tables of words)
 """The vocabulary of the story grammar: characters, things, places and abilities.
 
-The vocabulary is small, because a model with a few million parameters is coherent only with a few thousand words.
+The vocabulary is small, so that a model with a few million parameters can learn to use it coherently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Muon for matrices and Adam for other parameters. The state consists of plain tensors.
+"""Implements an optimizer that applies Muon to matrices and Adam to other parameters. Its state is a dict of tensors.
 
 Muon: Keller Jordan 2024, https://kellerjordan.github.io/posts/muon/. The update scale is that of Moonlight
 (arXiv:2502.16982), so both optimizers can use one learning rate. Matrices of the same shape are orthogonalized in one

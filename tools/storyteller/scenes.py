@@ -94,7 +94,7 @@ def meet(s: Story, who: str, doing: str = "") -> None:
 def happy_end(s: Story, *own: str) -> None:
     """Adds one of the plot's own endings or a general one, and sometimes a closing sentence.
 
-    A story about two leads uses only the plot's own endings, most of which name both.
+    A story about two leads uses only the plot's own endings.
     """
     general = (
         []
