@@ -2,7 +2,8 @@
 that owns the result. A run of one process has both.
 
 In a distributed run, the master gives each worker the settings and a share of the requests, workers add their records
-to locust's reports, and the master adds these up. At the end, the master waits for the last report of each worker.
+to locust's reports, and the master adds these up. At the end, the master waits, for a limited time, for the last report
+of each worker.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class StreamTimer:
         self._fire(times["e2e"])
 
     def failed(self, status: str, error: BaseException) -> None:
-        """Notes that the stream was refused or broke."""
+        """Notes that the stream has failed. `status` is the name under which the failure is counted."""
         for tally in self._collector.record.at(time.time()):
             tally.failed[status] = tally.failed.get(status, 0) + 1
         self._fire(self._collector.clock() - self._start, error)

@@ -58,7 +58,7 @@ def run_part(name: str, *, quick: bool) -> Any:
 
 def last_line(command: Sequence[str]) -> Any:
     """Runs a benchmark, and returns the JSON value in the last line of its output. Raises StartupError if the benchmark
-    fails or the last line is not JSON.
+    fails or prints no such line.
     """
     print(f"== python -m {' '.join(command)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)

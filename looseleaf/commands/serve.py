@@ -76,7 +76,7 @@ class StopSignals:
             raise Interrupted
 
     def raise_if_set(self) -> None:
-        """Raises Interrupted if a signal has arrived. After this call, a signal sets the event instead of raising."""
+        """Raises Interrupted if a signal has arrived. After this call, the first signal only sets the event."""
         self._launched = True
         if self.event.is_set():
             raise Interrupted

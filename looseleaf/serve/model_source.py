@@ -21,7 +21,9 @@ BUILT_IN = _IN_WHEEL if _IN_WHEEL.is_dir() else REPOSITORY / "models" / "storyte
 _MAKE = "import sys; from engine.tiny import make_checkpoint; make_checkpoint(sys.argv[1], 'llama', seed=0)"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _VERSION = 1
-"""Incremented when the random model's shape changes, so that an old cached one is not used."""
+"""The version of the random model. It must be incremented when the model changes, so that no old model in the cache is
+used.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ class RestartNotice:
 
     def __init__(self) -> None:
         self.file: Path | None = None
-        """Must be set before the first `add`."""
+        """The path of the file, which must be set before the first `add`."""
         self._starting: list[Child] = []
 
     def add(self, child: Child) -> Child:

@@ -17,7 +17,7 @@ Key = Hashable
 
 @dataclass(slots=True)
 class Holder:
-    """A worker or a ticket, with its number of references."""
+    """A worker or a ticket, with its floor and its number of references, in blocks."""
 
     floor: int = 0
     held: int = 0

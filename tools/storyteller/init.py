@@ -57,7 +57,7 @@ def plant_copying(model: Llama) -> None:
 
 
 def _clear(attention: Attention, head_dim: int) -> None:
-    """Sets KV head 0 and the query heads that read it to zero."""
+    """Sets the weights of KV head 0 and of the query heads that read it to zero."""
     width = attention.num_heads // attention.num_kv_heads * head_dim
     for projection in (attention.k_proj, attention.v_proj):
         projection.weight[:head_dim] = 0
