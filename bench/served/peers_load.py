@@ -1,6 +1,6 @@
 """Runs the harness's load client and its comparison of outputs against one target.
 
-The client belongs to the harness and runs in the harness's environment, so it measures every target in the same way.
+The client belongs to the harness, so it measures every target in the same way.
 """
 
 from __future__ import annotations
