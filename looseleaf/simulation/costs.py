@@ -40,7 +40,7 @@ class Costs:
     decode_position_s: float
     """Time that each position of a running sequence adds to a step."""
     front_s: float = 0.0
-    """Time of a request outside the workers until its first token has arrived: client, gateway, calls."""
+    """Time that a request spends outside the workers (client, gateway and calls) until its first token has arrived."""
     hand_over_s: float = 0.0
     """Time from the end of prefill until the decode worker has the group."""
     copy_bytes_per_s: float = 2e9

@@ -283,7 +283,9 @@ class Fleet:
         return lambda record: self._rooms[record.worker_id].holds(need)
 
     def _has_room(self, running: Running) -> bool:
-        """Returns whether a group that was given back may be prefilled, by the rule of `Workers.promise`."""
+        """Returns whether a group that was given back may be prefilled, by the rule of `Workers.promise` but without
+        its promises.
+        """
         needed = blocks_of(running.sample.num_tokens, self._options.workers.block_size)
         if not any(s.dispatched_sequences or s.dispatched_tokens for s in self.router.workers.values()):
             return True

@@ -51,7 +51,9 @@ class PrefillWorker(Worker):
         return self._seconds
 
     def _admit(self, job: Job) -> bool:
-        """Acquires the cached prefix, and allocates the other blocks, all or none, as `GroupBlocks.admit` does."""
+        """Acquires the cached prefix, and allocates the other blocks, all or none, as `GroupBlocks.admit` does. Returns
+        whether the job got its blocks.
+        """
         running, sample, size = self._running[job], job.trunk, self.options.block_size
         reusable = (sample.num_tokens - 1) // size
         keys = [running.key(block) for block in range(reusable)]

@@ -150,6 +150,6 @@ class _Prober:
 
 
 def launch(model: str | None, max_model_len: int, num_blocks: int, *, dummy: bool) -> LLM:
-    """Starts a server on this machine, as `looseleaf serve` does."""
+    """Starts a server on this machine, and returns it."""
     load_format = "dummy" if dummy else "auto"
     return LLM(model, max_model_len=max_model_len, num_blocks=num_blocks, load_format=load_format)
