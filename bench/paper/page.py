@@ -95,6 +95,6 @@ def origin_line(name: str, origin: Mapping[str, Any]) -> str:
 
 
 def caption(image: str) -> str:
-    """Returns the title of an SVG image."""
+    """Returns the title of an SVG image, or "" if the image has no title."""
     found = re.search(r"<title>(.*?)</title>", image)
     return found[1] if found else ""

@@ -28,8 +28,8 @@ _STATES = pb.BlockState
 
 
 class BlocksSettings(Settings):
-    """Flags of `looseleaf blocks`, which prints one line per block, then the holders. It prints free blocks only with
-    --all.
+    """Flags of `looseleaf blocks`, which prints a line for each block that is not free (or, with --all, for each block)
+    and then the holders.
     """
 
     model_config = settings_config("LOOSELEAF_BLOCKS_", "looseleaf blocks")
