@@ -256,8 +256,8 @@ def open_vllm_ports(
 def adapters_of(settings: GatewaySettings, workers: Workers, base_name: str) -> Adapters:
     """Returns the gateway's set of adapters, which is disabled if `enable_lora` is False.
 
-    Raises StartupError if a setting needs `enable_lora` and it is False, or if it is True and there are several Redis
-    servers.
+    Raises StartupError if `lora_modules` or `allow_runtime_lora_updating` is set without `enable_lora`, or if
+    `enable_lora` is set and `redis_url` names several servers.
     """
     if not settings.enable_lora:
         if settings.lora_modules or settings.allow_runtime_lora_updating:

@@ -13,9 +13,7 @@ _LABELS = ["model_name", "worker"]
 
 
 class DraftCollector(Collector):
-    """A collector of the workers' draft counts. Each worker that speculates has its own series, which starts again at 0
-    when the worker restarts.
-    """
+    """A collector of the workers' draft counts. Each worker that speculates has its own series."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name

@@ -1,10 +1,9 @@
 """The gateway's Prometheus metrics. Their names begin with looseleaf_, and the metrics in `VLLM_NAMES` appear under
-vLLM's names as well. Every value is counted once; the second name is added when /metrics is read. Tokens are counted on
-the hot path, so they have a faster collector (`token_tally`).
+vLLM's names as well. Tokens are counted on the hot path, so they have a faster collector (`token_tally`).
 
-Definitions: time to first token is the time from the request's arrival at the gateway until its first token is sent to
-the client. Inter-token latency is the time between two consecutive messages of a sample, divided by the number of
-tokens in the second message.
+The time to first token runs from the beginning of the request's state (`RequestState.begin`) until the first token is
+sent to the client. Inter-token latency is the time between two consecutive messages of a sample, divided by the number
+of tokens in the second message.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15
 _LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
 OUTCOMES = ("stop", "length", "abort", "error")
-"""How an admitted request ends: with a finish reason ("stop", "length"), cancelled ("abort"), or failed ("error")."""
+"""The outcomes of admitted requests. "abort" means that the request was cancelled, and "error" that it failed."""
 VLLM_NAMES = {
     "looseleaf_requests_running": "vllm:num_requests_running",
     "looseleaf_requests_waiting": "vllm:num_requests_waiting",
@@ -57,7 +56,8 @@ VLLM_NAMES = {
 
 
 class _Aliased(Collector):
-    """A collector of all metrics of a registry. A metric that `names` contains also appears under its other name."""
+    """A collector of a registry's metrics. It repeats each metric in `names` under the name to which `names` maps it.
+    """
 
     def __init__(self, inner: CollectorRegistry, names: Mapping[str, str]) -> None:
         self._inner = inner
@@ -82,7 +82,7 @@ def _renamed(metric: Metric, name: str) -> Metric:
 
 
 class Metrics:
-    """The gateway's Prometheus metrics. The methods run in the event loop, and those called per request are cheap."""
+    """The gateway's Prometheus metrics."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -176,7 +176,7 @@ class Metrics:
         )
 
     def _begin_at_zero(self) -> None:
-        """Creates the series of outcomes, codes and reasons. Without an earlier 0, Prometheus would miss an event."""
+        """Creates the series of all outcomes, codes and reasons, so that Prometheus sees them at 0 before an event."""
         for outcome in OUTCOMES:
             self._ended.labels(self.model_name, outcome)
         for code in BY_GRPC_CODE:
@@ -201,7 +201,7 @@ class Metrics:
         self._tally.num_tokens += count
 
     def dispatched(self, role: str, worker: str) -> None:
-        """Notes that a request has been sent to this worker."""
+        """Counts a request that has been sent to a worker."""
         self._dispatched.labels(self.model_name, role, worker).inc()
 
     def handed_over(self, num_tokens: int) -> None:
@@ -230,7 +230,7 @@ class Metrics:
         self._not_let_in.labels(self.model_name, reason).inc()
 
     def ended(self, outcome: str, latency_s: float, summary: Summary) -> None:
-        """Records an ended request. `outcome` is one of `OUTCOMES`. Phase times count only for "stop" and "length"."""
+        """Records an ended request. `outcome` is one of `OUTCOMES`. Only "stop" and "length" add to the phase times."""
         self._ended.labels(self.model_name, outcome).inc()
         self._e2e.observe(latency_s)
         self._attempts.observe(summary.attempts)
@@ -246,13 +246,13 @@ class Metrics:
     def watch_queues(
         self, running: Callable[[], float], waiting: Callable[[], float], wait_s: Callable[[], float]
     ) -> None:
-        """Sets the functions that return the queue lengths and the predicted wait at every scrape."""
+        """Sets the functions that each scrape calls for the queue lengths and the predicted wait in seconds."""
         self._wait.set_function(wait_s)
         self._running.set_function(running)
         self._waiting.set_function(waiting)
 
     def set_blocks(self, counts: BlockCounts) -> None:
-        """Sets the gauges of blocks. Has no effect if no block store has answered yet."""
+        """Sets the gauges of blocks. Has no effect if `counts.by_state` is empty."""
         blocks = counts.by_state
         if not blocks:
             return
@@ -265,8 +265,8 @@ class Metrics:
             self._block_bytes.labels(*labels).set(counts.block_bytes)
 
     def set_workers(self, loads: Iterable[tuple[str, str, int, int]]) -> None:
-        """Sets the gauges of all workers. `loads` has one (worker, role, running, waiting) for each worker. Removes the
-        series of other workers.
+        """Sets the gauges of all workers. `loads` has one tuple (worker, role, running, waiting) for each worker.
+        Removes the series of other workers.
         """
         self._batch.clear()
         self._queued.clear()

@@ -166,5 +166,5 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
 
 
 def split_urls(urls: str) -> list[str]:
-    """Returns the URLs of a comma-separated list. A comma separates two URLs only if a scheme follows it."""
+    """Returns the URLs of a comma-separated list. A comma separates two URLs only if a scheme and `://` follow it."""
     return re.split(r",(?=[a-z]+://)", urls)

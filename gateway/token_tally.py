@@ -1,7 +1,7 @@
-"""Counts streamed tokens and the times between them, for /metrics.
+"""Counts generated tokens and records the times between them, for /metrics.
 
-The tally costs much less than prometheus_client's counters and histograms, which use locks. Its counts are written and
-read only in the event loop.
+The tally costs much less than prometheus_client's counters and histograms, which use locks. It must be used only in the
+event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _LABELS = ["model_name"]
 
 
 class TokenTally(Collector):
-    """A collector for the number of tokens produced and for a histogram of the seconds between two tokens."""
+    """A collector for the number of generated tokens and for a histogram of the seconds between two tokens of a sample.
+    """
 
     def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:
         """`bounds_s` are the upper bounds of the histogram's buckets, in ascending order."""
@@ -29,8 +30,8 @@ class TokenTally(Collector):
         self._sum_s = 0.0
 
     def add(self, count: int, since_s: float) -> None:
-        """Adds `count` tokens that are sent in one message, `since_s` after the sample's previous message. The time is
-        divided equally among them.
+        """Adds `count` tokens that are sent in one message, `since_s` seconds after the sample's previous message. The
+        time is divided equally among the tokens.
         """
         if count:
             self.num_tokens += count

@@ -22,8 +22,8 @@ from gateway.admission.tenants import Bucket, Tenants
 from gateway.intake.resolved_request import ResolvedRequest
 
 RETRY_AFTER_S = 1.0
-"""The retry time while the gateway is draining or no wait can be predicted, and the shortest one when the queue is
-full.
+"""The retry time in seconds while the gateway is draining or no wait can be predicted, and the shortest retry time when
+the queue is full.
 """
 
 
@@ -82,7 +82,7 @@ class Admission:
         self._check_bucket(self._tenants.requests(tenant), 1, Reason.REQUESTS)
 
     def enter(self, tenant: str = "") -> Entry:
-        """Admits a request whose headers have arrived. Use the entry in a `with` statement.
+        """Admits a request whose headers have arrived. The entry must be used in a `with` statement.
 
         Raises ResourceExhausted if the queue is full, the predicted wait is too long or the tenant's quota of requests
         is used up, and Unavailable while draining. Each error has a retry time.
@@ -207,7 +207,7 @@ class Entry:
 
     def take(self, requests: Sequence[ResolvedRequest]) -> None:
         """Admits all sequences of an HTTP or gRPC request that has been read, or none of them. `requests` contains one
-        request for each of its prompts.
+        request for each prompt.
 
         Raises PermissionDenied if the tenant may not use the priority. Raises ResourceExhausted, with a retry time, if
         the queue has no room for the sequences, the predicted wait is too long or a quota of the tenant is used up.

@@ -2,9 +2,8 @@
 of their arrival.
 
 Tenants take turns. Each turn adds a quantum to a tenant's credit, and the tenant keeps unused credit while it has
-waiting items. While two tenants both have waiting items and all items leave in turn (`pop`), the total costs that leave
-the queue for each of them therefore differ by at most a quantum plus twice the largest cost of an item, regardless of
-the number of the waiting items. This module does not depend on asyncio, places or priorities.
+waiting items. A tenant therefore gets its share regardless of how many items the other tenants have. This module does
+not depend on asyncio, places or priorities.
 """
 
 from __future__ import annotations

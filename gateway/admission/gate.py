@@ -21,8 +21,8 @@ from gateway.admission.shares import Shares
 QUANTUM = 2048
 """Tokens that a tenant may spend per turn."""
 RETURN_POLL_S = 0.05
-"""Interval at which the gate checks whether the first group that was given back fits, because no event reports that
-workers have room. It is also the pause after one such group has been let through.
+"""Interval in seconds at which the gate checks whether the first group that was given back fits, because no event
+reports that workers have room. It is also the pause after one such group has been let through.
 """
 BUSY_SHARE = 0.7
 """The service counts as busy if at least this share of the places (`Workers.gate_capacity`) is taken."""
@@ -46,7 +46,7 @@ class Place:
     """The request's position in the order of arrival at the gate."""
     reserved: bool = False
     predicted_s: float | None = 0.0
-    """Predicted wait at the time the request arrived, or None if unknown."""
+    """Predicted wait in seconds at the time the request arrived, or None if unknown."""
     began: Mark | None = None
     """When the request got its places, or None if it still waits."""
 
@@ -74,9 +74,9 @@ class _Returning:
 
 
 class Gate:
-    """The queue in front of the workers. A request passes when it fits: usually, when there is a place for each of its
-    sequences (`_fits`). The lowest priority number goes first. Within a priority, deficit round robin decides between
-    tenants, and the order of arrival decides within a tenant.
+    """The queue in front of the workers. A request passes when it fits, which usually means that there is a place for
+    each of its sequences (`_fits`). The lowest priority number goes first. Within a priority, deficit round robin
+    decides between tenants, and the order of arrival decides within a tenant.
 
     The request whose turn it is waits until it fits. A smaller request overtakes it only with a better priority, or
     with a place reserved for a tenant that has less than its share (`Shares`). Groups that were given back precede new
@@ -176,7 +176,7 @@ class Gate:
         """Waits until a group that was given back may be prefilled again. The group keeps its place, even if this call
         is cancelled.
 
-        `wake` calls `fits`, which must not raise, only for the first group by rank and arrival. It lets at most one
+        `wake` calls `fits`, which must not raise, only for the first group by rank and arrival. `wake` lets at most one
         group through, so that the next call of `fits` can account for that group's blocks. While a group waits, no new
         request of the same or a worse rank is let in.
         """

@@ -2,8 +2,8 @@
 Callers pass the current time.
 
 A request's work is the largest number of tokens that it may use. Both the queue and the rate count this number, so
-estimates that are too high largely cancel out. The rate counts time only while the service is busy, so an idle service
-neither forgets its rate nor appears slow.
+estimates that are too high largely cancel out. The rate counts time only while the service is busy, so idle time does
+not change the rate.
 
 Places do not become free evenly, and prompts wait for each other at the workers. The prediction therefore includes a
 margin, which is learned from the waits of earlier requests.
@@ -50,14 +50,14 @@ class ServiceRate:
 
     @property
     def per_second(self) -> float | None:
-        """Returns the rate in tokens per busy second, or None until `MIN_BUSY_S` and `MIN_DONE` are reached."""
+        """The rate in tokens per busy second, or None until `MIN_BUSY_S` and `MIN_DONE` are reached."""
         if self._busy_s < MIN_BUSY_S or self._num_done < MIN_DONE or not self._work:
             return None
         return self._work / self._busy_s
 
     @property
     def mean_cost(self) -> float:
-        """Returns the moving average of a sequence's cost in tokens."""
+        """The moving average of a sequence's cost in tokens."""
         return self._mean_cost
 
     def note_cost(self, cost: int, weight: int) -> None:
@@ -82,8 +82,7 @@ class ServiceRate:
 
     def done(self, work: int, began: Mark) -> None:
         """Notes that a request gave up its place at the time of the last `pass_time`. The request's work counts in
-        proportion to the busy share of its time, because the first of several requests that end together may end the
-        busy time.
+        proportion to the busy share of the time for which it had its place.
         """
         whole_s, busy_s = self._at - began.at, self._total_busy_s - began.busy_s
         if busy_s > 0:
@@ -93,7 +92,7 @@ class ServiceRate:
 
 class Margin:
     """The number of seconds that is added to predictions, so that nearly all requests wait no longer than predicted.
-    After each request, it moves by one step towards the quantile `_QUANTILE` of the prediction errors.
+    After each request, the margin moves by one step towards the quantile `_QUANTILE` of the prediction errors.
     """
 
     def __init__(self) -> None:

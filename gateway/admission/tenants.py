@@ -73,7 +73,7 @@ class Tenants:
         self._accounts = accounts
 
     def best_priority(self, tenant: str) -> int | None:
-        """Returns the lowest priority number that the tenant may use, or None for any."""
+        """Returns the lowest priority number that the tenant may use, or None if the tenant may use any number."""
         return self._limits.get(tenant, _NO_LIMITS).best_priority
 
     def cache_percent(self, tenant: str) -> int | None:
@@ -83,8 +83,8 @@ class Tenants:
         return self._limits.get(tenant, _NO_LIMITS).cache_percent
 
     def is_operator(self, tenant: str) -> bool:
-        """Returns whether the tenant may load and unload adapters, and see the holders and hashes of blocks. A tenant
-        that the key file does not list may.
+        """Returns whether the tenant may load and unload adapters, and see the holders and hashes of blocks. This is
+        also true of a tenant that the key file does not list.
         """
         return tenant not in self._limits or self._limits[tenant].operator == 1
 

@@ -1,9 +1,8 @@
 """Loads and unloads the LoRA adapters that clients can choose by name, and counts the requests that use them.
 
 The list of wanted adapters is in Redis (`AdapterRegistry`). Workers load the adapters on this list and report them in
-their registry entries. Once a pair of workers has loaded an adapter, the adapter is served until it is unloaded. While
-a worker restarts, requests for the adapter wait. All calls to Redis run in threads, one at a time, so that no answer is
-older than what this gateway has written.
+their registry entries. Once a pair of workers has loaded an adapter, the adapter is served until it is unloaded. Calls
+to Redis run in threads, one at a time, so that no answer is older than what this gateway has written.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ class Adapters:
             self._in_use[ref.digest] -= 1
 
     async def run(self) -> None:
-        """Follows the list and the workers until cancelled. While Redis is silent, the last list stays valid. Returns
-        at once if adapters are disabled.
+        """Updates the served adapters from the list and the workers until cancelled. While Redis does not answer, the
+        last list stays valid. Returns at once if adapters are disabled.
         """
         while self.is_enabled:
             try:
@@ -105,11 +104,11 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         """Makes every worker load the adapter in the directory `path`, and serves it as `name`. If a worker fails to
-        load the adapter, or does not load it within `LOAD_TIMEOUT_S`, all workers unload it again. If Redis does not
-        answer, the call ends at once, and the adapter is removed from the list as soon as Redis answers.
+        load the adapter, or does not load it within `LOAD_TIMEOUT_S`, the adapter is removed from the list again. If
+        Redis does not answer, the call fails, and the adapter is removed from the list as soon as Redis answers.
 
-        Raises InvalidArgument if the name or the path is invalid, if adapters are disabled or if a worker cannot load
-        the adapter. Raises Unavailable if another attempt may succeed.
+        Raises InvalidArgument if the name or the path is invalid, if the name is in use, if adapters are disabled or if
+        a worker cannot load the adapter. Raises Unavailable if another attempt may succeed.
         """
         try:
             ref = await asyncio.to_thread(read_adapter, name, path)

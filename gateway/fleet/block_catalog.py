@@ -4,8 +4,8 @@ A ledger has only the prefix hash of a block. A catalog therefore takes token id
 requests, and asks the ledgers which blocks of these sequences are in the prefix index. A cached block that no sequence
 contains is not listed.
 
-A block is listed only if one arena has the block and all blocks before it. Prefill would not find it otherwise, and a
-subscriber cannot place a block without its parent.
+A block is listed only if one arena has the block and all blocks before it. Otherwise, prefill would not find the block,
+and a subscriber could not place it without its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from common.telemetry import Fallbacks
 
 logger = logging.getLogger("kv_events")
 MOST_BLOCKS = 16_384
-"""The largest number of blocks that a catalog contains. Beyond it, the least recently used blocks are forgotten."""
+"""The largest number of blocks that a catalog contains. If there are more, the least recently used blocks are
+forgotten.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Arenas:
     """The arenas in which prefill workers find blocks."""
 
     formats: frozenset[tuple[str, KvRules]] = frozenset()
-    """The hash domains (hex) of the workers, with their rules."""
+    """The hash domains (hex) of the workers, each with the workers' KV rules."""
     ledgers: Sequence[LedgerScripts] = ()
     is_complete: bool = True
     """Whether every arena of the workers has a ledger in `ledgers`."""
@@ -62,12 +64,12 @@ class Arenas:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The difference between two lists of blocks, in the order in which it applies."""
+    """The difference between two lists of blocks: `cleared` applies first, then `removed`, then `stored`."""
 
     cleared: bool = False
     """Whether all blocks of the earlier list are gone."""
     removed: tuple[bytes, ...] = ()
-    """The prefix hashes of the other blocks that are gone."""
+    """The prefix hashes of blocks that are gone."""
     stored: tuple[CatalogBlock, ...] = ()
     """The new blocks, each after its parent."""
 
@@ -89,15 +91,16 @@ class _Answers:
 
 
 class BlockCatalog:
-    """A list of the cached blocks of one tenant. Calls block, and must not overlap."""
+    """A list of the cached blocks of one tenant. `update` waits for the ledgers. Calls of the methods must not overlap.
+    """
 
     def __init__(self, salt: bytes, most_blocks: int = MOST_BLOCKS) -> None:
         """`salt` is the salt of the tenant's blocks."""
         self._salt = salt
         self._most_blocks = most_blocks
         self._blocks: OrderedDict[bytes, CatalogBlock] = OrderedDict()
-        """All blocks of the sequences that may be cached, least recently used first. A block always follows the blocks
-        that continue it, so the first block has none.
+        """The blocks of the sequences, as far as they may be cached, least recently used first. A block follows all
+        blocks that continue it, so no block continues the first one.
         """
         self._listed: set[bytes] = set()
         """The blocks that were found in the index."""
@@ -170,8 +173,8 @@ class BlockCatalog:
         return answers
 
     def _list(self, answers: _Answers, is_cleared: bool) -> Changes:
-        """Lists the blocks that an arena has together with all their ancestors. Forgets the other blocks, unless a
-        ledger did not answer.
+        """Lists the blocks that an arena has together with all their ancestors, and returns the changes. Forgets the
+        other blocks, unless an answer is missing.
         """
         before = set() if is_cleared else self._listed
         listed: set[bytes] = set()

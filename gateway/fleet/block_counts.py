@@ -25,7 +25,7 @@ class BlockCounts:
     by_state: Mapping[str, int] = field(default_factory=dict)
     """The number of blocks in each of `STATES`. Empty if no block store has answered yet."""
     block_bytes: int = 0
-    """Size of a block in bytes, or 0 while no arena has a layout."""
+    """Size of a block in bytes, or 0 if the size is unknown."""
     kv_dtype: str = ""
     block_size: int = 0
 

@@ -1,11 +1,10 @@
 """Announces the cached blocks of tenants to subscribers, such as routers that speak vLLM's protocol.
 
 Nothing is recorded for a tenant without subscribers. For the other tenants, the token ids of their requests go to a
-`BlockCatalog`, and the ledgers are asked which blocks they have. The pause between two updates is `MIN_INTERVAL_S`, or
-longer if updates would otherwise take more than `BUSY_SHARE` of the time, but at most `MAX_INTERVAL_S`.
+`BlockCatalog`, and the ledgers are asked which blocks they have. The pause between two updates is the time of the last
+update divided by `BUSY_SHARE`, but at least `MIN_INTERVAL_S` and at most `MAX_INTERVAL_S`.
 
-All memory is bounded: the blocks of a catalog, the tokens that wait for the next update, the changes that wait for one
-subscriber, and the number of subscribers. A subscriber that falls behind gets the whole list again.
+The memory is bounded: a subscriber that falls too far behind gets the whole list again.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ BUSY_SHARE = 0.05
 MOST_SUBSCRIBERS = 32
 MOST_OF_A_TENANT = 16
 MOST_WAITING_TOKENS = 1 << 19
-"""The largest number of tokens of a tenant's sequences that wait for the next update. Beyond it, the oldest sequences
-are dropped.
+"""The largest number of tokens of a tenant's sequences that wait for the next update. If there are more, the oldest
+sequences are dropped.
 """
 
 
@@ -39,16 +38,16 @@ class Subscription:
 
     def __init__(self) -> None:
         self.waiting: deque[Changes] = deque()
-        """The changes in their order."""
+        """The changes, oldest first."""
         self.is_behind = True
-        """Whether the subscriber needs all blocks next. Nothing else waits for it then."""
+        """Whether the subscriber needs all blocks next. `waiting` is empty then."""
         self._size = 0
         self._has_changed = asyncio.Event()
         self._is_over = False
 
     def put(self, changes: Changes) -> None:
-        """Adds changes, unless the subscriber needs all blocks anyway. If the waiting changes are larger than
-        `MOST_BLOCKS` (`Changes.size`), drops them all, and the subscriber needs all blocks.
+        """Adds changes, unless the subscriber needs all blocks anyway. If the sizes of the waiting changes then exceed
+        `MOST_BLOCKS` in total, drops all of them, and the subscriber needs all blocks.
         """
         if self.is_behind or changes == Changes():
             return
@@ -110,7 +109,7 @@ class _Tenant:
 
 
 class BlockFeed:
-    """The subscribers of all tenants. While there are any, a task keeps their catalogs up to date."""
+    """The subscriptions of all tenants. While there are subscribers, a task updates the catalogs of their tenants."""
 
     def __init__(self, arenas: Callable[[], Arenas], salt_of: Callable[[str], bytes]) -> None:
         """`salt_of(tenant)` returns the salt of a tenant's blocks if a request has no cache_salt."""
@@ -125,8 +124,8 @@ class BlockFeed:
         return sum(len(tenant.subscriptions) for tenant in self._tenants.values())
 
     def computed(self, request: ResolvedRequest, outputs: Iterable[Sequence[int]]) -> None:
-        """Takes note that workers have computed a request's prompt and `outputs`, each after the prompt. Requests with
-        a cache_salt or an adapter are ignored: their blocks depend on more than the tenant and the token ids.
+        """Notes that workers have computed a request's prompt and, after it, each of `outputs`. Ignores requests with a
+        cache_salt or an adapter, because their blocks depend on more than the tenant and the token ids.
         """
         tenant = self._tenants.get(request.tenant)
         if tenant is None or request.adapter is not None or request.salt != tenant.salt:
@@ -179,7 +178,9 @@ class BlockFeed:
 
 
 def prefill_arenas(records: Iterable[WorkerRecord], ledgers: Mapping[str, LedgerScripts]) -> Arenas:
-    """Returns the arenas of the prefill workers among `records`. `ledgers` are the known ledgers by arena id."""
+    """Returns the arenas of the prefill workers among `records` that are not draining. `ledgers` are the known ledgers
+    by arena id.
+    """
     used = [record for record in records if record.role == "prefill" and not record.draining]
     ids = {record.arena_id for record in used}
     return Arenas(

@@ -1,6 +1,6 @@
 """Asks block stores for the states of all their blocks, for clients that watch them. A store is asked for its states
-only while a client watches. All clients share an answer, so the rate of calls is bounded, however many clients watch. A
-slow store is asked less often.
+only while a client watches. Clients share the answers, so more clients do not cause more calls for states. A slow store
+is asked less often.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TIMEOUT_S = 5.0
 
 
 class _Store:
-    """The last answer of one store, with the time from which the store may be asked again and a lock that admits one
-    request at a time.
+    """The last answer of one store, with the time from which the store may be asked for its states again, and a lock
+    that admits one request for them at a time.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Store:
 
 
 class BlockMaps:
-    """A client of block stores, for the map of blocks."""
+    """A client of block stores that reads the states, counts and records of their blocks."""
 
     def __init__(self, stores: Stores, address: str | None, trust: Trust = NO_TRUST) -> None:
         """`address` is the only store to ask. If it is None, the stores of all arenas are asked."""
@@ -70,8 +70,8 @@ class BlockMaps:
         return await self._ask(self._at(index), pb.InspectRequest())
 
     async def blocks(self, index: int, numbers: Sequence[int]) -> pb.InspectResponse:
-        """Returns the ledger's records of the blocks `numbers` of a store. Raises the errors of `states`, and
-        InvalidArgument for invalid numbers.
+        """Returns the ledger's records of the blocks with these numbers in a store's arena. Raises the errors of
+        `states`, and InvalidArgument for invalid numbers.
         """
         return await self._ask(self._at(index), pb.InspectRequest(blocks=numbers))
 

@@ -13,21 +13,21 @@ from common.line_fit import LineFit
 from common.types import WorkerLoad
 
 USUAL_PROMPT_TOKENS_PER_S = 2_000.0
-"""Assumed rate of a prefill worker, until one has reported its rate."""
+"""Assumed rate of a prefill worker, until a worker has reported its rate."""
 USUAL_COPY_START_S = 0.01
 USUAL_COPY_TOKEN_S = 1e-4
-"""Assumed time to copy a token's KV, until a copy between the two arenas has been measured: 128 KiB over 10 Gbit/s."""
+"""Assumed time in seconds to copy a token's KV, until a copy between the two arenas has been measured. It is about the
+time for 128 KiB at 10 Gbit/s.
+"""
 USUAL_DECODE_S = 5.0
-"""Assumed time for which a group decodes, until this gateway has seen a group end."""
+"""Assumed time in seconds for which a group decodes, until this gateway has seen a group end."""
 MEMORY_S = 300.0
-"""Time constant with which measured copies lose weight, so that a link that was slow once is tried again."""
+"""Time constant, in seconds, with which measured copies lose weight, so that a link that was slow once is tried again.
+"""
 _USUAL_TOKENS = 1_000
 """Length, in tokens, of the longer of the two assumed copies that are fitted together with the measured ones."""
 _SLOWER_IN_FULL_BATCH = 0.5
-"""The time that a full batch adds to a group's decoding, as a fraction of the time that the group takes alone. The
-fraction is 0 if reading the weights takes all of a step's time, and 1 if computing the full batch takes as long as
-reading the weights.
-"""
+"""The time that a full batch adds to a group's decoding, as a fraction of the time that the group takes alone."""
 _DECODE_STEP = 0.05
 """Weight of one group in the moving mean of decode times."""
 
@@ -90,7 +90,7 @@ class RouteCosts:
 
     def decode_s(self, share: float) -> float:
         """Returns the seconds that a group loses at a decode worker, because it waits for a place and because steps of
-        larger batches take longer. `share` is the fraction of the batch that is taken; above 1.0, sequences are
+        larger batches take longer. `share` is the fraction of the batch that is occupied; above 1.0, sequences are
         waiting.
         """
         return self._decode_s * (max(0.0, share - 1.0) + _SLOWER_IN_FULL_BATCH * min(1.0, share))

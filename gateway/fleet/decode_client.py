@@ -1,8 +1,8 @@
 """Sessions with decode workers. One bidirectional stream per worker carries all sequences that this gateway has there.
 
-A session has one writer task (grpc.aio breaks on concurrent writes) and one reader, which passes each group's outputs
-to the group's receiver. If a session is lost, its groups fail, and may be prefilled again. This module does not
-interpret tokens.
+A session has one writer task, because grpc.aio breaks on concurrent writes, and one reader, which passes each group's
+outputs to the group's receiver. If a session is lost, its groups fail, and their requests may be prefilled again. This
+module does not interpret tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Receiver(Protocol):
         """Takes an output for which `take_token` does not suffice."""
 
     def flush(self) -> None:
-        """Is called after each run of the group's outputs in a message."""
+        """Is called after each run of consecutive outputs of the group in a message."""
 
 
 class SubmittedGroup:
@@ -146,7 +146,9 @@ class DecodeSession:
             self._commands.put_nowait(pb.SessionRequest(cancel=pb.Cancel(handle=group.handle)))
 
     def cancel_sample(self, group: SubmittedGroup, sample: int) -> None:
-        """Drops one sample of a group. If it is the last running sample, drops the group."""
+        """Drops one sample of a group, and tells the worker to cancel the sample. If it is the last running sample,
+        drops the group.
+        """
         if group.running == {sample}:
             self.cancel(group)
         elif sample in group.running and group.handle in self._groups and self.connected:
@@ -248,7 +250,7 @@ class DecodeSession:
 
 
 class SessionPool:
-    """A pool of sessions, one for each decode worker that is in the registry or draining."""
+    """A pool of sessions with decode workers, at most one for each worker."""
 
     def __init__(self, on_load: OnLoad, limits: LivenessLimits, trust: Trust = NO_TRUST) -> None:
         self._on_load = on_load
@@ -267,8 +269,8 @@ class SessionPool:
         return self.get(record.worker_id) is not None
 
     def sync(self, records: Iterable[WorkerRecord]) -> None:
-        """Drops sessions that have ended, and opens one with each decode worker that has none, after a pause if an
-        earlier session has ended. A worker that has left the registry keeps its session until its groups have ended.
+        """Drops sessions that have ended, and opens a session with each decode worker that has none, after a pause if
+        an earlier session has ended. A worker that has left the registry keeps its session until its groups have ended.
         """
         now = time.monotonic()
         wanted = {r.worker_id: r for r in records if r.role == "decode"}

@@ -10,14 +10,14 @@ from gateway.fleet.routing import Pick, Router
 
 
 class DecodePlace:
-    """A group's place on a decode worker. The place counts as taken until the end of a `with` block."""
+    """A group's place on a decode worker. The place counts as taken until the end of its `with` block."""
 
     __slots__ = ("_began", "_num_sequences", "_router", "_state", "considered", "session")
 
     def __init__(self, session: DecodeSession, pick: Pick, router: Router, num_sequences: int) -> None:
         self.session = session
         self.considered = pick.considered
-        """The best decode workers that were considered, the best first."""
+        """The decode workers that were considered, the best first."""
         self._state = pick.worker
         self._router = router
         self._num_sequences = num_sequences

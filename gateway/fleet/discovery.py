@@ -1,5 +1,5 @@
-"""Polls the registry in Redis, informs the router and the sessions, and looks up cached prefixes for routing. Redis is
-called in threads, and lookups have a time budget.
+"""Polls the registry in Redis, passes on the known workers and block stores, and looks up cached prefixes for routing.
+Redis is called in threads, and lookups have a time budget.
 
 Without Redis, the gateway routes by load alone, to the known workers. After a few unanswered lookups or a failed poll,
 requests skip the lookup until a poll is answered within a lookup's time budget. When Redis comes back, its list of
@@ -41,12 +41,12 @@ CHECKS = 5
 CHECK_PAUSE_S = 0.3
 """Seconds between two of the calls that `check` makes."""
 FIRST_POLL_S = 0.05
-"""Interval between polls while there is no worker. It is short, because a deployment that starts waits for its workers
-to join.
+"""Interval in seconds between polls while there is no worker. It is short, because a deployment that starts waits for
+its workers to join.
 """
 GRACE_S = 5.0
-"""For this time after Redis was silent or lost its data, missing workers do not count as gone. Workers publish every
-second.
+"""For this time, in seconds, after Redis was silent or lost its data, missing workers do not count as gone. Workers
+publish every second.
 """
 
 
@@ -63,8 +63,8 @@ class Discovery:
         grace_s: float = GRACE_S,
         on_stores: Callable[[Mapping[str, StoreAddress]], None] = lambda _: None,
     ) -> None:
-        """After every successful poll, `on_records` receives the known workers, and `on_stores` the block stores of
-        their arenas by arena id.
+        """After a successful poll, `on_records` receives the known workers, and `on_stores` the block stores of their
+        arenas by arena id.
         """
         self._grace_s = grace_s
         self._client = open_client(redis_url)
@@ -106,8 +106,8 @@ class Discovery:
             await asyncio.sleep(self._poll_s if self._known else min(self._poll_s, FIRST_POLL_S))
 
     async def check(self) -> None:
-        """Makes one call to the registry, and repeats it if it fails, because Redis may have to wait for a core. Raises
-        LedgerUnavailable if Redis cannot be reached.
+        """Calls the registry, and repeats the call if Redis does not answer, because Redis may have to wait for a core.
+        Raises LedgerUnavailable if `CHECKS` calls are not answered.
         """
         for tries_left in reversed(range(CHECKS)):
             try:
@@ -229,8 +229,9 @@ def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> lis
 def cached_blocks(
     lengths: PrefixLengths, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes], rules: KvRules
 ) -> list[int]:
-    """Returns for each ledger the number of blocks in the longest cached prefix from which all KV groups can continue,
-    by the same rule as a worker's `find_prefix`. For a ledger that has been rebuilt or is damaged, the number is 0.
+    """Returns, for each ledger, the number of blocks in the longest cached prefix from which all KV groups can
+    continue, by the same rule as a worker's `find_prefix`. For a ledger that has been rebuilt or is damaged, the number
+    is 0.
     """
     full = [number for number, group in enumerate(rules.groups) if not group.slides]
     reach = [len(hashes)] * len(ledgers)
@@ -246,9 +247,8 @@ def cached_blocks(
 
 def _usable(ledger: LedgerScripts, hashes: Sequence[bytes], rules: KvRules, *, has_full: bool) -> int:
     """Returns the length, in blocks, of the longest prefix of these blocks from which the groups with windows and
-    states can continue. If the model also has full attention (`has_full`), only the end of the prefix is checked: the
-    blocks that the groups need at the end, but at least as many as one call can check. Earlier blocks of windows and
-    states are evicted before later blocks.
+    states can continue. If the model also has full attention (`has_full`), checks only the blocks near the end of the
+    prefix.
     """
     reach = len(hashes)
     if not reach:

@@ -1,8 +1,8 @@
 """Decides from the messages and heartbeats on one stream whether a worker is alive (`worker.heartbeat` sends the
 heartbeats).
 
-If this process was stopped or its loop was busy for longer than `OWN_PAUSE_S`, the limits begin anew, so that this time
-does not count against the worker.
+If this process was stopped or its loop was busy for longer than `OWN_PAUSE_S`, the measurements begin anew, so that
+this time does not count against the worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 TICK_S = 0.25
 OWN_PAUSE_S = 0.5
-"""If a tick is late by more than this, this process was stopped or its loop was busy."""
+"""If a tick is late by more than this number of seconds, this process was stopped or its loop was busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LivenessLimits:
 
 class Liveness:
     """A timer that watches one worker from `start` to `stop`, in one event loop. When a limit has passed, the next tick
-    calls `lost(limit in seconds, what the worker failed to do)` and ends the watch.
+    calls `lost` with the limit in seconds and a description of the worker's failure, and ends the watch.
     """
 
     __slots__ = ("_busy", "_heard_at", "_limits", "_lost", "_stepped_at", "_tick_s", "_ticked_at", "_timer")

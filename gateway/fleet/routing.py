@@ -3,9 +3,10 @@
 A request takes the route with the least predicted time. This is the sum of the times for the queue and prefill at a
 prefill worker, for a copy if the decode worker uses another arena, and for the delay in that worker's batch
 (`gateway.fleet.costs`). A prefix that is cached in another arena is therefore copied or computed again, whichever is
-predicted to take less time. The decode worker is chosen after prefill, by the loads at that time. Load is counted at
-dispatch, because reports arrive late, and the larger of the count and the report is used. If several workers are
-equally good, the one that was picked longest ago is chosen, so that the load is spread.
+predicted to take less time. Workers that have recently failed a request are avoided. The decode worker is chosen after
+prefill, by the loads at that time. Load is counted at dispatch, because reports arrive late, and the larger of the
+count and the report is used. Of workers that are equally good, the one that was picked longest ago is chosen, so that
+the load is spread.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from common.types import WorkerLoad, WorkerRecord
 from gateway.fleet.costs import RouteCosts
 
 SUSPECT_S = 2.0
-"""Time for which a worker that has failed a request is avoided while there is a choice."""
+"""Time in seconds for which a worker that has failed a request is avoided while there is a choice."""
 UNREACHABLE_S = 4.0
-"""Time for which a prefill worker that could not be reached gets no requests, and for which no blocks are copied
-between two arenas after a block store did not answer. It is longer than the time for which the registry still lists a
-dead worker. The worker's successor has a different address and is used at once.
+"""Time in seconds for which a prefill worker that could not be reached gets no requests, and for which no blocks are
+copied between two arenas after a block store did not answer. A successor of the worker has a different address and is
+used at once.
 """
 REPORT_S = 3.0
-"""Load reports older than this are ignored."""
+"""Load reports that are older than this number of seconds are ignored."""
 MOST_CONSIDERED = 8
 """Maximum number of workers that a pick names as considered."""
 PUBLISHED_S = 1.5
-"""Assumed age of a load in the registry: workers publish every second, and gateways poll (`--poll-s`)."""
+"""Assumed age of a load in the registry, in seconds. Workers publish every second, and gateways poll (`--poll-s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """A worker that was compared with others, and the reason for its rank."""
+    """A worker that was compared with others, with the prediction by which it was ranked."""
 
     worker_id: str
     predicted_s: float
@@ -113,7 +114,7 @@ class Route:
     prefill: WorkerRecord
     asked: Asked
     considered: tuple[Considered, ...] = ()
-    """The best prefill workers that were considered, the best first."""
+    """The prefill workers that were considered, the best first."""
 
 
 class Router:
@@ -123,7 +124,9 @@ class Router:
         self.workers: dict[str, WorkerState] = {}
         self.costs = RouteCosts()
         self.stores: Mapping[str, bool] = {}
-        """The arenas with a live block store. The value is whether the store copies blocks from other arenas."""
+        """The arenas with a block store in the registry. The value is whether the store copies blocks from other
+        arenas.
+        """
         self.broken: Collection[tuple[str, str]] = ()
         """Pairs of arenas (source, destination) between which a recent copy failed because a store did not answer."""
         self._picks = 0
@@ -154,7 +157,7 @@ class Router:
             state.suspect_until = now + SUSPECT_S
 
     def unreachable(self, worker_id: str, now: float) -> None:
-        """Notes that the worker could not be reached. For a while, it gets no prompts."""
+        """Notes that the worker could not be reached. For a while, the worker gets no prompts."""
         if (state := self.workers.get(worker_id)) is not None:
             state.unreachable_until = now + UNREACHABLE_S
 
@@ -215,7 +218,7 @@ class Router:
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
     def _shares(self, usable: Callable[[WorkerRecord], bool], adapter: str, now: float) -> dict[str, dict[str, float]]:
-        """Returns, by pairing and arena, the share of the batch that is taken at the arena's emptiest decode worker,
+        """Returns, by pairing and arena, the share of the batch that is occupied at the arena's emptiest decode worker,
         with the smallest share first. Considers only workers that are usable and have loaded the adapter.
         """
         found: dict[str, dict[str, float]] = defaultdict(dict)
@@ -229,8 +232,7 @@ class Router:
         """Returns the least time in seconds that a request is predicted to lose after a prefill in this arena, or
         infinity if no decode worker accepts the ticket. `shares` is the result of `_shares` for one pairing.
 
-        Considers only arenas that can be better than the prefill worker's arena, because a large fleet has many pairs
-        of arenas.
+        Skips arenas that cannot be better than those considered before, because a large fleet has many pairs of arenas.
         """
         least = self.costs.decode_s(shares[source]) if source in shares else math.inf
         for destination, share in shares.items():

@@ -24,11 +24,9 @@ GIVEN_BACK = "given_back"
 class WorkerLost(Exception):
     """The error of an attempt that ended without an answer. The request may be prefilled again.
 
-    The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted, because
-    its attempt has produced at least one token or, in a beam search, because the next attempt waits for enough blocks.
-    `final` is the client's error if no attempt is left. `unreachable` means that a prefill worker could not be reached,
-    or that a block store did not answer. The worker, or the pair of block stores, is then avoided for a while
-    (`routing.UNREACHABLE_S`).
+    The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted. `final`
+    is the client's error if no attempt is left. `unreachable` means that a prefill worker or a block store did not
+    answer and is avoided for a while (`routing.UNREACHABLE_S`).
     """
 
     def __init__(
@@ -44,7 +42,9 @@ class WorkerLost(Exception):
         super().__init__(reason)
         self.unreachable = unreachable
         self.death = death
-        """The worker process that ended while it had the request (`incarnation`), or None if none is known to have."""
+        """The incarnation of the worker process that ended while it had the request, or None if no process is known to
+        have ended.
+        """
         self.reason = reason
         self.counted = counted
         self.suspect = suspect
@@ -66,9 +66,7 @@ def is_death(error: grpc.aio.AioRpcError) -> bool:
 
 
 def queue_full(role: str) -> WorkerLost:
-    """Returns the error for a worker whose queue is full. The caller should try a different worker, or try this worker
-    later.
-    """
+    """Returns the error for a worker whose queue is full."""
     return WorkerLost(
         "queue_full", final=ResourceExhausted(f"the queues of all {role} workers are full", retry_after_s=1.0)
     )

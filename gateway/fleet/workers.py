@@ -1,7 +1,7 @@
 """Combines all workers in one object, which picks workers for requests and keeps the connections to them.
 
-It joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted at dispatch: the
-load of prefill in this module, and the load of decode in `DecodePlace`.
+The object joins the router (policy) with discovery, prefill calls and decode sessions (I/O). Load is counted at
+dispatch: the load of prefill in this module, and the load of decode in `DecodePlace`.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Workers:
         return int(self._router.capacity() * GATE_FACTOR) + GATE_EXTRA
 
     def objection(self, need: GroupNeed, adapter: str) -> str | None:
-        """Returns why no ready pair of workers can accept a group: its size or its adapter. Returns None if neither
-        alone is an obstacle, or if no pair is ready.
+        """Returns why no ready pair of workers can accept a group: the group's size or its adapter. Returns None if
+        neither alone is an obstacle, or if no pair is ready.
         """
         if not self.ready:
             return None
@@ -236,7 +236,7 @@ class Workers:
 
     @property
     def _nothing_there(self) -> bool:
-        """Returns whether no sequence of this gateway is at the workers or on its way to the workers."""
+        """Whether no sequence of this gateway is at the workers or on its way to the workers."""
         states = self._router.workers.values()
         return not self._promised and not any(s.dispatched_sequences or s.dispatched_tokens for s in states)
 

@@ -55,8 +55,8 @@ class ModelAssets:
     tool_template: str | None = None
     """A separate template for requests with tools, if the model has one."""
     longest_token: int = 64
-    """An upper bound on the size of a token in bytes. A text longer than max_model_len times this number does not fit,
-    unless the tokenizer's normalization shortens the text.
+    """An upper bound on the size of a token in bytes. A text of more bytes than max_model_len times this number does
+    not fit, unless the tokenizer's normalization shortens the text.
     """
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """The texts of the special tokens by name (bos_token, eos_token, ...), for the chat template."""
@@ -126,7 +126,7 @@ def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence ids of the first config that contains any. A config contains one id or a list."""
+    """Returns the end-of-sequence ids of the first config that contains any ids. A config contains one id or a list."""
     for config in configs:
         value = config.get("eos_token_id")
         if isinstance(value, int):
@@ -147,8 +147,8 @@ def _defaults(generation: Mapping[str, Any], path: Path) -> GenerationDefaults:
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
     """Returns the template with this name, or None if there is none. "default" is chat_template.jinja; others are in
-    additional_chat_templates. If there is no such file, returns the entry in tokenizer_config.json (a string, which is
-    the default, or a list with names).
+    additional_chat_templates. If there is no such file, returns the entry in tokenizer_config.json, which is a string
+    (the default template) or a list of named templates.
     """
     file = path / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
     if file.exists():

@@ -48,8 +48,8 @@ def _check_words(checker: Checker, words: Sequence[str]) -> None:
 
 async def bad_token_ids(pool: TokenizerPool, words: Sequence[str]) -> list[list[int]]:
     """Returns the token sequences of checked words. A word has one or two sequences: its tokens at the beginning of a
-    text and, if the first token differs, its tokens after a space. vLLM omits the second sequence if its length
-    differs. It may therefore draw " upon" although "upon" is a bad word.
+    text and, if the first token differs, its tokens after a space. Unlike in vLLM, the two sequences may differ in
+    length.
     """
     found: list[list[int]] = []
     for word in words:

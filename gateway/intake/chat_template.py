@@ -2,8 +2,7 @@
 
 A template is one of the model's files; messages, tools and variables come from clients. The template therefore runs in
 a sandbox, without access to other objects of the gateway, and within a limit on CPU time. The limit is checked between
-pieces of the template's output, so a loop that outputs nothing is bounded only by the sandbox's limit on the length of
-a range.
+pieces of the template's output, so it does not stop a loop that outputs nothing.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise StartupError(f"the model's chat template is not valid Jinja: {str(error)[:200]}") from None
         self.takes_calls = "tool_calls" in source
-        """Whether the template writes the tool calls of earlier answers, as assumed if its source contains their
-        name.
+        """Whether the template writes the tool calls of earlier answers. This is assumed if its source contains the
+        word.
         """
         self.own_names = frozenset((*environment.globals, *special_tokens, *_OWN_NAMES))
         """The names of variables that clients cannot set."""

@@ -1,6 +1,6 @@
 """The process in which the gateway tries grammars: `python -m gateway.intake.grammar_process DIRECTORY VOCAB_SIZE`.
 
-It loads the tokenizer once and forks a child for every grammar. The child compiles under limits of CPU time, stack and
+It loads the tokenizer once and forks a child for every grammar. The child compiles under limits on CPU time, stack and
 address space, so a grammar that makes the compiler loop or crash ends only its own child.
 
 Standard input contains one trial per line (`TRIAL`), and standard output one verdict per line:
@@ -100,7 +100,7 @@ def _verdict(tokenizer: LLTokenizer, trial: dict[str, Any]) -> str | None:
 
 
 def _bound() -> None:
-    """Limits this process. The system enforces the limits, even while the compiler does not return to Python."""
+    """Sets the limits of this process. The system enforces them, even while the compiler does not return to Python."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, CPU_S)

@@ -27,9 +27,11 @@ MAX_AT_ONCE = 2
 """Number of trials that run at the same time. Each trial takes at most `grammar_process.CPU_S` of one core."""
 MAX_WAITING = 64
 PATIENCE_S = 10.0
-"""Wall time limit of a trial. A trial exceeds it only on an overloaded machine, because its CPU time is limited."""
+"""Wall time limit of a trial in seconds. A trial exceeds it only on an overloaded machine, because its CPU time is
+limited.
+"""
 NUM_TRIES = 2
-"""Number of times that a trial is attempted if the process ends during the trial."""
+"""Maximum number of attempts at a trial if the process ends during the trial."""
 _ROOT = Path(__file__).parents[2]
 logger = logging.getLogger("gateway")
 
@@ -81,7 +83,7 @@ class GrammarTrials:
 
     async def _try(self, wanted: StructuredOutput) -> str | None:
         """Returns a description of the error in a grammar, or None if the grammar is valid. Raises Unavailable if the
-        trial takes too long or its process keeps ending, and Internal if it fails for another reason.
+        trial takes too long or its process keeps ending, and Internal if the trial fails for another reason.
         """
         failure: LooseleafError = Unavailable("the process that tries grammars has ended", retry_after_s=1.0)
         async with self._places:

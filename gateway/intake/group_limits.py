@@ -57,7 +57,7 @@ def num_sequences(wanted: Wanted) -> int:
 
 
 def check_group(checker: Checker, wanted: Wanted, limits: Collection[GroupRoom]) -> None:
-    """Adds violations of the fields for samples and beams to `checker`, except those that depend on the prompt's
+    """Adds the violations in the fields for samples and beams to `checker`, except those that depend on the prompt's
     length. If `limits` is empty, because there have been no workers, only `RANGES` limits the width.
     """
     checker.number("n", wanted.n)

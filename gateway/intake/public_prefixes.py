@@ -1,4 +1,5 @@
-"""Reads the prompt prefixes that an operator has declared public. Tenants share only the blocks of these prefixes.
+"""Reads the prompt prefixes that an operator has declared public. Different tenants share only the blocks of these
+prefixes.
 
 A file is a JSON array. An item is a text, or the first messages of a conversation (a system prompt), which the model's
 chat template turns into a prompt. The leading token ids that a prompt has in common with one of these prefixes are

@@ -1,4 +1,4 @@
-"""A request that has been checked: prompt ids, sampling, stopping, and the tenant to which it belongs."""
+"""Defines a request that has been checked: its prompt ids, its parameters, and the tenant to which it belongs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ResolvedRequest:
     operation: Operation = "text_completion"
     """The kind of the request, for traces."""
     received_ns: int = field(default=0, compare=False)
-    """When the request had been read, in nanoseconds of `time.monotonic_ns`; 0 if that is not known."""
+    """When the request was read, in nanoseconds of `time.monotonic_ns`; 0 if that is not known."""
 
     adapter: AdapterRef | None = None
     """The adapter that the client has chosen by name, or None for the base model."""

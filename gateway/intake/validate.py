@@ -72,19 +72,19 @@ class Validator:
         self._try_grammar: Callable[[str, StructuredOutput], Awaitable[None]] = _refuse_grammar
 
     def use_adapters(self, find: Callable[[str], AdapterRef | None]) -> None:
-        """Sets the function that returns the adapter served under a name, or None: `Adapters.find`."""
+        """Sets the function that returns the adapter served under a name, or None (`Adapters.find`)."""
         self._find_adapter = find
 
     def use_grammars(self, check: Callable[[str, StructuredOutput], Awaitable[None]]) -> None:
-        """Sets the function that tries a grammar: `GrammarTrials.check`. Without it, no grammar is accepted."""
+        """Sets the function that tries a grammar (`GrammarTrials.check`). Without it, no grammar is accepted."""
         self._try_grammar = check
 
     def use_public(self, public_tokens: Callable[[Sequence[int]], int]) -> None:
-        """Sets the function that counts a prompt's public leading tokens: `PublicPrefixes.common_tokens`."""
+        """Sets the function that counts a prompt's public leading tokens (`PublicPrefixes.common_tokens`)."""
         self._public_tokens = public_tokens
 
     def use_quotas(self, cache_percent: Callable[[str], int | None]) -> None:
-        """Sets the function that returns a tenant's cache limit in percent: `Tenants.cache_percent`."""
+        """Sets the function that returns a tenant's cache limit in percent (`Tenants.cache_percent`)."""
         self._cache_percent = cache_percent
 
     async def resolve(self, wanted: Wanted, tenant: str = "") -> ResolvedRequest:

@@ -33,7 +33,7 @@ class ChatPrompt:
     continue_final_message: bool = False
     """Whether the output continues the last message instead of beginning an answer."""
     names: Sequence[str] | None = None
-    """For each message, the field of the body from which it comes, for errors, or None for `messages[i]`."""
+    """The names of the messages' fields in the body, for error messages. None means `messages[i]`."""
 
 
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
@@ -97,7 +97,7 @@ class Wanted:
     priority: int | None = None
     timeout_s: float | None = None
     received_ns: int = field(default_factory=time.monotonic_ns, compare=False)
-    """When the request had been read, in nanoseconds of `time.monotonic_ns`."""
+    """When the request was read, in nanoseconds of `time.monotonic_ns`."""
 
     @property
     def operation(self) -> Operation:

@@ -1,7 +1,7 @@
 """Runs an attempt at a request: the prefill on one worker, the hand-over, and the decode on another worker.
 
-Decode pushes its tokens: the session with the worker calls `GroupReceiver`, which adds them to the request's state and
-flushes its outlet. The request's own task waits only until every sample has ended, or until something ends the attempt.
+The session with the decode worker calls `GroupReceiver`, which adds the tokens to the request's state and flushes the
+request's outlet. The request's own task waits until every sample has ended, or until something ends the attempt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from protos.v1 import inference_pb2, prefill_pb2
 logger = logging.getLogger("requests")
 WAIT_FOR_WORKERS_S = 0.05
 Computed = Callable[[ResolvedRequest, Sequence[Sequence[int]]], None]
-"""Called with a request and the outputs that workers have computed after its prompt."""
+"""A function that is called with a request and the outputs that workers have computed after its prompt."""
 NO_PAIR = "no pair of prefill and decode workers is ready"
 
 
@@ -48,13 +48,15 @@ class _Prefilled:
 
 
 class Attempts:
-    """A runner of attempts. An attempt consists of a prefill, a hand-over and a decode of a request."""
+    """A runner of attempts at requests."""
 
     def __init__(
         self, workers: Workers, gate: Gate, isolation: Isolation, metrics: Metrics, computed: Computed,
         *, recover_s: float,
     ) -> None:  # fmt: skip
-        """`recover_s` is the time for which a request waits for a worker that can accept it."""
+        """`recover_s` is the time in seconds for which a request waits for a worker that can accept it (see
+        `_pick_prefill`).
+        """
         self._workers = workers
         self._gate = gate
         self._isolation = isolation
@@ -63,8 +65,8 @@ class Attempts:
         self._recover_s = recover_s
 
     async def run(self, state: RequestState, place: Place) -> None:
-        """Prefills a request, hands it over and decodes it until every sample has ended. Raises WorkerLost if the
-        attempt fails and a further attempt may follow. Any other error ends the request.
+        """Runs an attempt until every sample of the request has ended. Raises WorkerLost if the attempt fails and a
+        further attempt may follow. Any other error ends the request.
         """
         state.decoded_from = state.output_len
         with ExitStack() as held:
@@ -106,9 +108,7 @@ class Attempts:
         return _Prefilled(start.route, done, isolation)
 
     async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
-        """Prefills the prompt and the accepted tokens. Adds the permission to use the worker to `held`, because a
-        suspect keeps it until decode's first step.
-        """
+        """Prefills the prompt and the accepted tokens. Adds the permission to use the worker to `held`."""
         try:
             async with asyncio.timeout(state.remaining_s()):
                 route, isolation = await self._enter_prefill(state)
@@ -208,7 +208,7 @@ class Attempts:
     async def _continue(
         self, state: RequestState, prefilled: _Prefilled, going: list[Sample], place: DecodePlace, ticket: PendingTicket
     ) -> None:
-        """Submits the group to decode, and waits until it has ended."""
+        """Submits the group to decode, and waits until the group has ended."""
         message, left_s = state.submit_request(prefilled.done, going), state.remaining_s()
         receiver = GroupReceiver(state, place.session, prefilled.isolation)
         state.explanation.decoding(place.session.record.worker_id, place.considered)

@@ -1,4 +1,4 @@
-"""Defines the deltas of samples, which are the output for a client. A request's last delta also has its summary."""
+"""Defines `Delta`, the output of one sample in one message, and `Summary`, the counts and times of a request."""
 
 from __future__ import annotations
 

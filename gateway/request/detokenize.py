@@ -1,15 +1,13 @@
 """Converts token ids to text as they arrive, without splitting characters. Also returns the texts of single tokens.
 
-This is the offset method of TGI and vLLM: decode a short window of tokens whose beginning has already been output (a
-decoder may treat the first token of a text differently), and output the new part. An unfinished character appears as
-U+FFFD at the end and is held back. If it is not finished after three more tokens, only the last three characters stay
-held back, because a character has at most four bytes. Invalid bytes therefore do not block the text. The pieces
-together should equal the full decode. A known exception is a byte-fallback decoder, which turns a whole run of bytes
-into U+FFFD if one byte in the run is invalid: the pieces can differ if an invalid byte, or a literal U+FFFD spelled in
-bytes, is in the run of a character that has already been output.
+`Detokenizer` uses the offset method of TGI and vLLM: it decodes a short window of tokens whose beginning has already
+been output, because a decoder may treat the first token of a text differently, and outputs the new part of the text. An
+unfinished character appears as U+FFFD at the end and is held back. If it is not finished after three more tokens, only
+the last three characters stay held back, because a character has at most four bytes. The pieces can differ from the
+full decode if the decoder turns a whole run of bytes into U+FFFD because one byte in the run is invalid.
 
-There is a fast path for decoders in which a token always has the same bytes (byte-level BPE). It keeps the bytes of an
-unfinished character, and decodes no other bytes again.
+`ByteDetokenizer` is a fast path for byte-level decoders, in which a token always has the same bytes. It keeps only the
+bytes of an unfinished character.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 CONTEXT_IDS = 6
-"""The smallest number of tokens to which the window is trimmed. They are decoded before the new output, so that its
-first token keeps its leading space.
+"""The smallest number of tokens to which the window is trimmed. These tokens precede the new output, so that the first
+new token keeps its leading space.
 """
 MAX_CONTEXT_IDS = 12
 TRIM_AT = 24
@@ -35,10 +33,10 @@ class Detokenizing(Protocol):
     """The interface of an incremental detokenizer for one sample."""
 
     def add(self, token_id: int) -> str:
-        """Returns the text that this token makes certain. An incomplete character at the end is held back."""
+        """Returns the text that is complete after this token. An incomplete character at the end is held back."""
 
     def flush(self) -> str:
-        """Returns the text that is held back, because no further token will complete it."""
+        """Returns the text that was held back."""
 
 
 class Detokenizers:
@@ -58,7 +56,7 @@ class Detokenizers:
         skip_special: bool = True,
     ) -> Detokenizing:
         """Returns a detokenizer for the output of one sample, which follows the prompt. With `skip_special`, special
-        tokens are left out, except those in `shown_special`, which maps their ids to their texts.
+        tokens are left out, except those in `shown_special`, which maps token ids to texts.
         """
         plain: Detokenizing
         if not self._bytes:
@@ -158,12 +156,12 @@ class Detokenizer:
         return delta
 
     def _trim(self, num_held: int) -> None:
-        """Drops all ids before the context. `num_held` characters at the end have not been output."""
+        """Drops all ids before the context. The last `num_held` characters of the text have not been output."""
         self._ids, text = self._context()
         self._emitted = max(0, len(text) - num_held)
 
     def _context(self) -> tuple[list[int], str]:
-        """Returns (ids, text) of the last few tokens, starting at the beginning of a character if possible."""
+        """Returns the ids and the text of the last few tokens. The text begins with a whole character if possible."""
         for count in range(CONTEXT_IDS, MAX_CONTEXT_IDS + 1):
             text = self._decode(self._ids[-count:])
             if not text.startswith(REPLACEMENT):
@@ -209,9 +207,8 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """Returns the text and the bytes of a token, which may be special. If the text would contain U+FFFD, because
-        the token ends inside a character, it shows the token's bytes if they are known, such as "bytes:\\xe2", as in
-        OpenAI's API.
+        """Returns the text and the bytes of a token, which may be special. For a token that ends inside a character,
+        the text shows the bytes, if they are known, in the form that OpenAI's API uses, such as "bytes:\\xe2".
         """
         found = self._texts.get(token_id)
         if found is None:

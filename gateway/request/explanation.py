@@ -42,7 +42,7 @@ class Explanation:
     """The record of one request, from its arrival to the last message for its client."""
 
     def __init__(self, request_id: str, tenant: str, num_sequences: int, received_ns: int) -> None:
-        """`received_ns` is the time, by `time.monotonic_ns`, at which the request had been read. 0 means now."""
+        """`received_ns` is the time, by `time.monotonic_ns`, at which the request was read. 0 means now."""
         now = time.monotonic_ns()
         self.tenant = tenant
         self._began_ns = received_ns or now
@@ -50,7 +50,7 @@ class Explanation:
         """End of the last complete phase."""
         self._kind: Kind = pb.PHASE_KIND_GATE
         self._number = 0
-        """Number of attempts, of which only the first `MOST_ATTEMPTS` have entries of their own."""
+        """Number of attempts so far. The record has entries for at most `MOST_ATTEMPTS` of them."""
         self._output_from = 0
         """The request's number of output tokens when the attempt began."""
         self._message = pb.Explanation(
@@ -150,7 +150,7 @@ class Explanation:
 
     def prefilled(self, done: prefill_pb2.PrefillDone, *, elsewhere: bool = False) -> None:
         """Notes the sources of a prompt's KV after its prefill. Unless another call has run the prefill (`elsewhere`),
-        divides the current phase into the worker's times.
+        ends the current phase and divides it into the times that the worker reported.
         """
         self.attempt.sources.CopyFrom(done.sources)
         if not elsewhere:
@@ -175,8 +175,9 @@ class Explanation:
         self.enter(pb.PHASE_KIND_DECODE)
 
     def decoded(self, account: decode_pb2.GroupAccount, decode_ns: int | None) -> int:
-        """Notes a decode worker's account of a group, and divides the current phase into the worker's times. Returns
-        the phase's length. `decode_ns` is the time from the claim to the end, or None if the group left before its end.
+        """Notes a decode worker's account of a group, ends the current phase, and divides it into the times that the
+        worker reported. Returns the phase's length in nanoseconds. `decode_ns` is the time from the claim to the end,
+        or None if the group left before its end.
         """
         attempt = self.attempt
         attempt.copied_blocks += account.copied_blocks
@@ -224,7 +225,7 @@ def usage_to_pb(summary: Summary) -> pb.Usage:
 
 
 def _decode_parts(account: decode_pb2.GroupAccount, decode_ns: int | None) -> Iterator[Part]:
-    """Yields the parts of a call of decode, in order: the claim, the wait for a place, then steps and swaps."""
+    """Yields the parts of a call to decode, in order: the claim, the wait for a place, then steps and swaps."""
     yield pb.PHASE_KIND_HAND_OVER, account.claim_ns
     yield pb.PHASE_KIND_DECODE_QUEUE, account.waiting_ns
     at_ns = account.waiting_ns

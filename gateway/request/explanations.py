@@ -1,4 +1,4 @@
-"""Keeps the explanations of the last requests of all tenants, in a bounded number."""
+"""Keeps the explanations of recent requests, in a bounded number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.request.explanation import Explanation
 
 
 class Explanations:
-    """The explanations of the last requests of one gateway. A tenant finds only its own explanations."""
+    """The explanations of one gateway's recent requests. A tenant finds only its own explanations."""
 
     def __init__(self, most: int) -> None:
         """`most` is the number of requests that are kept. 0 keeps none."""
@@ -18,7 +18,9 @@ class Explanations:
         self._count = 0
 
     def add(self, explanation: Explanation) -> None:
-        """Keeps an explanation. Beyond the limit, drops the oldest explanation of the tenant that has the most."""
+        """Keeps an explanation. Beyond the limit, drops the oldest explanation of the tenant that has the most
+        explanations.
+        """
         if not self.most:
             return
         self._by_tenant.setdefault(explanation.tenant, deque()).append(explanation)
@@ -31,8 +33,8 @@ class Explanations:
                 del self._by_tenant[tenant]
 
     def find(self, tenant: str, request_id: str | None, limit: int) -> list[Explanation]:
-        """Returns a tenant's explanations with this id, or its most recent explanations, newest first, at most `limit`
-        of them.
+        """Returns at most `limit` explanations of a tenant, newest first. If `request_id` is not None, returns only
+        explanations with this id.
         """
         own = reversed(self._by_tenant.get(tenant, deque()))
         return list(islice((e for e in own if request_id in (None, e.request_id)), limit))

@@ -11,7 +11,7 @@ from protos.v1 import decode_pb2
 
 
 class GroupReceiver:
-    """The receiver of a group's outputs, which it adds to the request's state and writes to the request's outlet."""
+    """A receiver that adds a group's outputs to the request's state, and flushes the request's outlet."""
 
     __slots__ = ("_group", "_is_accounted", "_isolation", "_last", "_session", "_some_ended", "_state")
 
@@ -22,7 +22,7 @@ class GroupReceiver:
         self._some_ended = False
         """Whether a sample has ended since the last flush."""
         self._is_accounted = False
-        """Whether the time of a group that the worker has rejected has been added."""
+        """Whether the worker has rejected the group and the group's time has been added to the request's times."""
         self._last: decode_pb2.SequenceOutput | None = None
         """The last output with which the worker ended a sample. It has the worker's times."""
 
@@ -69,8 +69,8 @@ class GroupReceiver:
         self._session.cancel_sample(self._group, sample)
 
     def _add_decode_time(self) -> None:
-        """Adds the attempt's decode and hand-over times to the times of the request. If no sample has a time from the
-        worker, as when stop strings ended all of them, the gateway's measurement is used.
+        """Adds the attempt's decode and hand-over times to the times of the request. If the worker has reported no
+        times, for example because stop strings ended all samples, the whole phase counts as decode time.
         """
         last, state = self._last, self._state
         if last is not None and last.timings.decode_ns:

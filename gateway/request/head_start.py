@@ -23,8 +23,8 @@ from protos.v1 import prefill_pb2
 
 logger = logging.getLogger("requests")
 KEEP_S = 6.0
-"""Time for which a prefill waits. Its ticket ends after 8 s (`TICKET_LEASE_S` in `block_store.ledger.scripts`), and
-decode needs some of the difference to claim it.
+"""Time in seconds for which a prefill waits. Its ticket ends after 8 s (`TICKET_LEASE_S` in
+`block_store.ledger.scripts`), and decode needs some of the difference to claim the ticket.
 """
 _NAME_BYTES = 16
 
@@ -39,9 +39,8 @@ class HeadStart:
     done: prefill_pb2.PrefillDone
 
     def fits(self, request: ResolvedRequest) -> bool:
-        """Returns whether a request would have had the same prefill: the same prompt and adapter, blocks of the same
-        tenant, and first tokens drawn in the same way. The stopping parameters may differ in their effect on later
-        tokens.
+        """Returns whether another request would have had the same prefill. The stopping parameters may differ, except
+        for the stop tokens that `min_tokens` excludes from the first draw.
         """
         own = self.request
         return (
@@ -73,7 +72,7 @@ class HeadStarts:
         self.fallbacks = Fallbacks(logger)
 
     def put(self, start: HeadStart) -> str:
-        """Keeps a prefill for `keep_s`. Returns its name, which cannot be guessed."""
+        """Keeps a prefill for `keep_s` seconds. Returns a name for the prefill, which cannot be guessed."""
         name = secrets.token_urlsafe(_NAME_BYTES)
         timer = asyncio.get_running_loop().call_later(self.keep_s, self._expire, name)
         self._waiting[name] = (start, timer)

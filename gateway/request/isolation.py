@@ -1,9 +1,9 @@
 """Isolates requests whose workers have died. A request that has lost two workers is refused for a while.
 
-When a worker dies, every request that it had becomes a suspect, because any of them may have caused the death. A
-suspect is prefilled again alone: other requests of this gateway for the same prefill worker wait until decode has made
-its first step with the suspect, but at most `PROBATION_S` after its prefill. A second death during this time is
-therefore most likely the suspect's fault. Once decode has produced a token for it, a request is no longer a suspect.
+When a worker dies, the requests that this gateway had sent to it become suspects, because any of them may have caused
+the death. A suspect is prefilled again alone: other requests of this gateway for the same prefill worker wait until
+decode has made its first step with the suspect, but at most `PROBATION_S` after the suspect's prefill. The deaths of a
+request are forgotten when the request is complete, or when it loses a worker after decode has produced a token for it.
 This module does not call workers.
 """
 
@@ -23,10 +23,12 @@ from common.errors import Internal
 
 MOST_DEATHS = 2
 KEEP_S = 600.0
-"""How long a request is suspected after the last death of one of its workers."""
+"""How long a request is suspected after the last death of one of its workers, in seconds."""
 MOST_REMEMBERED = 4096
 PROBATION_S = 0.5
-"""The longest time that other requests wait for decode's first step with a suspect."""
+"""The longest time in seconds that other requests wait for decode's first step with a suspect, after the suspect's
+prefill.
+"""
 
 
 @dataclass(slots=True)
@@ -37,7 +39,9 @@ class _Deaths:
 
 
 class _Neighbours:
-    """The set of this gateway's requests that one incarnation of a worker is prefilling."""
+    """A count of the requests that use one incarnation of a prefill worker together, and the lock by which a suspect
+    uses the worker alone.
+    """
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -78,8 +82,8 @@ class IsolationTicket:
 
     def prefilled(self, *, is_heard_of: bool) -> None:
         """Notes that the request's prefill is done. A suspect stays alone until decode's first step with it, but at
-        most for `PROBATION_S`. If decode sends nothing for the request before its end (`is_heard_of` is false), as in a
-        beam search, the suspect does not stay alone.
+        most for `PROBATION_S`. If decode sends no tokens before the request ends (`is_heard_of` is false), as in a beam
+        search, the suspect does not stay alone.
         """
         if self.alone and is_heard_of:
             asyncio.get_running_loop().call_later(PROBATION_S, self.leave)
@@ -93,17 +97,15 @@ class IsolationTicket:
 
 
 class Isolation:
-    """A record, by request, of the workers that have died. It decides which requests may be prefilled together. It is
-    used in one event loop.
-    """
+    """A record, by request, of the workers that have died. It decides which requests may be prefilled together."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()
         self._by_worker: WeakValueDictionary[str, _Neighbours] = WeakValueDictionary()
 
     def check(self, digest: bytes) -> None:
-        """Checks that the request may run. Raises Internal if at least `MOST_DEATHS` workers have died with it since
-        its last token from decode, the last of them at most `KEEP_S` ago.
+        """Checks that the request may run. Raises Internal if at least `MOST_DEATHS` deaths are on record for the
+        request, the last of them at most `KEEP_S` ago.
         """
         deaths = self._deaths.get(digest)
         if deaths is not None and time.monotonic() - deaths.last_at > KEEP_S:
@@ -142,14 +144,12 @@ class Isolation:
             self._deaths.popitem(last=False)
 
     def survived(self, digest: bytes) -> None:
-        """Clears the request of suspicion, because decode has produced a token for it since the last death, or because
-        the request is complete.
-        """
+        """Forgets the deaths that are on record for a request, which is then no longer a suspect."""
         self._deaths.pop(digest, None)
 
 
 def digest_of(prompt_ids: Sequence[int], salt: bytes) -> bytes:
     """Returns the SHA-256 of a request's salt and prompt, by which this module identifies the request. The seed is left
-    out, because a client could otherwise evade the limit by changing it.
+    out, because a client could otherwise evade the limit with a new seed.
     """
     return hashlib.sha256(salt + array("I", prompt_ids).tobytes()).digest()

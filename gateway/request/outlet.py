@@ -1,9 +1,9 @@
-"""Sends a request's tokens to the client: `RequestState` adds deltas to an outlet, and the outlet writes them.
+"""Sends a request's deltas to the client.
 
-At most one write is in progress. Deltas that arrive during a write are merged, so a slow client costs one delta per
-sample, and nothing waits for the client before the request has ended. With many streams, there is an interval between
-messages to a client, and the deltas that arrive within an interval are sent together, except that the end of a sample
-is sent at once. This module does not depend on tokenizers, gRPC or HTTP.
+At most one write is in progress. Output that arrives during a write is merged into at most one delta per sample. With
+more than `FEW_STREAMS` streams, there is also an interval between two messages to a client, and the output that arrives
+within the interval is sent together; the end of a sample does not wait for the interval. This module does not depend on
+tokenizers, gRPC or HTTP.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Write = Callable[[list[Delta]], Coroutine[Any, Any, None] | None]
 coroutine to run.
 """
 LAST_WORD_S = 5.0
-"""Time to wait, after a request has failed, for a client that does not read."""
+"""Time in seconds to wait, after a request has failed, for a client that does not read."""
 MIN_PAUSE_S = 0.001
 """Pauses up to this length are skipped, because they are not worth a timer."""
 MESSAGE_COST_S = 0.00025
-"""The interval between a stream's messages is this time multiplied by the number of streams, if there are many. A
-message to a client costs the event loop up to 0.1 ms, so the loop has time left for new calls (grpc.aio accepts one at
-a time). With 64 streams, the interval is 16 ms.
+"""The interval in seconds between a stream's messages is this time multiplied by the number of streams, if there are
+more than `FEW_STREAMS`. With 64 streams, the interval is 16 ms. A message to a client costs the event loop up to 0.1
+ms, so the loop has time left for new calls.
 """
 FEW_STREAMS = 16
 """Up to this number of streams, there is no interval between messages."""
 
 
 class Outlet:
-    """The queue of one request's deltas that have not been written to the client. It is used in one event loop, and in
-    `async with` if a write may wait.
+    """A queue of one request's deltas that have not been written to the client. If a write may wait, the outlet must be
+    used in `async with`.
     """
 
     __slots__ = ("_at_once", "_error", "_interval_s", "_leaves", "_left_at", "_settled", "_timer", "_write", "_writing",
@@ -58,8 +58,8 @@ class Outlet:
         self._settled: asyncio.Future[None] | None = None
 
     def open(self, interval_s: Callable[[], float], leaves: Callable[[Delta, float], None]) -> None:
-        """Opens the outlet. `interval_s()` returns the current minimum time between two messages; `leaves(delta, now)`
-        is called for each delta before it is written.
+        """Opens the outlet. `interval_s()` returns the current minimum time in seconds between two messages;
+        `leaves(delta, now)` is called for each delta before it is written.
         """
         self._interval_s = interval_s
         self._leaves = leaves
@@ -121,9 +121,8 @@ class Outlet:
             self._error = error
 
     def _step(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a write until it waits for a future, and continues when that future is done. Unlike in a task, a write
-        that does not wait is complete when this call returns. (`asyncio.eager_task_factory`, available from Python
-        3.12, has the same effect.)
+        """Runs a write until it waits for a future, and continues the write when the future is done. A write that does
+        not wait is complete when this call returns; a task would only begin then.
         """
         try:
             waits_for = coroutine.send(None)

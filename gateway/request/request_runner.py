@@ -9,9 +9,9 @@
                             +-> RequestState (tokens, text, stops) -> Outlet -> client
     decode's tokens --------+   state.py                              outlet.py
 
-The gateway keeps the accepted tokens, so a client notices the loss of a worker only as a pause, as long as attempts are
-left: the prompt and the accepted tokens of every sample that has not ended are prefilled again, usually with most
-blocks found in the cache, and the next token has the next index. A beam search starts over.
+After the loss of a worker, the prompt and the accepted tokens of the samples that have not ended are prefilled again,
+usually with most blocks found in the cache. The client notices only a pause, unless no attempts are left. A beam search
+starts over.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RequestRunner:
         self._tracer = tracer
         self.explanations = explanations or Explanations(0)
         self.head_starts = HeadStarts(workers, gate, used)
-        """Prefills made by `prefill` that no call of `run` has continued."""
+        """Prefills made by `prefill` that no call of `run` has continued yet."""
         self._isolation = Isolation()
         self._attempts = Attempts(workers, gate, self._isolation, metrics, computed, recover_s=recover_s)
         self._retry = Retry(workers, gate, self._isolation, metrics, max_attempts=max_attempts)
@@ -185,6 +185,6 @@ class RequestRunner:
         return place
 
     def _interval_s(self) -> float:
-        """Returns the minimum time between two messages to one client."""
+        """Returns the minimum time in seconds between two messages to one client."""
         num_streams = self._gate.inside
         return num_streams * MESSAGE_COST_S if num_streams > FEW_STREAMS else 0.0

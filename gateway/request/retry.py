@@ -1,7 +1,7 @@
-"""Decides whether and when a lost request is prefilled again.
+"""Decides whether and when a request whose attempt was lost is prefilled again.
 
 The number of lost attempts is limited. An attempt that decode gave back for lack of blocks does not count, and the next
-attempt waits until there are blocks. A request is refused if two workers have died while they processed it
+attempt waits until there are enough blocks. A request is refused if two workers have died while they processed it
 (`isolation`).
 """
 
@@ -22,7 +22,7 @@ from protos.v1 import inference_pb2 as pb
 
 logger = logging.getLogger("requests")
 PAUSE_S = 0.02
-"""The pause before the next attempt is this time multiplied by the number of counted losses."""
+"""The pause in seconds before the next attempt is this time multiplied by the number of counted losses."""
 
 
 class Retry:
@@ -39,7 +39,7 @@ class Retry:
         self._again = Burst(_log)
 
     async def prepare(self, state: RequestState, place: Place, lost: WorkerLost) -> None:
-        """Counts a loss and waits until the next attempt may begin. Raises the error for the client if no further
+        """Records a loss and waits until the next attempt may begin. Raises the error for the client if no further
         attempt is allowed.
         """
         state.explanation.end_attempt(lost.reason, state.output_len)
@@ -66,7 +66,7 @@ class Retry:
 
     async def _come_back(self, state: RequestState, place: Place) -> None:
         """Waits until there are enough blocks for a group that decode gave back. New requests of the same or a worse
-        rank wait behind it.
+        rank wait behind the group.
         """
         try:
             async with asyncio.timeout(state.remaining_s()):

@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def branch(self) -> Branch:
-        """Returns the data that a worker needs to continue the sample."""
+        """The data that a worker needs to continue the sample."""
         return Branch(self.index, tuple(self.output_ids), self._cumulative_logprob)
 
     def accept(

@@ -1,7 +1,7 @@
 """Keeps the state of a request across attempts: its samples, times and counts. It also builds the messages to workers.
 
-A beam search has as many samples as beams to return. They have no content before the search ends. This module does not
-call workers.
+A beam search has as many samples as beams to return, and the samples have no content before the search ends. This
+module does not call workers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MARGIN_S = 0.02
 
 @dataclass(slots=True)
 class RequestState:
-    """The data of one request that outlive an attempt. `arrived` and `left_at` are seconds of `time.monotonic`."""
+    """The data of one request, kept across attempts. `arrived` and `left_at` are seconds of `time.monotonic`."""
 
     request: ResolvedRequest
     samples: list[Sample]
@@ -115,7 +115,9 @@ class RequestState:
         return left
 
     def took(self, **added_ns: int) -> None:
-        """Adds to the request's times, which are named `queue_ns`, `prefill_ns`, `hand_over_ns` and `decode_ns`."""
+        """Adds durations in nanoseconds to the request's times `queue_ns`, `prefill_ns`, `hand_over_ns` and
+        `decode_ns`.
+        """
         self.times = replace(self.times, **{name: getattr(self.times, name) + ns for name, ns in added_ns.items()})
 
     def summary(self) -> Summary:
@@ -134,8 +136,8 @@ class RequestState:
         return most_held(rules, need.prompt_len, lengths)
 
     def leaves(self, delta: Delta, now: float) -> None:
-        """Counts the tokens of a delta that is being sent and measures its latency. If the request's first delta has
-        tokens, it gets the prompt's log-probabilities and sources.
+        """Counts the tokens of a delta that is being sent and measures its latency. Adds the prompt's log-probabilities
+        and sources to the request's first delta, unless that delta has an embedding.
         """
         sample, count, metrics = self.samples[delta.index], len(delta.token_ids), self.metrics
         sample.delta = None
@@ -173,7 +175,7 @@ class RequestState:
 
     def accept_token(self, sample_index: int, output_index: int, token_id: int) -> bool:
         """Accepts a token with which the worker does not end the sample. Returns True if the token completes a stop
-        string, which ends the sample. Raises WorkerLost if there is no such sample, or if a token before it is missing.
+        string, which ends the sample. Raises WorkerLost if there is no such sample, or if an earlier token is missing.
         """
         try:
             sample = self.samples[sample_index]
@@ -290,9 +292,7 @@ class RequestState:
 
 
 def _sampling(params: SamplingParams, *, with_prompt: bool) -> types_pb.SamplingParams:
-    """Returns the sampling parameters for a worker, without the request for prompt log-probabilities unless
-    `with_prompt` is set. Prompt log-probabilities keep a prompt from using its cached prefix.
-    """
+    """Returns the sampling parameters for a worker, without `prompt_logprobs` unless `with_prompt` is set."""
     message = convert.sampling_to_pb(params)
     if not with_prompt:
         message.ClearField("prompt_logprobs")

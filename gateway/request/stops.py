@@ -1,9 +1,8 @@
 """Finds stop strings in streamed text.
 
-Text that may be the beginning of a stop string is held back until it is clear whether the stop string follows, so the
-beginning of a stop string is not sent by accident. Apart from `may_stop`, the result does not depend on how the text is
-divided into pieces. The stop string that is complete first ends the text. If several stop strings are complete at the
-same character, the longest stop string ends the text.
+Text that may be the beginning of a stop string is held back until it is clear whether the stop string follows. Apart
+from `may_stop`, the result does not depend on how the text is divided into pieces. The stop string that is complete
+first ends the text. If several stop strings are complete at the same character, the longest of them ends the text.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """A matcher for one sample's text. `matched` is the stop string that ended the text, or None."""
+    """A matcher of stop strings in one sample's text. `matched` is the stop string that ended the text, or None."""
 
     __slots__ = ("_first_chars", "_held", "_include", "_longest", "_stops", "matched")
 
