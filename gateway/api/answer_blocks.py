@@ -125,7 +125,7 @@ class BlockAnswer:
         self.requests: list[ResolvedRequest] = []
         self.blocks = Blocks(None, CallIds(str))
         self.last = Delta()
-        """The sample's last delta, once there is one."""
+        """The sample's last delta, or an empty delta before there is one."""
         self._body = body
         self._planner = planner
         self._plan: ChatPlan | None = None

@@ -122,8 +122,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def with_server_send(app: ASGIApp) -> ASGIApp:
-    """Wraps `app` to put the server's own `send` into the scope, because Starlette wraps `send` three times, which
-    would cost time for every message.
+    """Wraps `app` to put the server's own `send` into the scope, because the wrappers that Starlette puts around `send`
+    cost time for every message.
     """
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,7 @@
 """Reads request bodies, each within a limit and all together within a budget. Large bodies are parsed in a thread.
 
-Parsing holds the interpreter lock for a short time, which the limits of `openai_parse` bound, so one thread is enough:
-the event loop runs between two bodies, and bodies that wait for the thread count against the budget.
+Parsing holds the interpreter lock, so more than one thread would be of no use. The limits of `openai_parse` bound the
+time for one body. Bodies that wait for the thread count against the budget.
 """
 
 from __future__ import annotations

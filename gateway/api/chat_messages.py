@@ -61,8 +61,8 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_details: Any = None
 
     def plain(self, name: str) -> dict[str, Any]:
-        """Returns the message as chat templates expect it. Raises InvalidArgument, whose text identifies the message by
-        `name`.
+        """Returns the message as chat templates expect it. Raises InvalidArgument if the message is invalid. The error
+        identifies the message by `name`.
         """
         plain: dict[str, Any] = {"role": self.role, "content": self._text(f"{name}.content")}
         for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
@@ -109,7 +109,7 @@ def plain_messages(messages: Sequence[MessageBody]) -> list[dict[str, Any]]:
 
 def call_arguments(name: str, given: str | dict[str, Any] | None) -> dict[str, Any]:
     """Returns the arguments of a call as the object that chat templates expect; missing or blank arguments become an
-    empty object. Raises InvalidArgument, whose text identifies the arguments by `name`.
+    empty object. Raises InvalidArgument if the arguments are not a JSON object. The error identifies them by `name`.
     """
     if isinstance(given, dict):
         return given

@@ -1,5 +1,5 @@
 """Plans a chat: which tools it offers or enforces, and whether reasoning is split off. Each chat has one plan.
-`ChatPlanner.plan` makes the plan, and adds the options that reading needs to the request (a grammar, special tokens as
+`ChatPlanner.plan` makes the plan, and adds to the request the options that the plan needs (a grammar, special tokens as
 text). The plan creates a reader for each sample.
 """
 

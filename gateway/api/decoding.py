@@ -51,7 +51,7 @@ def _integral(value: Any) -> Any:
 
 
 def _violation(name: str, message: str) -> LooseleafError:
-    """Converts msgspec's message to an error of ours: the path within the field becomes part of the field's name."""
+    """Converts msgspec's message to a LooseleafError. The path within the field becomes part of the field's name."""
     found = _PATH.fullmatch(message)
     assert found is not None  # the pattern matches anything
     name += (found["path"] or "").replace("[...]", "")

@@ -1,4 +1,4 @@
-"""Defines the bodies of POST /v1/embeddings (OpenAI's API) and of POST /score (vLLM's)."""
+"""Defines the bodies of POST /v1/embeddings (OpenAI's API) and of POST /score (vLLM's API)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EmbeddingBody(PooledBody, kw_only=True):
     dimensions: int | None = None
 
     def all_wanted(self) -> list[Wanted]:
-        """Returns one request per text. Raises InvalidArgument if a field is invalid."""
+        """Returns one request per text. Raises InvalidArgument if `dimensions` is less than 1."""
         if self.dimensions is not None and self.dimensions < 1:
             raise InvalidArgument.of("dimensions", f"must be at least 1, got {self.dimensions}")
         single = len(self.input) == 1

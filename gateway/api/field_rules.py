@@ -61,7 +61,7 @@ class Rule:
     """
 
     what: str
-    """The error about the first condition's field."""
+    """The description of the error, which is reported for the first condition's field."""
     when: Sequence[Condition]
     needs: Condition | None = None
 

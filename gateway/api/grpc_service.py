@@ -29,7 +29,7 @@ from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
 
 STALLED_CLIENT_S = 5.0
-"""How long after its deadline a request may still wait for a client that does not read."""
+"""How long after its deadline, in seconds, a request may still wait for a client that does not read."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -145,7 +145,7 @@ def key_check(
 ) -> Check:
     """Returns a check of a call's API key, which runs before a message is received. For Generate and Embed, the check
     also asks `admission` whether a request may be admitted now. `failed` counts the refusals of `admission` by status
-    code. gRPC's own services (health and reflection) need no key. The check adds the call's request id to its trailing
+    code. gRPC's own services (health and reflection) need no key. The check adds the request id to the call's trailing
     metadata.
     """
 
@@ -190,7 +190,9 @@ def time_left(context: Context) -> float | None:
 
 
 def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
-    """Returns (field name, prompt) of a message. `which` names the field that is set: text, token_ids or chat."""
+    """Returns the name of the field that contains a message's prompt, and the prompt. `which` names the field that is
+    set (text, token_ids or chat). If it is None, the prompt is None.
+    """
     if which == "text":
         return "text", TextPrompt(message.text)
     if which == "token_ids":

@@ -88,7 +88,7 @@ class HttpApi:
     ) -> ASGIApp:
         """Builds the application. `ready` returns whether requests can be served. `body_budget_bytes` limits the total
         size of all bodies that are being received or parsed. `is_operator` returns whether a tenant may load adapters;
-        if it is None, no tenant may.
+        if it is None, the application has no endpoints for adapters.
         """
         budget = BodyBudget(body_budget_bytes)
         self._bodies = BodyReader(self._validator.prompt_limits, budget, strict=options.strict_fields)
@@ -206,7 +206,7 @@ class HttpApi:
         return body.model or self._assets.name
 
     async def _ask(self, request: Request, kind: type[B], begin: Callable[[B], HttpAnswer]) -> Response:
-        """Admits the request, reads its body, and answers it in the form that `begin` returns."""
+        """Admits the request, reads its body, and returns the answer that `begin` creates for the body."""
         tenant = self._tenant(request)
         with ExitStack() as stack:
             entry = stack.enter_context(self._admission.enter(tenant))

@@ -49,8 +49,9 @@ def explain(explanations: Explanations, tenant: str, request_id: str | None, lim
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """Returns a message as a JSON object. Its keys are the proto's field names, and numbers stay numbers. It has all
-    fields except optional fields and messages that are absent. Values of enums are in lower case, without their prefix.
+    """Returns a message as a JSON object. Its keys are the proto's field names, and numbers stay numbers. The object
+    has all fields except optional fields and messages that are absent. Values of enums are in lower case, without their
+    prefix.
     """
     return {
         field.name: _value(field, getattr(message, field.name))

@@ -28,12 +28,12 @@ from gateway.fleet.workers import Workers
 from protos.v1 import block_store_pb2 as pb
 
 MOST_CELLS = 200_000
-"""The largest number of blocks whose states are sent. Of a larger arena, every k-th block is sent."""
+"""The largest number of blocks whose states are sent. For a larger arena, the state of every k-th block is sent."""
 MOST_WATCHERS = 16
 COMPARED = 1024
 """Number of states that are compared at a time. Single states are compared only if these differ."""
 IDLE_S = 5.0
-"""Time without a change after which an event without states shows a watcher that the gateway is alive."""
+"""Time in seconds without a change after which an event without states shows a watcher that the gateway is alive."""
 DELTA_S = 0.1
 
 
@@ -131,8 +131,8 @@ def _change(before: bytes, states: bytes) -> dict[str, Any] | None:
 
 
 def _changed(before: bytes, states: bytes) -> Iterator[int]:
-    """Yields the positions at which the states differ. Most runs of `COMPARED` blocks are equal, which is detected
-    quickly.
+    """Yields the positions at which the states differ. Compares runs of `COMPARED` states first, because most runs are
+    equal.
     """
     for start in range(0, len(states), COMPARED):
         old, new = before[start : start + COMPARED], states[start : start + COMPARED]

@@ -1,4 +1,4 @@
-"""Serves the page at / and its files. The files contain no data of users, so they need no key; the page itself asks the
+"""Serves the page at / and its files. The files contain no user data, so they need no key; the page itself asks the
 user for a key.
 """
 

@@ -30,15 +30,15 @@ connection is closed.
 
 @dataclass(frozen=True, slots=True)
 class HttpBounds:
-    """The limits on connections. They apply without regard to the client."""
+    """The limits on connections, which are the same for all clients."""
 
     connections: int = 4096
     head_bytes: int = 64 << 10
-    """Limit for the request line and the headers."""
+    """Limit in bytes on the request line and the headers."""
     head_s: float = 10.0
-    """Limit from the start of a connection, or the first byte of a request, to the end of the headers."""
+    """Limit in seconds from the start of a connection, or the first byte of a request, to the end of the headers."""
     keep_alive_s: int = 75
-    """Limit for the time between two requests."""
+    """Limit in seconds on the time between two requests."""
 
 
 DEFAULT_BOUNDS = HttpBounds()

@@ -25,8 +25,8 @@ class KeyRing:
         self._tenants = tenants
 
     def reload(self) -> None:
-        """Reads keys and limits from the file. If the file cannot be read or contains an error, the old keys and limits
-        stay in effect. Requests that have been admitted continue.
+        """Reads keys and limits from the key file. If the file cannot be read or contains an error, the old keys and
+        limits stay in effect. Requests that have been admitted continue.
         """
         if self._api_key_file is None:
             logger.warning("SIGHUP: there is no --api-key-file to read again")

@@ -2,8 +2,8 @@
 
 There are two passes. The first pass finds the fields without decoding their values. The second pass checks the size of
 each field and decodes it with its type. Before a list of prompts, ids or messages is decoded, the number of its
-elements is estimated from its commas, brackets or quotation marks, because decoded elements take about ten times as
-much memory as their bytes.
+elements is estimated from its commas, brackets or quotation marks, because decoded elements take much more memory than
+their JSON.
 
 An unknown top-level field is refused, or reported to the caller and ignored. A number such as 2.0 is accepted as an
 integer, as in JSON Schema. This module does not depend on connections.

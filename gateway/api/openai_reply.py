@@ -1,5 +1,4 @@
-"""Builds answers in OpenAI's format, as bytes. Streamed chunks are assembled from parts that are built once per
-request.
+"""Builds answers in OpenAI's format, as bytes.
 
 Chunks are ASCII, because readers that split lines at Unicode line breaks would break a chunk at U+2028. In addition to
 OpenAI's fields, a complete answer and the end of a stream contain a `looseleaf` object with the source of the prompt's
@@ -68,8 +67,8 @@ def finish_name(reason: FinishReason | None) -> str | None:
 
 
 def stop_reason(delta: Delta, eos: frozenset[int]) -> str | int | None:
-    """Returns vLLM's stop_reason: the stop string or stop token id that ended the output, or None. End-of-sequence
-    tokens and length limits give None.
+    """Returns vLLM's stop_reason: the stop string or stop token id that ended the output, or None if an end-of-sequence
+    token or a length limit ended it.
     """
     if delta.stop_string is not None:
         return delta.stop_string
@@ -169,7 +168,7 @@ class Choice:
     last: Delta | None = None
     offset: int = 0
     reader: OutputReader | None = None
-    """Splits the text into reasoning, content and tool calls. If it is None, the whole text is content."""
+    """The reader that splits the text into reasoning, content and tool calls, or None if the whole text is content."""
     token_ids: list[int] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
@@ -255,8 +254,8 @@ class ChunkWriter:
         return f'{self._head}{{"index":{index},{body}}}]{self._tail}'.encode()
 
     def finish(self, index: int, ending: Mapping[str, Any], summaries: Sequence[Summary] | None) -> bytes:
-        """Returns a choice's last chunk, with the fields of `ending`. `summaries` is None unless this is the last chunk
-        of the stream.
+        """Returns a choice's last chunk, with the fields of `ending`. If `summaries` is not None, the chunk also has
+        the `looseleaf` object.
         """
         body = '"delta":{}' if self._chat else '"text":""'
         choice = f'{{"index":{index},{body},"logprobs":null,{json.dumps(ending)[1:]}]'

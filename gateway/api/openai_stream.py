@@ -1,5 +1,4 @@
-"""Assembles the answer to a completion or a chat, complete or in chunks: choices, echoes, log-probabilities. This
-module does no I/O.
+"""Assembles the answer to a completion or a chat, complete or in chunks. This module does no I/O.
 
 Each prompt has one choice per sample (`n`) or per returned beam.
 """
@@ -256,8 +255,8 @@ class Answer:
         return str(self._tokenizer.decode(choice.request.prompt_ids, skip_special_tokens=True))
 
     def _summary(self, summary: Summary) -> Summary:
-        """Returns the summary. If the body allows no output tokens, the token that a worker always samples does not
-        count.
+        """Returns the summary. If the answer consists only of the prompt and its log-probabilities, the token that a
+        worker always samples does not count.
         """
         if not self._scores_only:
             return summary

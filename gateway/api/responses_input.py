@@ -19,7 +19,9 @@ REASONING_PART = "reasoning_text"
 
 
 class InputPart(msgspec.Struct):
-    """A part of a message's content. Clients may send back parts of answers; their other fields are ignored."""
+    """A part of a message's content. Clients may send back parts of answers. The other fields of such parts are
+    ignored.
+    """
 
     type: str
     text: str | None = None
@@ -129,7 +131,7 @@ def content_text(content: str | list[InputPart] | None, name: str) -> str:
 
 
 def given(value: str | None, name: str) -> str:
-    """Returns a name or an id. Raises InvalidArgument, which names the field, if it is missing or empty."""
+    """Returns a name or an id. Raises InvalidArgument, which names the field, if the value is missing or empty."""
     if not value:
         raise InvalidArgument.of(name, "must be given")
     return value

@@ -22,7 +22,7 @@ from gateway.request.delta import Delta, Summary
 
 _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-"""The middle part of the event names for a block's text."""
+"""The middle part of the event names for a block's text, by kind of block."""
 
 
 class ResponsesAnswer(BlockAnswer):

@@ -1,5 +1,5 @@
-"""Runs the HTTP server, and contains what HTTP and gRPC share: binding ports, limits on connections, readiness, and the
-drain at shutdown. It also keeps the metrics of workers and blocks up to date.
+"""Runs the HTTP server, and contains the code that HTTP and gRPC share: binding ports, limits on connections,
+readiness, and the drain at shutdown. It also keeps the metrics of workers and blocks up to date.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CERTIFICATE_POLL_S = 1.0
 BACKLOG = 2048
 OTHER_FILES = 512
 LAST_WORDS_S = 2.0
-"""The time that clients have to read the last event of an answer that the drain has ended."""
+"""The time in seconds that clients have to read the last event of an answer that the drain has ended."""
 
 
 class HttpServer(uvicorn.Server):
@@ -112,7 +112,9 @@ async def announce_shutdown(servers: Sequence[RpcServer], seconds: float) -> Non
 
 
 async def drain(answers: OpenAnswers, servers: Sequence[RpcServer | HttpServer], seconds: float) -> None:
-    """Closes the ports, gives running answers `seconds` to finish, and ends the remaining answers with an error."""
+    """Closes the ports, gives running answers `seconds` seconds to finish, and ends the remaining answers with an
+    error.
+    """
     timer = asyncio.get_running_loop().call_later(seconds, answers.end)
     await asyncio.gather(*(server.stop(seconds + LAST_WORDS_S) for server in servers))
     timer.cancel()

@@ -23,7 +23,7 @@ class ToolChoice:
     """A selection of tools that the model may call. It also says whether the model must call a tool."""
 
     choice: Choice
-    """none: the model must not call a tool; auto: the model decides; required: the model must call a tool."""
+    """Whether the model must not ("none"), may ("auto") or must ("required") call a tool."""
     functions: tuple[Function, ...] = ()
     many: bool = True
     """Whether one answer may contain several calls."""
@@ -47,8 +47,8 @@ class Chosen:
 
 
 def call_needs_tools(asks: Callable[[Any], bool], schema: Mapping[str, Any]) -> Rule:
-    """Returns the rule that a `tool_choice` for which `asks` is true needs tools. `schema` is the equivalent JSON
-    schema.
+    """Returns the rule that a `tool_choice` for which `asks` is true needs tools. `schema` is a JSON schema that is
+    equivalent to `asks`.
     """
     asked = Condition("tool_choice", asks, schema)
     return Rule("asks for a call, but there are no tools", (asked,), filled("tools"))

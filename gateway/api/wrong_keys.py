@@ -26,8 +26,7 @@ class _Bucket:
 
 class WrongKeys:
     """A counter of wrong keys per address. When an address has used up its tries, only keys that have been accepted
-    from the address before are still accepted. A client that has used its key before is therefore usually still served,
-    even if it shares the address with an attacker.
+    from the address before are still accepted.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -83,8 +83,8 @@ class PythonicRules:
 
 
 def in_order(named: Sequence[tuple[str, Property]], separator: str) -> str:
-    """Returns a grammar of arguments with a separator between them. `named` contains the name of each argument's rule,
-    and its property. Optional arguments come last.
+    """Returns a grammar of arguments with a separator between them. `named` contains, for each argument, the name of
+    its rule and its property. Optional arguments come last.
     """
     comma = json.dumps(separator)
     required = [rule for rule, item in named if item.is_required]

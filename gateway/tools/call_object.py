@@ -115,11 +115,11 @@ def value(ch: str, take: Take) -> Scan:
 
 
 class CallObject:
-    """A reader of one object. The call begins for `sink` once the name is known and the arguments begin."""
+    """A reader of one object. `sink` receives the call once the name is known and the arguments begin."""
 
     def __init__(self, sink: CallSink, known: Container[str] | None) -> None:
-        """If `known` is not None, an object is a call only if it has one of these names and arguments, but no unknown
-        keys.
+        """If `known` is not None, an object is a call only if `known` contains its name, it has arguments, and all of
+        its keys are in `STRICT_KEYS`.
         """
         self._sink = sink
         self._known = known

@@ -25,7 +25,7 @@ class GemmaRules:
     """The grammar rules for `call:name{key:value,...}`."""
 
     def __init__(self, quote: str, mark: Callable[[str], str]) -> None:
-        """`mark` returns a mark in the grammar's notation."""
+        """`mark` converts a mark to the grammar's notation."""
         self._quote = quote
         self._mark = mark
 

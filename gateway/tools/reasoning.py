@@ -62,8 +62,8 @@ def begins_inside(parser: str, prompt: str, continued: str | None = None) -> boo
     """Returns whether the output begins within the reasoning. `continued` is the message that the output continues, or
     None.
 
-    A template may open (`<think>`) or skip (`<think></think>`) the reasoning itself. If the template does neither,
-    DeepSeek R1 output begins inside the reasoning, whereas Qwen 3 emits `<think>` itself. A continued message may
+    A template may open (`<think>`) or skip (`<think></think>`) the reasoning itself. If the template does neither, the
+    output of DeepSeek R1 begins inside the reasoning, whereas Qwen 3 emits `<think>` itself. A continued message may
     already have opened the reasoning.
     """
     if continued is not None:

@@ -20,7 +20,8 @@ T = TypeVar("T")
 class EventBatches:
     """The sequence of one subscriber's messages. Their numbers continue from the number that the subscriber names.
 
-    Messages are not kept for a replay. Instead, a subscriber's first message clears its blocks, and all blocks follow.
+    Messages are not kept for a replay. Instead, the first message tells the subscriber to forget its blocks, and all
+    blocks follow.
     """
 
     def __init__(self, start_sequence_number: int) -> None:
@@ -77,5 +78,5 @@ def _stored(run: Sequence[CatalogBlock]) -> pb.KvBlocksStored:
 
 
 def _block_hash(prefix_hash: bytes) -> int:
-    """Returns the first 8 bytes of a prefix hash as a signed number. It only names the block."""
+    """Returns the first 8 bytes of a prefix hash as a signed number, by which messages identify the block."""
     return int.from_bytes(prefix_hash[:8], "big", signed=True)

@@ -1,4 +1,4 @@
-"""Opens the ports at which a gateway speaks vLLM's gRPC protocol. There is one for each role, because a router
+"""Opens the ports at which a gateway speaks vLLM's gRPC protocol. There is one port for each role, because a router
 distinguishes roles by their addresses.
 
 The protocol's messages come from the package smg-grpc-proto, so this module can be imported only with the extra `smg`.

@@ -73,8 +73,8 @@ def first_token_only(wanted: Wanted) -> None:
     """Changes a router's prefill request so that decode can continue from its first tokens.
 
     The router has replaced `max_tokens` and `ignore_eos` with its own values, so prefill must not end any sample.
-    Decode gets the client's values and applies them to the first tokens. Of the stopping parameters, only `min_tokens`
-    affects which tokens are drawn, because it masks stop tokens. A grammar itself determines where the output ends.
+    Decode gets the client's values and applies them to the first tokens. Prefill still needs `min_tokens`, which masks
+    the stop tokens.
     """
     wanted.max_tokens, wanted.fills_context, wanted.stop = None, False, ()
     wanted.min_tokens = min(1, wanted.min_tokens or 0)

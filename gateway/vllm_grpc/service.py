@@ -79,7 +79,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
                 await asyncio.wait_for(replies.abort(), LAST_WORD_S)
 
     async def _abortable(self, request: ResolvedRequest, work: Coroutine[Any, Any, None]) -> bool:
-        """Runs `work`. Returns whether `Abort` has cancelled it."""
+        """Runs `work`. Returns whether `Abort` has cancelled the work."""
         task = asyncio.create_task(work)
         with self._listed(request, task):
             try:
