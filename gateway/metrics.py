@@ -56,8 +56,7 @@ VLLM_NAMES = {
 
 
 class _Aliased(Collector):
-    """A collector of a registry's metrics. It repeats each metric in `names` under the name to which `names` maps it.
-    """
+    """A collector of a registry's metrics. It repeats each metric in `names` under the name to which `names` maps it."""
 
     def __init__(self, inner: CollectorRegistry, names: Mapping[str, str]) -> None:
         self._inner = inner

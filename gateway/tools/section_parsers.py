@@ -74,9 +74,8 @@ class DeepSeekParser(SectionParser):
 
 
 class KimiParser(SectionParser):
-    """A parser of
-    `<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...} <|tool_call_end|><|tool_calls_section_end|>`
-    (Kimi K2).
+    """A parser of `<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}
+    <|tool_call_end|><|tool_calls_section_end|>` (Kimi K2).
 
     The text before the arguments is the call's id. It contains the name, and must appear unchanged in later messages of
     the chat. A bare number is accepted if there is only one tool.
