@@ -1,10 +1,4 @@
-"""The gateway's Prometheus metrics. Their names begin with looseleaf_, and the metrics in `VLLM_NAMES` appear under
-vLLM's names as well. Tokens are counted on the hot path, so they have a faster collector (`token_tally`).
-
-The time to first token runs from the beginning of the request's state (`RequestState.begin`) until the first token is
-sent to the client. Inter-token latency is the time between two consecutive messages of a sample, divided by the number
-of tokens in the second message.
-"""
+"""The gateway's Prometheus metrics. Their names begin with looseleaf_, and the metrics in `VLLM_NAMES` appear under"""
 
 from __future__ import annotations
 
@@ -56,7 +50,7 @@ VLLM_NAMES = {
 
 
 class _Aliased(Collector):
-    """A collector of a registry's metrics. It repeats each metric in `names` under the name to which `names` maps it."""
+    """A collector of a registry's metrics. It repeats each metric in `names` under the name that `names` maps it to."""
 
     def __init__(self, inner: CollectorRegistry, names: Mapping[str, str]) -> None:
         self._inner = inner
@@ -213,7 +207,7 @@ class Metrics:
         self._pulled_bytes.inc(pulled.num_bytes)
 
     def retried(self, reason: str) -> None:
-        """Counts a lost attempt. `reason` is one of a few constants, so there are few series."""
+        """Counts a lost attempt under the reason for the loss."""
         self._retries.labels(self.model_name, reason).inc()
         if reason == "given_back":
             self._given_back.inc()

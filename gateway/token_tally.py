@@ -18,7 +18,7 @@ _LABELS = ["model_name"]
 
 
 class TokenTally(Collector):
-    """A collector for the number of generated tokens and for a histogram of the seconds between two tokens of a sample."""
+    """A collector of the number of generated tokens, and of a histogram of the seconds between a sample's tokens."""
 
     def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:
         """`bounds_s` are the upper bounds of the histogram's buckets, in ascending order."""

@@ -95,9 +95,7 @@ class Admission:
         return Entry(self, tenant)
 
     def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
-        """Returns the longest time, in seconds, that a request that arrives now is likely to wait, or None until a rate
-        has been measured.
-        """
+        """Returns the longest time, in seconds, for which a request arriving now is likely to wait, or None until a"""
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:

@@ -50,7 +50,8 @@ def fields_of(
 
 def _without_unknown(kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None]) -> Any:
     """Returns the raw fields of a body that has unknown fields, and reports the unknown names. Raises InvalidArgument
-    if everything except the values of known fields exceeds `MAX_FIELD_BYTES`, which also bounds the number of names.
+    if everything except the values of known fields exceeds `MAX_FIELD_BYTES`. This limit also bounds the number of
+    names.
     """
     found = _outline(kind, strict=False).decode(raw)
     parts = [getattr(found, name) for name in found.__struct_fields__]

@@ -1,9 +1,4 @@
-"""Limits HTTP connections before the client is identified: the size of the request head, the time until the head is
-complete, and the number of connections.
-
-uvicorn limits neither a head's size nor its time, and it limits connections only after it has parsed a head. Refusals
-have the format of OpenAI's errors.
-"""
+"""Limits HTTP connections before the client is identified: the size of the request head, the time until the head is"""
 
 from __future__ import annotations
 

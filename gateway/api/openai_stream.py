@@ -95,9 +95,7 @@ class Answer:
                 choice.reader = self._plan.reader(choice.request.prompt_text or "")
 
     def _choice_of(self, number: int, delta: Delta) -> Choice:
-        """Returns the choice of a delta of request `number`. If the delta has the prompt's log-probabilities, stores
-        them in all choices of the request.
-        """
+        """Returns the choice to which a delta of request `number` belongs. If the delta has the prompt's"""
         first = number * self._samples
         if delta.prompt_logprobs:
             for choice in self.choices[first : first + self._samples]:

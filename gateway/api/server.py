@@ -102,8 +102,8 @@ class HttpServer(uvicorn.Server):
 
 
 async def announce_shutdown(servers: Sequence[RpcServer], seconds: float) -> None:
-    """Makes the servers' health checks fail, and waits for `seconds` while the gateway continues to serve, so that load
-    balancers stop sending requests to it. A second signal ends the wait.
+    """Makes the servers' health checks fail, and waits for `seconds` seconds while the gateway continues to serve, so
+    that load balancers stop sending requests to it. A second signal ends the wait.
     """
     await _set_ready(servers, False)
     if seconds:

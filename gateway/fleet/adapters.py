@@ -61,9 +61,7 @@ class Adapters:
 
     @contextmanager
     def using(self, ref: AdapterRef | None) -> Iterator[None]:
-        """A context manager that keeps an adapter loaded while a request needs it. Raises ModelNotFound if the adapter
-        has been unloaded since the request was checked.
-        """
+        """A context manager that makes `unload` wait while a request needs an adapter. Raises ModelNotFound if the"""
         if ref is None:
             yield
             return

@@ -91,7 +91,7 @@ class _Answers:
 
 
 class BlockCatalog:
-    """A list of the cached blocks of one tenant. `update` waits for the ledgers. Calls of the methods must not overlap."""
+    """A list of the cached blocks of one tenant. `update` waits for the ledgers. Calls must not overlap."""
 
     def __init__(self, salt: bytes, most_blocks: int = MOST_BLOCKS) -> None:
         """`salt` is the salt of the tenant's blocks."""

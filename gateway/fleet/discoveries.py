@@ -52,7 +52,7 @@ class Discoveries:
                 group.create_task(part.run())
 
     async def check(self) -> None:
-        """Makes one call to each server. Raises LedgerUnavailable if no server can be reached."""
+        """Checks that the servers answer, and logs a warning for each server that does not. If no server answers,"""
         errors = await asyncio.gather(*(self._error_of(part) for part in self._parts))
         for number, error in enumerate(errors, 1):
             if error is not None and None not in errors:

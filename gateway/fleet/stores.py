@@ -32,7 +32,7 @@ class Stores:
         return [store.address for store in self._by_arena.values()]
 
     def on_stores(self, stores: Mapping[str, StoreAddress]) -> None:
-        """Applies the registry's block stores, by arena id, after a poll."""
+        """Replaces the block stores, by arena id, after a poll of the registry."""
         moved = {arena_id for arena_id, store in stores.items() if store != self._by_arena.get(arena_id)}
         for pair in [pair for pair in self._avoided if not moved.isdisjoint(pair)]:
             self._avoided.pop(pair).cancel()

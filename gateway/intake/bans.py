@@ -1,5 +1,5 @@
 """Checks `bad_words`, which the output must not contain, and `allowed_token_ids`, the only tokens that it may contain.
-Some combinations with other fields are refused, because they could leave no token to draw.
+Some combinations with other fields are refused.
 """
 
 from __future__ import annotations

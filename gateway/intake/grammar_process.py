@@ -1,12 +1,4 @@
-"""The process in which the gateway tries grammars: `python -m gateway.intake.grammar_process DIRECTORY VOCAB_SIZE`.
-
-It loads the tokenizer once and forks a child for every grammar. The child compiles under limits on CPU time, stack and
-address space, so a grammar that makes the compiler loop or crash ends only its own child.
-
-Standard input contains one trial per line (`TRIAL`), and standard output one verdict per line:
-`{"id": 1, "error": null, "has_failed": false}`. If a trial fails for another reason than its grammar, `has_failed` is
-true, and the reason is logged on standard error.
-"""
+"""The process in which the gateway tries grammars: `python -m gateway.intake.grammar_process DIRECTORY VOCAB_SIZE`."""
 
 from __future__ import annotations
 

@@ -105,10 +105,11 @@ def max_tokens_within(
     wanted: Wanted, prompt_len: int, limits: Collection[GroupRoom], max_tokens: int, *, clip: bool
 ) -> int:
     """Returns `max_tokens` if a decode worker has enough blocks for the group with that many tokens, if the blocks of a
-    worker are not known, or if no worker runs that many sequences. Otherwise, if `clip` is set, returns the largest
-    number of tokens for which a worker has enough blocks.
+    worker are not known, or if no worker runs as many sequences as the group has. Otherwise, if `clip` is set, returns
+    the largest number of tokens for which a worker has enough blocks.
 
-    Raises InvalidArgument if no decode worker has enough blocks: for `max_tokens`, or, if `clip` is set, for one token.
+    Raises InvalidArgument if no decode worker has enough blocks for `max_tokens` tokens or, if `clip` is set, for one
+    token.
     """
     name, width = width_of(wanted)
     takers = [limit for limit in limits if limit.max_sequences >= width]

@@ -72,7 +72,7 @@ class Explanation:
 
     @property
     def began_ns(self) -> int:
-        """When the request had been read, in nanoseconds of `time.monotonic_ns`."""
+        """When the request was read, in nanoseconds of `time.monotonic_ns`."""
         return self._began_ns
 
     @property

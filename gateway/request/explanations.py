@@ -1,4 +1,4 @@
-"""Keeps the explanations of recent requests, in a bounded number."""
+"""Keeps a bounded number of explanations of recent requests."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Finds tool calls in a model's output as it arrives: the base class of all parsers, and the parsers for the formats of
 Hermes, Llama 3 and 4, and Mistral, and for JSON without a marker.
 
-A call is announced once its name is known and its arguments begin. Text that begins like a call but is not one becomes
-content. White space around calls is dropped. Text that was held back is not searched again, so the cost is linear in
-the length of the output.
+A call is passed on once its name is known and its arguments begin. Text that begins like a call but is not one becomes
+content. If there are calls, white space that is not next to content is dropped. Text that was held back is not searched
+again, so the cost is linear in the length of the output.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class CallParser(ABC):
         return ch
 
     def _objects(self, ch: str, separators: str, known: Tools | None) -> Scan:
-        """Reads one or more objects, which may be separated by one of `separators`. `ch` is the bracket of the first
-        object.
+        """Reads one or more objects, which may be separated by one of `separators`. `ch` is the opening bracket of the
+        first object.
         """
         while True:
             if ch != "{":

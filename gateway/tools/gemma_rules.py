@@ -51,7 +51,7 @@ class GemmaRules:
         return [f"tool_{index}: {json.dumps(f'call:{name}')} {values.object(parameters)}", *values.lines]
 
     def _text(self, text: str) -> str:
-        """Returns the grammar of one text. Raises ValueError if the text cannot be written between the marks."""
+        """Returns the grammar of one text. Raises ValueError if the text is empty or contains the mark."""
         if not text or self._quote in text:
             raise ValueError(f"the value {text[:100]!r}")
         return f"{self._mark(self._quote)} {json.dumps(text, ensure_ascii=False)} {self._mark(self._quote)}"
@@ -61,7 +61,7 @@ class _Values:
     """A writer of the rules for the values of one function's arguments."""
 
     def __init__(self, root: Mapping[str, Any], prefix: str, text: Callable[[str], str]) -> None:
-        """`root` is the function's schema. The names of rules begin with `prefix`. `text` writes one text."""
+        """`root` is the function's schema. The names of rules begin with `prefix`. `text` returns the grammar of one"""
         self.lines: list[str] = []
         self._root = root
         self._prefix = prefix

@@ -68,7 +68,9 @@ class PythonicParser(CallParser):
 
 
 class _Arguments:
-    """A reader of one call's arguments. The call begins with its first readable argument."""
+    """A reader of one call's arguments. The parser passes on the call with the first part of an argument's value, or at
+    the end of a call without arguments.
+    """
 
     def __init__(self, parser: PythonicParser, name: str) -> None:
         self._parser = parser

@@ -35,7 +35,7 @@ def value_schema(schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema without the keywords in `NOTES`, also in the schemas that it contains."""
+    """Returns a schema without the keywords in `NOTES`, which are also removed from the schemas that it contains."""
     kept: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):

@@ -1,9 +1,4 @@
-"""Converts the text of an argument to JSON, for formats in which arguments are plain text.
-
-The tool's schema determines the types of the arguments. The rules are those of vLLM: the types of the schema are tried
-from the narrowest to the widest. Text that matches none of the types becomes other JSON if it is valid JSON and the
-schema allows no string, and otherwise a string. In addition, references to `$defs` are followed.
-"""
+"""Converts the text of an argument to JSON, for formats in which arguments are plain text."""
 
 from __future__ import annotations
 

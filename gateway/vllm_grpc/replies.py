@@ -17,11 +17,7 @@ Write = Callable[[pb.GenerateResponse], Coroutine[Any, Any, None]]
 
 
 class Replies:
-    """The writer of one request's deltas.
-
-    With `stream`, every delta is a chunk, and a sample's last tokens are also in its `complete`, as in vLLM. Otherwise
-    each sample has one `complete` with all its tokens.
-    """
+    """The writer of one request's deltas."""
 
     def __init__(self, request: ResolvedRequest, write: Write, *, stream: bool) -> None:
         self._request = request
