@@ -1,4 +1,10 @@
-"""The gateway's Prometheus metrics. Their names begin with looseleaf_, and the metrics in `VLLM_NAMES` appear under"""
+"""The gateway's Prometheus metrics. Their names begin with looseleaf_, and the metrics in `VLLM_NAMES` appear under
+vLLM's names as well. Tokens are counted on the hot path, so they have a faster collector (`token_tally`).
+
+The time to first token is measured from `RequestState.begin`, before the wait at the gate, until the first token is
+sent to the client. Inter-token latency is the time between two consecutive messages of a sample, divided by the number
+of tokens in the second message.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +190,7 @@ class Metrics:
         self._tally.num_tokens += 1
 
     def prompt_done(self, summary: Summary) -> None:
-        """Counts the tokens of a prompt that has been prefilled, and those of them that were cached."""
+        """Counts the tokens of a prompt that has been prefilled, and the cached tokens among them."""
         self._prompt.inc(summary.prompt_tokens)
         self._queries.inc(summary.prompt_tokens)
         self._hits.inc(summary.sources.cached)

@@ -95,7 +95,9 @@ class Admission:
         return Entry(self, tenant)
 
     def wait_s(self, tenant: str = "", priority: int = 0) -> float | None:
-        """Returns the longest time, in seconds, for which a request arriving now is likely to wait, or None until a"""
+        """Returns the longest time, in seconds, for which a request arriving now is likely to wait, or None until a
+        rate has been measured.
+        """
         return self._gate.wait_s(tenant, priority, self._coming)
 
     def used(self, tenant: str, num_tokens: int) -> None:

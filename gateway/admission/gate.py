@@ -110,7 +110,10 @@ class Gate:
         return self._num_places - len(self._returning)
 
     def wait_s(self, tenant: str, priority: int, coming: Mapping[str, int]) -> float | None:
-        """Returns the longest time, in seconds, for which a request arriving now is likely to wait, or None until a"""
+        """Returns the longest time, in seconds, for which a request arriving now is likely to wait, or None until a
+        rate has been measured. `coming` has, for each tenant, the number of admitted requests that have not reached the
+        gate.
+        """
         predicted = self._predict(tenant, priority, coming)
         return None if predicted is None else predicted + self._margin.seconds * (predicted > 0.0)
 

@@ -226,7 +226,9 @@ class HttpApi:
         self._metrics.failed(error.grpc_code)
 
     async def _take(self, answer: WholeAnswer, entry: Entry) -> None:
-        """Resolves and admits the body's requests. Raises an error if a request is invalid or refused."""
+        """Resolves and admits the body's requests. Raises the errors of `Validator.resolve` and `Entry.take`, with the
+        body's names for the fields.
+        """
         requests = []
         for wanted in answer.all_wanted():
             try:

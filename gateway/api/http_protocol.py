@@ -1,4 +1,9 @@
-"""Limits HTTP connections before the client is identified: the size of the request head, the time until the head is"""
+"""Limits HTTP connections before the client is identified: the size of the request head, the time until the head is
+complete, and the number of connections.
+
+uvicorn limits neither the size of a head nor the time until it is complete, and it limits connections only after it has
+parsed a head. Refusals have the format of OpenAI's errors.
+"""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ class Answer:
                 choice.reader = self._plan.reader(choice.request.prompt_text or "")
 
     def _choice_of(self, number: int, delta: Delta) -> Choice:
-        """Returns the choice to which a delta of request `number` belongs. If the delta has the prompt's"""
+        """Returns the choice to which a delta of request `number` belongs. If the delta has the prompt's
+        log-probabilities, stores them in all choices of the request.
+        """
         first = number * self._samples
         if delta.prompt_logprobs:
             for choice in self.choices[first : first + self._samples]:

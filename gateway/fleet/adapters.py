@@ -61,7 +61,9 @@ class Adapters:
 
     @contextmanager
     def using(self, ref: AdapterRef | None) -> Iterator[None]:
-        """A context manager that makes `unload` wait while a request needs an adapter. Raises ModelNotFound if the"""
+        """A context manager that makes `unload` wait while a request needs an adapter. Raises ModelNotFound if the
+        adapter has been unloaded since the request was checked.
+        """
         if ref is None:
             yield
             return

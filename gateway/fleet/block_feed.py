@@ -1,4 +1,11 @@
-"""Announces the cached blocks of tenants to subscribers, such as routers that speak vLLM's protocol."""
+"""Announces the cached blocks of tenants to subscribers, such as routers that speak vLLM's protocol.
+
+Nothing is recorded for a tenant without subscribers. For the other tenants, the token ids of their requests go to a
+`BlockCatalog`, and the ledgers are asked which blocks they have. The pause between two updates is the duration of the
+last update divided by `BUSY_SHARE`, but at least `MIN_INTERVAL_S` and at most `MAX_INTERVAL_S`.
+
+Memory is bounded, so a subscriber that falls too far behind gets the whole list again.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class RouteCosts:
     def prefill_rate(self, loads: Iterable[WorkerLoad]) -> float:
         """Returns the mean of the rates that workers report, in prompt tokens per second, or
         `USUAL_PROMPT_TOKENS_PER_S` if no worker reports a rate. The predictions for all workers use this mean, because
-        a worker with a low rate of its own would get no prompts, and its rate would never change.
+        a worker that was slow once would otherwise get no prompts, and its rate would never change.
         """
         known = [load.prompt_tokens_per_s for load in loads if load.prompt_tokens_per_s]
         return sum(known) / len(known) if known else USUAL_PROMPT_TOKENS_PER_S

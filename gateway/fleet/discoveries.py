@@ -52,7 +52,9 @@ class Discoveries:
                 group.create_task(part.run())
 
     async def check(self) -> None:
-        """Checks that the servers answer, and logs a warning for each server that does not. If no server answers,"""
+        """Checks that the servers answer, and logs a warning for each server that does not. If no server answers,
+        raises the error of the first one.
+        """
         errors = await asyncio.gather(*(self._error_of(part) for part in self._parts))
         for number, error in enumerate(errors, 1):
             if error is not None and None not in errors:

@@ -229,9 +229,8 @@ def _prompt_hashes(request: ResolvedRequest, hash_domain: str, size: int) -> lis
 def cached_blocks(
     lengths: PrefixLengths, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes], rules: KvRules
 ) -> list[int]:
-    """Returns, for each ledger, the number of blocks in the longest cached prefix from which all KV groups can
-    continue, by the same rule as a worker's `find_prefix`. For a ledger that has been rebuilt or is damaged, the number
-    is 0.
+    """Returns, for each ledger, the number of blocks in the longest cached prefix from which all KV groups can continue
+    (compare `worker.cached_prefix.find_prefix`). For a ledger that has been rebuilt or is damaged, the number is 0.
     """
     full = [number for number, group in enumerate(rules.groups) if not group.slides]
     reach = [len(hashes)] * len(ledgers)

@@ -1,4 +1,4 @@
-"""Calls prefill workers, with one server stream per prompt and one channel per worker."""
+"""Calls prefill workers, with one streaming call per prompt and one channel per worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Chooses the prefill and the decode worker of a request. This module does no I/O; callers pass the current time."""
+"""Chooses the prefill and the decode worker of a request. This module does no I/O; callers pass the current time.
+
+A request takes the route with the least predicted time. This is the sum of the times for the queue and prefill at a
+prefill worker, for a copy if the decode worker uses another arena, and for the delay in that worker's batch
+(`gateway.fleet.costs`). A prefix that is cached in another arena is therefore copied or computed again, whichever is
+predicted to take less time. Workers that have recently failed a request are avoided while there is a choice. The decode
+worker is chosen after prefill, by the loads at that time. Load is counted at dispatch, because reports arrive late, and
+the larger of the count and the report is used. Of workers that are equally good, the one that was picked longest ago is
+chosen, so that the load is spread.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,12 @@ GIVEN_BACK = "given_back"
 
 
 class WorkerLost(Exception):
-    """The error of an attempt that ended without an answer. The request may be prefilled again."""
+    """The error of an attempt that ended without an answer. The request may be prefilled again.
+
+    The number of `counted` attempts is limited. A group that was given back for lack of blocks is not counted. `final`
+    is the client's error if no attempt is left. `unreachable` means that a prefill worker or a block store did not
+    answer. Routing then avoids the worker, or the pair of arenas, for a while (`routing.UNREACHABLE_S`).
+    """
 
     def __init__(
         self,

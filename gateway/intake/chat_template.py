@@ -62,8 +62,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise StartupError(f"the model's chat template is not valid Jinja: {str(error)[:200]}") from None
         self.takes_calls = "tool_calls" in source
-        """Whether the template writes the tool calls of earlier answers. This is assumed if its source contains the
-        word.
+        """Whether the template writes the tool calls of earlier answers. This is assumed if its source contains
+        `tool_calls`.
         """
         self.own_names = frozenset((*environment.globals, *special_tokens, *_OWN_NAMES))
         """The names of variables that clients cannot set."""

@@ -1,4 +1,12 @@
-"""The process in which the gateway tries grammars: `python -m gateway.intake.grammar_process DIRECTORY VOCAB_SIZE`."""
+"""The process in which the gateway tries grammars: `python -m gateway.intake.grammar_process DIRECTORY VOCAB_SIZE`.
+
+It loads the tokenizer once and forks a child for every grammar. The child compiles under limits on CPU time, stack and
+address space, so a grammar that makes the compiler loop or crash ends only its own child.
+
+Standard input contains one trial per line (`TRIAL`), and standard output one verdict per line:
+`{"id": 1, "error": null, "has_failed": false}`. If a trial fails for a reason other than its grammar, `has_failed` is
+true, and the reason is logged on standard error.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +26,15 @@ from common.grammar import GrammarError, compile_grammar, explore, load_tokenize
 from common.types import StructuredOutput
 
 CPU_S = 0.15
-"""CPU time limit of a trial. Ordinary grammars take a few milliseconds; 500 properties with patterns take 56 ms."""
+"""CPU time limit of a trial in seconds. Ordinary grammars take a few milliseconds; 500 properties with patterns take 56
+ms.
+"""
 STACK_BYTES = 2 << 20
-"""Stack size of a trial. Workers compile with a larger stack, so a grammar that has passed should not overflow theirs.
+"""Stack size of a trial in bytes. Workers compile with a larger stack, so a grammar that has passed should not overflow
+theirs.
 """
 MEMORY_BYTES = 256 << 20
-"""Additional address space that a trial may use."""
+"""Additional address space, in bytes, that a trial may use."""
 MAX_LINE_BYTES = 4096
 """Size limit of a verdict: PIPE_BUF. Several children write to the same pipe, and writes up to this size are atomic."""
 TRIAL = {"id": 0, "kind": "regex", "source": "", "options": []}

@@ -137,7 +137,10 @@ class Attempts:
         return route, isolation
 
     async def _pick_prefill(self, state: RequestState) -> Route:
-        """Picks a prefill worker that has a decode partner for the request. Raises Unavailable if there is no such"""
+        """Picks a prefill worker that has a decode partner for the request. Raises Unavailable if there is no such
+        worker for longer than `recover_s`, not counting the time in which workers are restarting, and DeadlineExceeded
+        at the request's deadline.
+        """
         request, need, began = state.request, state.need, time.monotonic()
         while True:
             route = await self._workers.pick_prefill(request, need)

@@ -207,8 +207,9 @@ class TokenTexts:
         self._texts: dict[int, tuple[str, bytes]] = {}
 
     def get(self, token_id: int) -> tuple[str, bytes]:
-        """Returns the text and the bytes of a token, which may be special. For a token that ends inside a character,
-        the text shows the bytes, if they are known, in the form that OpenAI's API uses, such as "bytes:\\xe2".
+        """Returns the text and the bytes of a token, which may be special. If the token contains an incomplete
+        character, the text shows the bytes, if they are known, in the form that OpenAI's API uses, such as
+        "bytes:\\xe2".
         """
         found = self._texts.get(token_id)
         if found is None:

@@ -58,7 +58,7 @@ class RequestTrace:
         root = self._root
         if not root.is_recording:
             return
-        self.end_attempt(error or "CANCELLED")  # no effect if it has ended
+        self.end_attempt(error or "CANCELLED")  # no effect if the attempt has ended
         for phase in self._explanation.intervals():
             if (name := _OF_REQUEST.get(phase.kind)) is not None:
                 root.add_wait(name, phase.start_ns, phase.end_ns)

@@ -64,7 +64,10 @@ def calls_grammar(
 
 
 def thinking_before(reasoning: ReasoningFormatName | None, prompt: str, continued: str | None = None) -> str:
-    """Returns a name for the text that may precede the calls: "" (no text), "optional" (reasoning with its tags), or"""
+    """Returns a name for the text that may precede the calls: "" (no text), "optional" (reasoning with its tags), or
+    "open" (the rest of reasoning that began in the prompt). `continued` is the message that the output continues, or
+    None.
+    """
     if reasoning is None:
         return ""
     if begins_inside(reasoning, prompt, continued):

@@ -61,7 +61,9 @@ class _Values:
     """A writer of the rules for the values of one function's arguments."""
 
     def __init__(self, root: Mapping[str, Any], prefix: str, text: Callable[[str], str]) -> None:
-        """`root` is the function's schema. The names of rules begin with `prefix`. `text` returns the grammar of one"""
+        """`root` is the function's schema. The names of rules begin with `prefix`. `text` returns the grammar of one
+        text.
+        """
         self.lines: list[str] = []
         self._root = root
         self._prefix = prefix

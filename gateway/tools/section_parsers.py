@@ -39,7 +39,7 @@ class SectionParser(CallParser):
 
 
 class DeepSeekParser(SectionParser):
-    """A parser of calls of DeepSeek V3 and R1 (arguments in a block of code), and V3.1 (plain arguments).
+    """A parser of calls of DeepSeek V3 and R1 (arguments in a code block), and V3.1 (plain arguments).
 
     V3 writes `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a line break, a block of JSON,
     and `<｜tool▁call▁end｜><｜tool▁calls▁end｜>`. V3.1 writes `name<｜tool▁sep｜>{...}` within a call.

@@ -17,7 +17,11 @@ Write = Callable[[pb.GenerateResponse], Coroutine[Any, Any, None]]
 
 
 class Replies:
-    """The writer of one request's deltas."""
+    """The writer of one request's deltas.
+
+    With `stream`, every delta is a chunk, and the tokens of a sample's last delta are also in its `complete`, as in
+    vLLM. Otherwise each sample has one `complete` with all its tokens.
+    """
 
     def __init__(self, request: ResolvedRequest, write: Write, *, stream: bool) -> None:
         self._request = request
