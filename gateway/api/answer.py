@@ -28,7 +28,7 @@ class StreamForm(Protocol):
     """The interface that defines how a stream of events ends."""
 
     ending: bytes
-    """Sent after the last event of a stream that did not fail."""
+    """The bytes that are sent after the last event of a stream that did not fail."""
 
     def failure(self, error: LooseleafError) -> bytes:
         """Returns the events that end a stream that failed after it had begun."""

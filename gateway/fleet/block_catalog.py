@@ -178,7 +178,8 @@ class BlockCatalog:
         before = set() if is_cleared else self._listed
         listed: set[bytes] = set()
         stored: list[CatalogBlock] = []
-        reached = [(found, set[bytes]()) for found in answers.found]  # for each arena: all its blocks, whole chains
+        # For each arena: its blocks, and a set that receives those whose ancestors it also has.
+        reached = [(found, set[bytes]()) for found in answers.found]
         for own, block in reversed(self._blocks.items()):
             for found, whole in reached:
                 if own in found and (block.parent is None or block.parent in whole):

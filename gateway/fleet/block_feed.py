@@ -40,7 +40,7 @@ class Subscription:
         self.waiting: deque[Changes] = deque()
         """The changes, oldest first."""
         self.is_behind = True
-        """Whether the subscriber needs all blocks next. `waiting` is empty then."""
+        """Whether the subscriber needs all blocks next. If so, `waiting` is empty."""
         self._size = 0
         self._has_changed = asyncio.Event()
         self._is_over = False

@@ -43,7 +43,7 @@ class Receiver(Protocol):
         """Takes an output for which `take_token` does not suffice."""
 
     def flush(self) -> None:
-        """Is called after each run of consecutive outputs of the group in a message."""
+        """Handles the end of each run of the group's consecutive outputs in a message."""
 
 
 class SubmittedGroup:

@@ -25,13 +25,13 @@ MAX_BODY_BYTES = 16 << 20
 BODY_SLACK_BYTES = 256 << 10
 """Bytes of a body that are allowed for everything except prompts."""
 MAX_FIELD_BYTES = 64 << 10
-"""Bytes of an ordinary field, as JSON. Prompts, messages and tools have their own limits."""
+"""Maximum size of an ordinary field as JSON, in bytes. Prompts, messages and tools have their own limits."""
 MAX_BATCH_PROMPTS = 64
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4 * MAX_MESSAGES
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 << 10
-"""Bytes of a request's tools, as JSON."""
+"""Maximum size of a request's tools as JSON, in bytes."""
 MAX_VIOLATIONS = 16
 """Maximum number of violations that are reported for a request."""
 MAX_STOP_STRINGS = 16
@@ -45,7 +45,7 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
 MAX_ALLOWED_TOKEN_IDS = 10_000
 MAX_GRAMMAR_BYTES = 64 << 10
-"""Bytes of a JSON schema, a regular expression or a Lark grammar."""
+"""Maximum size of a JSON schema, a regular expression or a Lark grammar, in bytes."""
 MAX_CHOICES = 1024
 MAX_CHOICE_BYTES = 256
 MAX_SALT_BYTES = 256

@@ -2,9 +2,9 @@
 
 When a worker dies, the requests that this gateway had sent to it become suspects, because any of them may have caused
 the death. A suspect is prefilled again alone: other requests of this gateway for the same prefill worker wait until
-decode has made its first step with the suspect, but at most `PROBATION_S` after the suspect's prefill. The deaths of a
-request are forgotten when the request is complete, or when it loses a worker after decode has produced a token for it.
-This module does not call workers.
+decode has made its first step with the suspect, but at most `PROBATION_S` after the suspect's prefill. Earlier deaths
+no longer count when the request is complete, or when it loses a worker after decode has produced a token for it. This
+module does not call workers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Deaths:
 
 
 class _Neighbours:
-    """A count of the requests that use one incarnation of a prefill worker together, and the lock by which a suspect
-    uses the worker alone.
+    """A count of the requests that use one incarnation of a prefill worker together, and the lock with which a suspect
+    gets the worker alone.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Generator, Sequence
 from typing import Any, Protocol
 
 END = ""
-"""Sent after the last character."""
+"""The text that is sent after the last character."""
 SPACE = frozenset(" \t\r\n")
 ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 _NAME_KEYS = frozenset(("name", "tool_name"))

@@ -28,7 +28,7 @@ _MAX_MARKER_BYTES = 20
 exceeds the limits of llguidance's lexer.
 """
 _ANY = r"/(.|\n)*/"
-"""Any text."""
+"""A pattern that matches any text."""
 
 
 @dataclass(frozen=True, slots=True)
