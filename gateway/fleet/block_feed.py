@@ -65,7 +65,7 @@ class Subscription:
         self._has_changed.set()
 
     async def next(self) -> Changes | None:
-        """Waits for changes, and returns them. Returns None if the feed has ended."""
+        """Waits for changes, and returns the oldest ones. Returns None if the feed has ended."""
         while not self.waiting and not self._is_over:
             self._has_changed.clear()
             await self._has_changed.wait()

@@ -40,7 +40,9 @@ class Liveness:
         lost: Callable[[float, str], None],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`busy` returns whether the worker has work from this gateway. While it has work, it must complete steps."""
+        """`busy` returns whether the worker has work from this gateway. While it returns True, the worker must complete
+        steps.
+        """
         self._limits = limits
         self._lost = lost
         self._busy = busy

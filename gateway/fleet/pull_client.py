@@ -1,4 +1,4 @@
-"""Asks block stores to copy a ticket's blocks to the host of a decode worker before decode gets the ticket."""
+"""Asks block stores to copy a ticket's blocks to the arena of a decode worker before decode gets the ticket."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class GrammarTrials:
     """A cache of verdicts on grammars, for use in the event loop. It runs a trial for each new grammar."""
 
     def __init__(self, directory: str, vocab_size: int) -> None:
-        """`directory` is the model's directory, and `vocab_size` is the number of columns of its logits."""
+        """`directory` is the model's directory, and `vocab_size` is the number of columns of the model's logits."""
         self._command = [sys.executable, "-m", "gateway.intake.grammar_process", str(directory), str(vocab_size)]
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[str | None]] = {}

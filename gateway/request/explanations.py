@@ -12,7 +12,7 @@ class Explanations:
     """The explanations of one gateway's recent requests. A tenant finds only its own explanations."""
 
     def __init__(self, most: int) -> None:
-        """`most` is the number of requests that are kept. 0 keeps none."""
+        """`most` is the maximum number of requests that are kept. 0 keeps none."""
         self.most = most
         self._by_tenant: dict[str, deque[Explanation]] = {}
         self._count = 0

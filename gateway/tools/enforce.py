@@ -113,8 +113,8 @@ class _Lark:
         return [f"calls: call{repeated}", f"call: {self._mark(self._form.marker)} {self._after_marker(many)}"]
 
     def _calls_in_text(self, many: bool) -> list[str]:
-        """Returns rules for text with calls. A call follows each marker, so the text itself cannot contain the
-        marker.
+        """Returns rules for text with calls. A call follows each marker, so the text itself cannot contain the marker.
+        Raises ValueError if no marker distinguishes calls from text.
         """
         marker = self._form.marker
         if (
