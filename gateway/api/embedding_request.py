@@ -78,7 +78,7 @@ class ScoreBody(PooledBody, kw_only=True):
 
     @property
     def num_texts(self) -> tuple[int, int]:
-        """Number of texts in `text_1` and in `text_2`."""
+        """The numbers of texts in `text_1` and in `text_2`."""
         first, second = (1 if isinstance(text, str) else len(text) for text in (self.text_1, self.text_2))
         return first, second
 

@@ -138,7 +138,7 @@ class Workers:
         return None if self.have_adapter(adapter) else "no pair of workers has loaded the request's adapter"
 
     def have_adapter(self, digest: str) -> bool:
-        """Returns whether some pair of prefill and decode workers has loaded an adapter."""
+        """Returns whether a ready pair of workers has loaded an adapter."""
         return self._router.ready(self._usable, digest)
 
     def adapter_states(self, digest: str) -> list[str | None]:

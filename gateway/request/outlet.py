@@ -122,7 +122,7 @@ class Outlet:
 
     def _step(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a write until it waits for a future, and continues the write when the future is done. A write that does
-        not wait is complete when this call returns; a task would only begin then.
+        not wait is complete when this call returns, whereas a task would not have begun.
         """
         try:
             waits_for = coroutine.send(None)

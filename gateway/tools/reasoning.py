@@ -17,7 +17,7 @@ class ReasoningSplitter:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Returns the reasoning and the content that can now be distinguished."""
+        """Returns the new reasoning and the new content, as far as they can be distinguished."""
         if self._state == "content":
             return "", text
         text, self._held = self._held + text, ""

@@ -1,8 +1,8 @@
 """Converts the text of an argument to JSON, for formats in which arguments are plain text.
 
 The tool's schema determines the types of the arguments. As in vLLM, the types of the schema are tried in a fixed order
-(`_CONVERSIONS`). Text that matches none of the types becomes other JSON if it is valid JSON and the schema allows no
-string, and otherwise a string. In addition, references to `$defs` are followed.
+(`_CONVERSIONS`). Text that matches none of the types is passed on as JSON if it is valid JSON and the schema allows no
+string, and otherwise becomes a string. In addition, references to `$defs` are followed.
 """
 
 from __future__ import annotations
