@@ -2,7 +2,7 @@
 role, the fields that each type needs, and the fields that cannot be combined.
 
 The bodies' own rules come from their classes. The modules that convert the bodies check the shapes (`chat_messages`,
-`responses_input`, `messages_history`, ...), and `gateway.intake` checks `_CHECKED_LATER`, for gRPC too.
+`responses_input`, `messages_history`, ...), and `gateway.intake` checks `_CHECKED_LATER`, also for gRPC.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ class Llama4Parser(Llama3Parser):
 
 
 class MistralParser(CallParser):
-    """A parser of Mistral's `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, and of `[TOOL_CALLS]name[ARGS]{...}`,
-    which version 11 of the tokenizer introduced.
+    """A parser of Mistral's `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`, and of the later form
+    `[TOOL_CALLS]name[ARGS]{...}`.
     """
 
     triggers = frozenset("[")

@@ -177,7 +177,7 @@ class TagParser(CallParser):
         return ch
 
     def _text(self, ch: str, take: Take) -> Scan:
-        """Reads a value and its end tag, and passes on the text without the line breaks around it."""
+        """Reads a value and its end tag, and passes on the text, in a padded format without the line breaks around it."""
         end, line_break = self._tags.value_end, ""
         if self._tags.is_padded and ch == "\n":
             ch = yield
