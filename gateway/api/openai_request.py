@@ -2,7 +2,7 @@
 fields of OpenAI's API and vLLM's.
 
 `openai_parse` builds the bodies from bytes and handles unknown fields. Fields that cannot change the answer (`user`,
-`store`, ...) are accepted and ignored. Unsupported fields that would change the answer are refused, unless they have
+`store`, ...) are accepted and ignored. Unsupported fields that could change the answer are refused, unless they have
 their neutral value, which has no effect.
 """
 

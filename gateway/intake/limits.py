@@ -3,8 +3,8 @@ Values are Python numbers and strings, so this module does not depend on protobu
 
 temperature is at most 2, as in OpenAI's API (vLLM has no maximum). top_k accepts -1 and 0 for "off", as vLLM does. n is
 at most 128, as in OpenAI's API. beam_width is at most 32, because each beam is a row of every step and nothing is sent
-before the end; over HTTP, the limit applies to best_of or n with use_beam_search. A length_penalty beyond 5 could
-overflow fp32 in a score. The workers' limits may be lower: their max_num_seqs, and the blocks of a group
+before the end; over HTTP, the limit applies to best_of or n with use_beam_search. A length_penalty outside of its range
+could overflow fp32 in a score. The workers' limits may be lower: their max_num_seqs, and the blocks of a group
 (`gateway.intake.group_limits`).
 """
 

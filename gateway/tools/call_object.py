@@ -1,7 +1,7 @@
 """Reads the JSON object of a tool call, `{"name": ..., "arguments": {...}}`, one character at a time.
 
 The readers are generators. The caller sends them one character after another, and END after the last character. A
-reader returns the first character after the part that it has read, or raises NotACall if the text has a different form.
+reader returns the first character after the part that it has read. NotACall means that the text has a different form.
 The result therefore does not depend on how the text was split. Arguments that are an object are passed on as the model
 wrote them. They end where their brackets balance, and need not be valid JSON.
 """

@@ -25,7 +25,7 @@ class OutputFormats:
 
 
 def special_ids(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
-    """Returns the ids of the `marks` that are special tokens. Special tokens are usually not part of the output's text."""
+    """Returns the ids of the `marks` that are special tokens. The output's text usually contains no special tokens."""
     added = tokenizer.get_added_tokens_decoder()
     return {token.content: token_id for token_id, token in added.items() if token.special and token.content in marks}
 

@@ -177,7 +177,9 @@ class TagParser(CallParser):
         return ch
 
     def _text(self, ch: str, take: Take) -> Scan:
-        """Reads a value and its end tag, and passes on the text, in a padded format without the line breaks around it."""
+        """Reads a value and its end tag, and passes on the text. Drops the line breaks around it if the format is
+        padded.
+        """
         end, line_break = self._tags.value_end, ""
         if self._tags.is_padded and ch == "\n":
             ch = yield
