@@ -205,7 +205,7 @@ def _prompt_of(message: Any, which: str | None) -> tuple[str, Prompt | None]:
 def wanted_of(request: pb.GenerateRequest) -> Wanted:
     """Converts a message to a request. Absent optional fields stay None.
 
-    Raises InvalidArgument for an unknown `early_stopping` value; the validator checks all other fields.
+    Raises InvalidArgument for an unknown `early_stopping` value. The validator checks the other fields.
     """
     sampling, stopping = request.sampling, request.stopping
     wanted = Wanted(
