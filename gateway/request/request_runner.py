@@ -10,8 +10,8 @@
     decode's tokens --------+   state.py                              outlet.py
 
 After the loss of a worker, the prompt and the accepted tokens of the samples that have not ended are prefilled again,
-usually with most blocks found in the cache. The client notices only a pause, unless the request may
-not be tried again (`retry`). A beam search starts over.
+usually with most blocks found in the cache. The client notices only a pause, unless the request may not be tried again
+(`retry`). A beam search starts over.
 """
 
 from __future__ import annotations
