@@ -1,3 +1,1 @@
-"""This package stores KV blocks. It contains the arena in shared or device memory, the ledger of references in Redis,
-the worker's side, and the service that owns the arena.
-"""
+"""Stores KV blocks in an arena in shared or device memory, and records the references to them in a ledger in Redis."""

@@ -1,4 +1,6 @@
-"""Starts the block store (`python -m block_store --directory DIR`): builds its objects, and serves until a signal."""
+"""Starts the block store (`python -m block_store --directory DIR`): builds its objects, and serves until a signal
+arrives.
+"""
 
 from __future__ import annotations
 

@@ -6,26 +6,24 @@ from common.types import BlockRef
 
 
 class BlockStoreError(Exception):
-    """Base class of the package's errors about arenas, the ledger, Redis, CUDA and the disk tier. The package also
-    raises errors that are not of this class, such as `common.errors.StartupError` and `sizing.CannotSize`.
-    """
+    """Base class of most errors that this package defines."""
 
 
 class LedgerError(BlockStoreError):
-    """Base class of the errors of a ledger operation. If the ledger refuses an operation, the operation has not taken
-    effect. After LedgerUnavailable or LedgerDamaged, it may have taken effect.
+    """Base class of the errors of a ledger operation. A call that the ledger refuses has not taken effect. A call that
+    fails with LedgerUnavailable or LedgerDamaged may have taken effect.
     """
 
 
 class Fenced(LedgerError):
     """Raised if the holder has been reaped after the end of its lease, if it has been closed, or if the arena is lost.
-    The process must stop writing, close its writer slot, and register again.
+    The process must stop writing and close its writer slot. Unless the arena is lost, it may then register again.
     """
 
 
 class Stale(LedgerError):
-    """Raised if a block is not in the state or generation that the caller expects, or if a ticket names blocks that it
-    does not hold.
+    """Raised if a block does not have the state or the generation that the caller expects, or if a ticket names blocks
+    that it does not hold.
     """
 
 
@@ -52,8 +50,8 @@ class LedgerDamaged(LedgerError):
 
 
 class OutOfOrder(LedgerError):
-    """Raised if a call's number is below that of the holder's last call: the ledger was changed, or two lanes serve the
-    same holder.
+    """Raised if a call's number is below that of the holder's last call. Either a different program has changed the
+    ledger, or two lanes serve the same holder.
     """
 
 
@@ -104,8 +102,8 @@ class ArenaBusy(ArenaError):
 
 
 class ArenaLost(ArenaError):
-    """Raised if the arena's memory is lost or its store has removed the arena. End the process; its successor attaches
-    to a new arena.
+    """Raised if the arena's memory is lost or the arena has been removed. A worker must then end; its successor
+    attaches to a new arena.
     """
 
 
@@ -126,8 +124,8 @@ class NotEnoughSharedMemory(ArenaError):
 
 
 class HeaderAheadError(ArenaError):
-    """Raised if a block's header generation is not below the new generation, which means that the ledger is older than
-    the arena or that the arena is lost. Do not write into the block.
+    """Raised if a block's header generation is not below the new generation. This happens if the ledger is older than
+    the arena, or if the arena is lost. Do not write into the block.
     """
 
     def __init__(self, ref: BlockRef, found: int) -> None:

@@ -1,4 +1,4 @@
-"""The operator file: a running block store's address, Redis URL and trust files.
+"""The operator file, which contains a running block store's address, Redis URL and trust files.
 
 The file is in the store's directory and readable only by the store's user. `looseleaf blocks` and `looseleaf fsck` read
 it. The Redis URL in the file contains the password, if there is one.

@@ -14,8 +14,8 @@ from common.settings import KV_DISK_DIR, Advertised, ServerSettings, settings_co
 
 
 class BlockStoreSettings(ServerSettings):
-    """The settings of a block store: flags of `python -m block_store`, or LOOSELEAF_BLOCK_STORE_* in the
-    environment.
+    """The settings of a block store. Each can be given as a flag of `python -m block_store`, or as an environment
+    variable whose name begins with LOOSELEAF_BLOCK_STORE_.
     """
 
     model_config = settings_config("LOOSELEAF_BLOCK_STORE_", "block_store")

@@ -88,11 +88,11 @@ class Arena:
         placement: Placement | None = None, ahead: Prefault | None = None,
     ) -> Arena:  # fmt: skip
         """Creates the arena file with empty blocks, and maps it. All memory of the file is allocated here, so that no
-        later store can raise SIGBUS. `ahead` supplies memory that was allocated earlier.
+        later write to it can raise SIGBUS. `ahead` supplies memory that was allocated earlier.
 
         `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.
-        Raises ArenaError if `num_blocks` is below 1 or the layout does not fit into the header, ArenaExists, or
-        NotEnoughSharedMemory.
+        Raises ArenaError if `num_blocks` is below 1 or the layout does not fit into the header, ArenaExists if the
+        directory already has an arena, and NotEnoughSharedMemory if the file does not fit.
         """
         if num_blocks < 1:
             raise ArenaError(f"num_blocks must be at least 1, not {num_blocks}")
@@ -197,15 +197,12 @@ class Arena:
         self._rewrite(placement=placement)
 
     def keep_largest_floor(self, num_blocks: int) -> None:
-        """Writes to the header the largest floor, in blocks, that a worker requested before the arena was created. Only
-        the store calls this method, before it answers the workers.
-        """
+        """Writes to the header the largest floor, in blocks, that a worker requested before the arena was created."""
         self._rewrite(largest_floor=num_blocks)
 
     def declare_lost(self) -> None:
-        """Marks the arena as lost in the header. Only the store calls this method. After that, no block table matches
-        (reader rule), no generation can be raised (writer rule), and workers exit. Raises ArenaLost if the arena's file
-        has been removed.
+        """Marks the arena as lost in the header. After that, no block table matches (reader rule), and no generation
+        can be raised (writer rule). Raises ArenaLost if the arena's file has been removed.
         """
         with self.exclusively():
             self._rewrite(is_lost=True)
@@ -219,8 +216,7 @@ class Arena:
 
     def enter_ledger(self, run_id: str, dataset: str, rebuild_count: int) -> None:
         """Writes the identity and the rebuild count of the blocks' ledger to the header, where other processes can see
-        them before this thread's next read. Outside the tests, only `rebuild` calls this method. Raises ArenaLost if
-        the arena's file has been removed.
+        them before this thread's next read. Raises ArenaLost if the arena's file has been removed.
         """
         with self.exclusively():
             self._rewrite(run_id=run_id, dataset=dataset, rebuild_count=rebuild_count)
@@ -260,7 +256,7 @@ class Arena:
 
     def raise_generations(self, refs: Sequence[BlockRef], writer_slot: int) -> None:
         """Raises the header generations to those of `refs` (writer rule), and enters the writer slot and the state
-        WRITING. Must be called before the first store into `refs`. Raises HeaderAheadError if a header generation is
+        WRITING. Must be called before the first write into `refs`. Raises HeaderAheadError if a header generation is
         not below the new generation; the caller must then write into none of the blocks.
         """
         if not refs:
@@ -276,8 +272,8 @@ class Arena:
     def mark_sealed(
         self, refs: Sequence[BlockRef], hashes: Sequence[bytes | None] | None, digests: Sequence[int]
     ) -> None:
-        """Enters blocks whose content is final in the header as SEALED, with their hashes and digests. A hash is None
-        for a partial block; `hashes` is None if all blocks are partial.
+        """Marks blocks, whose content is final, as SEALED in the header, and enters their hashes and digests. A hash is
+        None for a partial block; `hashes` is None if all blocks are partial.
 
         Raises HeaderMismatch if a block has been reallocated or the arena is lost.
         """
@@ -292,12 +288,12 @@ class Arena:
 
     def check(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> bool:
         """Returns whether the header generation of every block equals the generation at the same position in
-        `generations` (reader rule). Must be called both before and after the blocks are read, as in a step.
+        `generations` (reader rule). Must be called both before and after the blocks are read.
         """
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 
     def check_refs(self, refs: Sequence[BlockRef]) -> bool:
-        """Calls `check` with the blocks and generations of `refs`."""
+        """Returns the result of `check` for the blocks and generations of `refs`."""
         return self.check(*ref_arrays(refs))
 
     def has(self, refs: Sequence[BlockRef], hashes: Sequence[bytes]) -> bool:
@@ -337,7 +333,7 @@ class Arena:
         return [data[int(blocks[first]) : int(blocks[last - 1]) + 1].reshape(-1).data for first, last in runs]
 
     def digest(self, block: int) -> int:
-        """Returns the XXH3 (64 bits) of the block's current bytes."""
+        """Returns the 64-bit XXH3 hash of the block's current bytes."""
         return xxhash.xxh3_64_intdigest(self.view(block))
 
     def seal_digests(self, refs: Sequence[BlockRef]) -> list[int]:
@@ -357,7 +353,8 @@ class Arena:
 
 def _write_file(where: Path, head: bytes, size: int) -> None:
     """Creates the file under a temporary name and links it into place once it is complete. Unlike a rename, a link does
-    not replace an existing file. Raises NotEnoughSharedMemory or ArenaExists.
+    not replace an existing file. Raises NotEnoughSharedMemory if the file does not fit, and ArenaExists if there is
+    already an arena.
     """
     scratch = where / f".{FILE_NAME}.{os.getpid()}"
     fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o660)
@@ -378,7 +375,9 @@ def _write_file(where: Path, head: bytes, size: int) -> None:
 
 
 def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
-    """Creates the arena file from the memory of `ahead`. Raises NotEnoughSharedMemory or ArenaExists."""
+    """Creates the arena file from the memory of `ahead`. Raises NotEnoughSharedMemory if the file does not fit, and
+    ArenaExists if there is already an arena.
+    """
     ahead.stop()
     available = _free_bytes(where) + ahead.num_bytes
     if available < size:

@@ -151,7 +151,7 @@ class CudaDevice:
         return MemoryInfo(free.value, total.value)
 
     def alloc(self, num_bytes: int) -> int:
-        """Allocates `num_bytes` of zeros, and returns their address."""
+        """Allocates `num_bytes` bytes, filled with zeros, and returns their address."""
         pointer = _POINTER()
         with self._current() as call:
             call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
@@ -192,7 +192,7 @@ class CudaDevice:
             call("cuIpcCloseMemHandle", pointer)
 
     def read(self, pointer: int, num_bytes: int) -> bytes:
-        """Returns a copy of device memory."""
+        """Returns a copy of `num_bytes` bytes of device memory."""
         host = ctypes.create_string_buffer(num_bytes)
         with self._current() as call:
             call("cuMemcpyDtoH_v2", host, pointer, num_bytes)

@@ -37,15 +37,15 @@ class HeaderState(IntEnum):
 
 
 class Memory(IntEnum):
-    """The kind of memory that contains an arena's blocks. Values are those of the proto's `ArenaMemory`."""
+    """The kind of memory that contains an arena's blocks. The values are those of the proto's `ArenaMemory`."""
 
     HOST = 1
-    """The arena file: the blocks outlive every process, until a store removes the file."""
+    """The arena file. The blocks outlive every process, until a store removes the file."""
     STORE_DEVICE = 2
-    """Device memory of the block store: the blocks outlive workers (docs/design.md, promise 4) but not the store."""
+    """Device memory of the block store. The blocks outlive workers (docs/design.md, promise 4) but not the store."""
     WORKER_DEVICE = 3
-    """Device memory of the only compute process, without CUDA IPC: the blocks are lost when that process ends. Promise
-    4 does not hold.
+    """Device memory of the only compute process, without CUDA IPC. The blocks are lost when that process ends, so
+    promise 4 does not hold.
     """
 
 

@@ -38,7 +38,8 @@ def create_on_device(
     process, which is the store, or leaves their allocation to the first worker.
 
     If `owner` is "auto", the worker owns the memory only if this process cannot export memory; this is logged. Raises
-    NoDeviceMemory, ArenaExists or NotEnoughSharedMemory.
+    NoDeviceMemory if the device lacks memory, or if `owner` is "store" and the memory cannot be exported. Also raises
+    the errors of `Arena.create`.
     """
     exported = None if owner == "worker" else _export(layout, num_blocks, device, owner)
     if exported is None:
@@ -57,10 +58,9 @@ def create_on_device(
 
 def open_blocks(arena: Arena, cuda: Cuda) -> None:
     """Opens the blocks in the store's memory, or allocates them if the store has left the allocation to the worker.
-    Only workers call this function.
 
-    The mapping exists until the process ends. Raises NoDeviceMemory, ArenaBusy if another process owns the memory,
-    ArenaLost, or CudaUnavailable if this process does not see the device.
+    Raises NoDeviceMemory if the memory cannot be opened or allocated, ArenaBusy if another process owns it, ArenaLost
+    if the arena is lost before its memory is allocated, and CudaUnavailable if this process does not see the device.
     """
     placement = arena.placement
     device = cuda.device_of(placement.device_uuid)

@@ -1,7 +1,7 @@
 """Allocates the shared memory of an arena while workers load their model, because allocating 4 GiB in small pages takes
 seconds of CPU time.
 
-The file gets a name only when it becomes an arena, so a killed store leaves nothing behind.
+The file gets a name only when it becomes an arena, so a store that is killed earlier leaves no file behind.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The disk tier, which keeps copies of sealed blocks on disk, from which they can be restored into an arena."""
+"""The disk tier, which keeps copies of sealed blocks on disk and restores them into an arena."""

@@ -84,7 +84,7 @@ class BlockFile:
     def store(self, prefix_hash: bytes, digest: int, data: U8, is_current: Callable[[], bool]) -> bool:
         """Copies a block into the cache. The bytes may change during the copy, so the block is stored only if
         `is_current` returns True after the copy. Returns whether the block was stored. Raises OSError, for example if
-        the disk is full. `data` is uint8 [block_bytes], and `digest` is its XXH3 (64 bits).
+        the disk is full. `data` is uint8 [block_bytes], and `digest` is its 64-bit XXH3 hash.
         """
         slot = self._take_slot()
         try:

@@ -1,8 +1,8 @@
 """Copies blocks back from disk into an arena, where workers find them under their prefix hashes.
 
 During the restore, the needed blocks that are already in the arena are held, so that they are not evicted to make room
-for other blocks. Afterwards, all these blocks are released, and are then usually cached. `restore` blocks; call it in
-one thread only.
+for other blocks. Afterwards, these blocks and the restored ones are released, and are then usually cached. Call
+`restore`, which does blocking I/O, in one thread only.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def is_on_disk(file: BlockFile, prefix: Prefix) -> bool:
 def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
     """Restores the missing blocks of the longest prefix that is usable with the blocks in the arena and on disk. Stops
     at the first block that cannot be read from disk. Returns the number of blocks that came from disk, which is 0 if
-    there is no room for all of them, or if the blocks on disk do not make the prefix longer. Raises LedgerError or
-    HeaderMismatch.
+    there is no room for all of them, or if the blocks on disk do not make the prefix longer. Can raise the errors of
+    `HeldBlocks.seal`, and any other LedgerError.
     """
     wanted = _wanted(held, file, prefix)
     if not wanted or (taken := take(held, {one: one for one in wanted})) is None:

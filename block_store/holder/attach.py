@@ -2,8 +2,8 @@
 
 The caller supplies the KV layout and the sizes (`Needs`).
 
-When a store ends, the device memory of its arena is lost, and the worker exits. Access to that memory is undefined
-behavior in CUDA, and only a new process is certain to have no mapping of it.
+The device memory of an arena is lost when the store that owns it ends. Workers then exit, because access to such memory
+is undefined behavior in CUDA, and only a new process is certain to have no mapping of it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Attached:
     ) -> None:
         """Registers the worker. Its floor is the larger of `granted_floor` and `needs.floor_blocks`, or
         `needs.floor_blocks` if the larger floor does not fit into the arena. Raises the last LedgerError if the
-        registration fails for PREDECESSOR_S.
+        registration keeps failing for PREDECESSOR_S seconds.
         """
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
@@ -110,13 +110,13 @@ class Attached:
         self._announcer: threading.Thread | None = None
         self._record: WorkerRecord | None = None
         self.on_fenced: Callable[[], None] = lambda: None
-        """Callback that runs, in any thread, when a call or a beat shows that the holder is fenced."""
+        """Callback that runs in the thread that learns that the holder is fenced."""
         self.on_renewed: Callable[[], None] = lambda: None
         self.held = self._register_patiently(PREDECESSOR_S)
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
         """Registers the worker, and retries after a LedgerError, for example while a dead predecessor's floor still
-        counts. Raises the last LedgerError after `timeout_s`, or once `withdraw` has been called.
+        counts. Raises the last LedgerError after `timeout_s` seconds, or once `withdraw` has been called.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -130,7 +130,7 @@ class Attached:
     def _register_with_some_floor(self) -> HeldBlocks:
         """Registers with the granted floor or, if that does not fit, with the floor that the worker requested.
 
-        The granted floor does not fit if there are more workers than the store expected, or if a dead predecessor's
+        The granted floor may not fit if there are more workers than the store expected, or if a dead predecessor's
         floor still counts in a small arena (`sizing.granted_floor`).
         """
         try:
@@ -172,7 +172,8 @@ class Attached:
     def renew(self) -> None:
         """Gives up all blocks of a fenced worker and registers a new incarnation.
 
-        Raises ArenaLost if the arena is lost, or a LedgerError if the registration fails for RENEW_TIMEOUT_S.
+        Raises ArenaLost if the arena is lost, or a LedgerError if the registration keeps failing for RENEW_TIMEOUT_S
+        seconds.
         """
         self.held.close()
         if self.arena.is_lost:
@@ -183,7 +184,8 @@ class Attached:
     def announce(
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
     ) -> None:
-        """Publishes `record` with its current values every second, until `withdraw` is called or the arena is lost.
+        """Publishes `record` with its current values about every second, until `withdraw` is called or the arena is
+        lost.
 
         If the arena is lost, calls `on_lost` once, so that an idle worker also notices.
         """

@@ -1,16 +1,16 @@
 """The blocks that a worker holds, with a count of the sequences that share each block (long: steps change blocks only
 through this class).
 
-The ledger records a reference (holder, block, generation) once, and this class counts the sequences. No call is needed
-when a sequence is forked, or when one of several sequences releases a shared block. With a reserve of RESERVED blocks,
-a decode step rarely needs a call. One thread at a time may use this class, in addition to the holder's beat thread,
-which fills the reserve and runs `Rejoining`.
+The ledger records a reference (holder, block, generation) once, and `HeldBlocks` counts the sequences. No call is
+needed when a sequence is forked, or when one of several sequences releases a shared block. With a reserve of RESERVED
+blocks, a decode step rarely needs a call. One thread at a time may use a `HeldBlocks`, in addition to the holder's beat
+thread, which fills the reserve and runs `Rejoining`.
 
-Once the holder is fenced, methods that change or look up blocks raise Fenced: abort the sequences, close the writer
-slot, and register again. While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the
-reserve. If the reserve has too few, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached
-prefix is found, and seals and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable and leave
-the worker's record unchanged, so that the caller can try again.
+Once the holder is fenced, most methods raise Fenced. Abort the sequences, close the writer slot, and register again.
+While the ledger does not answer (docs/design.md, Ledger: without Redis), blocks come from the reserve. If the reserve
+has too few, `alloc` raises LedgerUnavailable and the caller waits. During this time, no cached prefix is found, and
+seals and releases reach the ledger later. Hand-overs and claims raise LedgerUnavailable and leave the worker's record
+unchanged, so that the caller can try again.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class HeldBlocks:
     def alloc(self, num_blocks: int) -> list[BlockRef]:
         """Returns blocks to write into, with raised header generations (writer rule).
 
-        Takes no blocks from the reserve if it raises Exhausted, LedgerUnavailable or ArenaLost.
+        Raises Exhausted if too few blocks are available, LedgerUnavailable if the reserve is too small and the ledger
+        cannot be used, and ArenaLost if the arena is lost. After an error, the reserve still has its blocks.
         """
         refs = self._reserve.take(num_blocks)
         self._counts.update(refs)
@@ -162,7 +163,8 @@ class HeldBlocks:
         If a different block already has the hash, the returned reference names that block: the worker's own block is
         released, and its count moves to the other block. If the header contradicts such a block, the worker keeps its
         own block, and a rebuild is requested. If the ledger does not answer, the block is sealed in the header now and
-        in the ledger later. Raises Stale or HeaderMismatch (discard the written data, prefill again), or NotHolder.
+        in the ledger later. Raises NotHolder if a block is not held here. After Stale or HeaderMismatch, discard the
+        written data and prefill again.
         """
         self._expect(item.ref for item in items)
         refs = [item.ref for item in items]
@@ -209,8 +211,8 @@ class HeldBlocks:
     def hand_over(self, tables: Tables, attempt: Attempt | None = None) -> TicketId:
         """Gives up these block tables, whose blocks must all be sealed, and returns a ticket for them. This worker
         still holds the blocks that its other sequences use. After Stale, NotHolder or LedgerUnavailable, this worker
-        still holds all blocks. Try again with the same tables and the same `attempt`, or call `forget`. If `attempt` is
-        None, a hand-over that fails is forgotten at once.
+        still holds all blocks. After LedgerUnavailable, try again with the same tables and the same `attempt`, or call
+        `forget`. If `attempt` is None, a hand-over that fails is forgotten at once.
         """
         flat = [table for branch in tables for table in branch]
         refs = list(self._times(flat))
@@ -283,7 +285,9 @@ class HeldBlocks:
 
     @contextmanager
     def _once(self, attempt: Attempt | None) -> Iterator[Attempt]:
-        """Yields `attempt`, or a new attempt if it is None. A new attempt is forgotten if the call fails."""
+        """Yields `attempt`, or a new attempt if it is None. A new attempt is forgotten if the body of the `with`
+        statement raises a LedgerError.
+        """
         made = attempt or Attempt()
         try:
             yield made

@@ -35,7 +35,7 @@ L = TypeVar("L", bound=Locked)
 
 
 def locked(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Decorates a method to run with the lock held, and therefore not during the locked parts of `Rejoining`."""
+    """Decorates a method so that it runs with the lock held."""
 
     @wraps(method)
     def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -116,8 +116,8 @@ class OutageCalls:
             raise Fenced(f"holder {self.holder.name} is fenced or closed")
 
     def _seal_late(self) -> None:
-        """Repeats the unanswered seals, before any other call. This includes blocks that no sequence uses any more,
-        because they can serve as cached prefixes.
+        """Repeats the unanswered seals. Blocks that no sequence uses any more are also sealed, because they can serve
+        as cached prefixes.
         """
         while self.late_seals and not self.holder.breaker.is_open:
             try:

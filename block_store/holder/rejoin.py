@@ -1,6 +1,6 @@
 """Restores agreement between a worker and the ledger, after unanswered calls and after a rebuild of the ledger.
 
-Runs in the beat thread, in parts: a step can use the ledger between two parts.
+This work runs in the beat thread, in parts, so that a step can use the ledger between two parts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from common.types import BlockRef
 
 
 class Rejoining:
-    """A reconciler of a worker's blocks with the ledger's record of these blocks. It also asserts the blocks in a
-    rebuilt ledger.
-    """
+    """Reconciles a worker's blocks with the ledger's record of them, and asserts the blocks in a rebuilt ledger."""
 
     def __init__(
         self, calls: OutageCalls, reserve: Reserve, in_use: Mapping[BlockRef, int], wanted: set[Attempt]
@@ -106,8 +104,7 @@ class Rejoining:
     def _settle_standings(self, standings: dict[BlockRef, Standing]) -> None:
         """Removes from the reserve and the late seals the blocks that the new ledger did not accept as unsealed.
 
-        Lost blocks in use can still be read, under the reader rule, until their headers change; this worker does not
-        write into them.
+        Lost blocks in use can still be read, under the reader rule, until their headers change.
         """
         self._reserve.keep_only(lambda ref: standings[ref] is Standing.UNSEALED)
         late = [

@@ -41,8 +41,9 @@ class Reserve:
         return ref in self._refs
 
     def take(self, num_blocks: int) -> list[BlockRef]:
-        """Returns `num_blocks` blocks from the reserve, which is refilled first if it has too few. Takes no blocks from
-        the reserve if it raises Exhausted, LedgerUnavailable or ArenaLost.
+        """Returns `num_blocks` blocks from the reserve, which is refilled first if it has too few. Raises Exhausted if
+        too few blocks are available, LedgerUnavailable if the reserve is too small and the ledger cannot be used, and
+        ArenaLost if the arena is lost. After an error, the reserve still has its blocks.
         """
         if num_blocks > len(self._refs):
             self._refill(num_blocks)
@@ -70,7 +71,9 @@ class Reserve:
 
     @locked
     def give_back(self, num_blocks: int) -> None:
-        """Releases the `num_blocks` most recently allocated blocks, so that any worker can allocate them."""
+        """Releases the `num_blocks` most recently allocated blocks of the reserve, so that any worker can allocate
+        them.
+        """
         refs = list(self._refs)[len(self._refs) - num_blocks :]
         for ref in refs:
             del self._refs[ref]

@@ -19,4 +19,4 @@ FIELDS = (
 RECORD = struct.Struct("<" + "".join(code for _, code in FIELDS))
 """Struct of one record."""
 RECORDS = np.dtype([(name, "S32" if code == "32s" else f"<{code}") for name, code in FIELDS])
-"""numpy type of the records of a whole arena, with the same bytes."""
+"""numpy dtype of one record, with the same bytes."""

@@ -23,8 +23,8 @@ PROBE_S = 0.1
 
 
 class Breaker:
-    """A circuit breaker that counts openings and refused calls, and logs at most one outage in LOG_EVERY_S. Several
-    threads may use it.
+    """A circuit breaker that counts openings and refused calls, and logs at most one outage in LOG_EVERY_S seconds.
+    Several threads may use it.
     """
 
     def __init__(self, name: str) -> None:

@@ -2,8 +2,8 @@
 call takes effect only once, even if it is repeated.
 
 `alloc`, `hand_over`, `claim`, `release`, `present`, `holdings` and `assert_held` make several calls if there are more
-blocks than one call accepts; the other methods accept at most CHUNK blocks. `HeldBlocks` counts the sequences that use
-the blocks.
+blocks than one call accepts. Other methods accept at most CHUNK blocks. `HeldBlocks` counts the sequences that use the
+blocks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class LedgerClient:
-    """A client of the ledger for one incarnation of a worker, with one method for each operation of a holder.
-    Thread-safe, except `assert_held` and `join`.
+    """A client of the ledger for one incarnation of a worker. Thread-safe, except `assert_held` and `join`.
 
     Once the holder is fenced, calls in the lane raise Fenced, which `release` ignores; register a new incarnation with
     a new writer slot. These calls can also raise LedgerUnavailable (there is no answer in time, the breaker is open, or
@@ -213,17 +212,17 @@ class LedgerClient:
 
     def holdings_after(self, place: int) -> tuple[list[BlockRef], int]:
         """Returns the result of `LedgerScripts.holdings_after`, after repeating an unanswered call if there is one.
-        Raises Fenced.
+        Raises Fenced if the holder is fenced.
         """
         return self.lane.call(lambda call: self.ledger.holdings_after(call.epoch, place), changes=False)
 
     def holdings(self) -> list[BlockRef]:
-        """Returns all references that the ledger records for this holder. Raises Fenced."""
+        """Returns all references that the ledger records for this holder. Raises Fenced if the holder is fenced."""
         return self.lane.call(lambda call: self.ledger.holdings(call.epoch), changes=False)
 
     def holds(self, refs: Sequence[BlockRef]) -> list[bool]:
-        """Returns, for each of at most CHUNK references, whether the ledger records it for this holder. Raises
-        Fenced.
+        """Returns, for each of at most CHUNK references, whether the ledger records it for this holder. Raises Fenced
+        if the holder is fenced.
         """
         return self.lane.call(lambda call: self.ledger.holds(call.epoch, refs), changes=False)
 
@@ -268,7 +267,9 @@ class LedgerClient:
         self._joining = None
 
     def close(self) -> None:
-        """Ends the beats and gives up all blocks. Call it only when this process no longer writes."""
+        """Ends the beats and the holder. If the ledger does not answer, the holder ends with its lease. Call this
+        method only when this process no longer writes.
+        """
         self.lease.end()
         try:
             self.ledger.unregister(self.epoch)

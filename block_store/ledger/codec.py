@@ -55,7 +55,8 @@ def pack_items(items: Iterable[SealItem]) -> tuple[bytes, bytes]:
 
 
 def pack_hashes(hashes_by_group: Sequence[Sequence[bytes]]) -> bytes:
-    """Packs a u32 number of groups, followed by a u32 count and the hashes of each group.
+    """Packs the number of groups as a u32, followed for each group by the number of its hashes as a u32, and the
+    hashes.
 
     Raises ValueError if a hash does not have 32 bytes.
     """
@@ -74,7 +75,7 @@ def pack_report(missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> byt
 
 
 def unpack_report(packed: bytes) -> tuple[list[BlockRef], list[BlockRef]]:
-    """Reverses `pack_report`."""
+    """Returns the two lists that `pack_report` has packed."""
     (num_missing,) = struct.unpack_from("<I", packed)
     refs = unpack_refs(packed[4:])
     return refs[:num_missing], refs[num_missing:]

@@ -55,7 +55,7 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class HolderView:
     """A record of a live holder. `own` maps each of the holder's references to a number that grows in the order in
-    which the holder obtained the references. It is empty if the map of blocks was not read.
+    which the holder obtained the references. `own` is empty if the map of blocks was not read.
     """
 
     epoch: Epoch
@@ -111,7 +111,8 @@ def inspect(ledger: LedgerScripts, with_blocks: bool = False) -> Inspection:
     parts, so that other calls do not wait long.
 
     If the ledger changes while the map is read, the reading is repeated a few times, unless it takes long. The last
-    reading may mix several moments. Raises LedgerUnavailable, StaleDataset or LedgerDamaged.
+    reading may mix several moments. Raises LedgerUnavailable if Redis does not answer, StaleDataset if the ledger has
+    been or will be rebuilt, and LedgerDamaged if its data cannot be read.
     """
     if not with_blocks:
         return _counts_and_holders(ledger)
@@ -148,7 +149,7 @@ def _available() -> Iterator[None]:
 
 
 def _whole(seen: Inspection, blocks: BlockMap) -> Inspection:
-    """Adds the map of blocks to `seen`. Raises ValueError, IndexError or struct.error if the map is damaged."""
+    """Returns `seen` with the map of blocks. Raises ValueError, IndexError or struct.error if the map is damaged."""
     sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
     views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
 

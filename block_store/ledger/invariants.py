@@ -20,8 +20,8 @@ SETTLE_S = 0.3
 
 
 def check(ledger: LedgerScripts, before: Inspection | None = None) -> list[str]:
-    """Reads the ledger, and returns the violations that are found in it. If an earlier moment `before` is given, also
-    checks the changes since then.
+    """Reads the ledger, and returns the violations that are found in it. If `before`, an earlier inspection, is given,
+    also checks the changes since then.
     """
     return findings(ledger, inspect(ledger, with_blocks=True), before)
 
@@ -32,8 +32,8 @@ def check_running(ledger: LedgerScripts) -> list[str]:
 
 
 def lasting(look: Callable[[], Sequence[str]]) -> list[str]:
-    """Calls `look` up to LOOKS times, until no differences remain, and returns the differences that every call found.
-    If a ledger changes while it is read in parts, a single call can find differences that do not exist.
+    """Calls `look` up to LOOKS times, until no findings remain, and returns the findings that all calls have in common.
+    If a ledger changes while it is read in parts, a single call can report violations that do not exist.
     """
     found = list(dict.fromkeys(look()))
     for _ in range(LOOKS - 1):
@@ -53,8 +53,8 @@ def findings(ledger: LedgerScripts, now: Inspection, before: Inspection | None =
 
 
 def changes(before: Inspection, now: Inspection) -> list[str]:
-    """Checks I3 and I11 over one operation: a generation changes only upwards, in a FREE or CACHED block without
-    references.
+    """Returns the violations of I3 and I11 between two inspections that are one operation apart. A generation must
+    change only upwards, and only in a FREE or CACHED block without references.
     """
     found: list[str] = []
     for block, (old, new) in enumerate(zip(before.blocks, now.blocks, strict=True)):

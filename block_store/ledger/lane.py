@@ -74,8 +74,9 @@ class OrderedLane:
 
     def call(self, operation: Callable[[CallId], T], key: Key | None = None, changes: bool = True) -> T:
         """Returns the answer to `operation`. Pass a `key` if the caller may repeat the call. If `changes` is False, the
-        call is a read, which gets no new number. Raises Fenced, LedgerUnavailable, StaleDataset, and the operation's
-        refusals.
+        call is a read, which gets no new number. Raises Fenced if the holder is fenced, LedgerUnavailable if the
+        breaker is open or no usable answer arrives in time, StaleDataset if the ledger has been or will be rebuilt, and
+        the operation's refusals.
         """
         self._check_open()  # without the lock, which a call that waits for an answer holds
         with self._lock:
@@ -107,9 +108,7 @@ class OrderedLane:
             self._settled.clear()
 
     def fence(self) -> None:
-        """Marks the holder as fenced, because it has lost all its blocks, and calls `on_fenced`. Does nothing if the
-        holder is already fenced.
-        """
+        """Marks the holder as fenced, and calls `on_fenced`. Does nothing if the holder is already fenced."""
         if not self.fenced.is_set():
             self.fenced.set()
             self.on_fenced()

@@ -18,7 +18,9 @@ from common.telemetry import Fallbacks
 _LOG = logging.getLogger(__name__)
 BEAT_S = 1.0
 MOST_PROBE_PAUSE_S = 8 * PROBE_S
-"""Longest pause, in seconds, between two attempts to join a new ledger. Each failed attempt doubles the pause."""
+"""Longest pause, in seconds, between two attempts to join a new ledger. A failed attempt doubles the pause, up to this
+length.
+"""
 
 
 class Lease:
@@ -43,8 +45,8 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self, beat_s: float) -> None:
-        """Starts the beat thread. It sends a beat every `beat_s` seconds, or after shorter pauses while the breaker is
-        open, until `end` is called or the holder is fenced.
+        """Starts the beat thread, which sends beats until `end` is called or the holder is fenced. The pause between
+        two beats is `beat_s` seconds; while the breaker is open, it is the pause between two probes.
         """
         name = f"beat-{self._lane.name}"
         self._thread = threading.Thread(target=self._beat_on, args=(beat_s,), name=name, daemon=True)
@@ -57,7 +59,9 @@ class Lease:
             self._thread.join()
 
     def beat(self) -> None:
-        """Extends the lease now. Raises Fenced, StaleDataset, LedgerDamaged or LedgerUnavailable."""
+        """Extends the lease now. If the holder has ended, marks it as fenced and raises Fenced. Can also raise
+        StaleDataset, LedgerDamaged and LedgerUnavailable.
+        """
         self._beaten_at = time.monotonic()
         lane = self._lane
         try:

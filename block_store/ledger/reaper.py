@@ -1,8 +1,6 @@
-"""The sweep, which ends silent holders every half second, and frees quarantined blocks whose writers are dead. It
-rebuilds the ledger if the ledger is missing, outdated or damaged, or if a different Redis answers.
-
-The sweep runs in a thread of the store. Outside the tests, this thread is the only caller of `reap` and, once the
-ledger has been opened, of `rebuild`.
+"""Sweeps the ledger about every half second, in a thread of the store. A sweep ends silent holders, and frees
+quarantined blocks whose writers are dead. If the ledger is missing, outdated or damaged, or if a different Redis
+answers, the thread rebuilds the ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ def sweep(ledger: LedgerScripts, arena: Arena, waiting_slots: tuple[int, ...], t
     """Makes one sweep. `waiting_slots` and `tick` come from the last report. The slots' locks are checked before `reap`
     is called, as `reap` requires.
 
-    If the sweep quarantines blocks of a process that is already dead, a second call frees them at once.
+    If holders were reaped and their processes are already dead, calls `reap` again, so that their blocks become free
+    without another sweep.
     """
     report = ledger.reap([slot for slot in waiting_slots if not arena.is_writer_alive(slot)], tick=tick)
     if report.reaped and (dead := [slot for slot in report.waiting_slots if not arena.is_writer_alive(slot)]):

@@ -45,7 +45,7 @@ class Census:
 
     records: npt.NDArray[np.void]
     awaited: tuple[int, ...]
-    """Writer slots that are locked."""
+    """Writer slots that were locked when the header was read."""
 
     def blocks(self, state: BlockState) -> npt.NDArray[np.int64]:
         """Returns the numbers of the blocks in `state`, ascending."""
@@ -54,7 +54,8 @@ class Census:
 
 def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
     """Returns the ledger that the arena's header names, if this Redis contains it. Otherwise, builds a new ledger.
-    Raises LedgerUnavailable, or StaleDataset if Redis was flushed during the call; the caller should then try again.
+    Raises LedgerUnavailable if Redis does not answer, and StaleDataset if Redis was flushed during the call. The caller
+    may try again.
     """
     ledger = LedgerScripts.attach(client, arena)
     try:
@@ -70,7 +71,7 @@ def open_ledger(client: redis.Redis, arena: Arena) -> LedgerScripts:
 
 
 def rebuild(client: redis.Redis, arena: Arena, grace_s: float = LEASE_S) -> str:
-    """Rebuilds the ledger and returns its dataset generation. Outside the tests, only the store calls this function.
+    """Rebuilds the ledger and returns its dataset generation.
 
     Until all writers that were alive have asserted their blocks, but for at most `grace_s`, allocations evict no cached
     block. Raises the errors of redis, or StaleDataset if Redis was flushed during the call. The caller may try again.

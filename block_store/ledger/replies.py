@@ -31,13 +31,17 @@ class ReapReport:
     reaped: tuple[Epoch, ...]
     num_unquarantined: int
     postponed: bool
-    """Whether all leases were renewed instead, because the last sweep was too long ago or is in the future."""
+    """Whether leases were renewed and no holder was reaped, because the last sweep was too long ago or is in the
+    future.
+    """
     waiting_slots: tuple[int, ...]
     """Writer slots for which blocks are in quarantine, or whose holders have yet to assert their blocks after a
     rebuild.
     """
     more: bool
-    """Whether another sweep is needed, because blocks remain to be freed or released, or holders to be ended."""
+    """Whether another sweep is needed, because blocks remain to be freed or released, or because holders remain to be
+    ended.
+    """
     tick: int
     """The ledger's clock, for the next sweep."""
 

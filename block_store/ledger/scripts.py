@@ -1,8 +1,7 @@
 """The ledger's operations, most of which are one call of a Lua script (long: a method for each script).
 
-docs/design.md, Ledger, describes the operations. One call of a script names at most CHUNK blocks. This module keeps no
-state of a holder: calls in the lane carry the holder's epoch and the call's number (`CallId`), which `lane.OrderedLane`
-keeps.
+docs/design.md, Ledger, describes the operations. This module keeps no state of a holder; `lane.OrderedLane` keeps the
+epoch and the number that a `CallId` contains.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ TICKET_LEASE_S = 8.0
 TICKET_SECRET_BYTES = 16
 REAP_GAP_S = 3.0
 CHUNK = 256
-"""Maximum number of blocks that a call names. It is limited because a script blocks the server while it runs. For more
-blocks, a caller makes several calls (`client.LedgerClient`).
+"""Maximum number of blocks that one call of most operations names. It is limited because a script blocks the server
+while it runs.
 """
 RELEASE_CHUNK = 96
 """Maximum number of blocks per release. It is smaller than CHUNK, because each released block may cause an eviction if
-the tenant has a quota.
+its tenant has a quota.
 """
 
 LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders", "sealing")
@@ -52,8 +51,8 @@ _OPERATIONS = (
 
 
 class CallId(NamedTuple):
-    """The identity of a call: the holder's epoch, and the call's number in the holder's lane. A repeated number gets
-    the stored reply.
+    """The identity of a call: the holder's epoch, and the call's number in the holder's lane. If the last number is
+    repeated, the ledger returns the stored reply.
     """
 
     epoch: Epoch
@@ -75,8 +74,8 @@ class LedgerScripts:
 
     @classmethod
     def attach(cls, client: redis.Redis, arena: Arena) -> LedgerScripts:
-        """Returns a client of the ledger that the arena's header names. Does not check that this ledger exists
-        (`rebuild.open_ledger`).
+        """Returns a client of the ledger that the arena's header names. Does not check that this ledger exists;
+        `rebuild.open_ledger` does.
         """
         return cls(client, arena.arena_id, arena.fixed.dataset)
 
@@ -89,15 +88,15 @@ class LedgerScripts:
     def register(
         self, name: str, *, writer_slot: int, floor: int = 0, lease_s: float = LEASE_S, token: str | None = None
     ) -> Epoch:
-        """Registers a new holder, and returns its epoch. A repeated call with the same `token` returns the same epoch.
-        Raises FloorsExceedArena if the floors of all holders would not fit into the arena.
+        """Registers a new holder, and returns its epoch. If `token` is that of a live holder, returns that holder's
+        epoch instead. Raises FloorsExceedArena if the floors of all holders would not fit into the arena.
         """
         token = token or secrets.token_hex(8)
         return Epoch(self._ask(int, "register", name, writer_slot, floor, _ms(lease_s), token))
 
     def beat(self, epoch: Epoch, lease_s: float = LEASE_S, number: int = 0) -> tuple[int, str]:
         """Extends the lease. Returns how many blocks the holder could still allocate, and the name of the current
-        census (`report`), or "" if there is none. Raises Fenced.
+        census (`report`), or "" if there is none. Raises Fenced if the holder has ended.
 
         `number` is the number of the holder's last answered call. If the ledger's last number is lower, an older
         snapshot was restored, and this and later calls raise StaleDataset.
@@ -105,25 +104,24 @@ class LedgerScripts:
         return self._ask(replies.unpack_beat, "beat", epoch, _ms(lease_s), number)
 
     def alloc(self, call: CallId, num_blocks: int, wanted: int = 0) -> list[BlockRef]:
-        """Allocates `num_blocks` RESERVED blocks. `wanted` is the number that this and later calls will allocate
-        together. Raises Fenced, or Exhausted if there is no room for all of them.
+        """Allocates `num_blocks` RESERVED blocks. `wanted` is the number of blocks that this and later calls will
+        allocate together. Raises Exhausted if there is no room for all of them, and Fenced if the holder has ended.
         """
         unpack = partial(codec.unpack_refs, num_refs=_bounded(num_blocks))
         return self._ask(unpack, "alloc", *call, num_blocks, max(wanted, num_blocks))
 
     def seal(self, call: CallId, items: Sequence[SealItem]) -> list[BlockRef]:
         """Seals all items or none. Returns, for each item, the reference to use: the given reference, or a reference to
-        a block that already has the hash. In the second case, the caller holds both blocks. The quotas apply once
-        blocks are CACHED: if a release makes a tenant exceed its quota, the tenant's coldest blocks are evicted at
-        once. Raises Fenced or Stale.
+        a block that already has the hash. In the second case, the caller holds both blocks. Raises Stale if the holder
+        is not writing one of the blocks, and Fenced if the holder has ended.
         """
         unpack = partial(codec.unpack_refs, num_refs=_bounded(len(items)))
         return self._ask(unpack, "seal", *call, *codec.pack_items(items))
 
     def acquire(self, call: CallId, hashes_by_group: Sequence[Sequence[bytes]]) -> list[list[BlockRef]]:
-        """Takes references to the longest prefix indexed for every group; returns lists of equal length, one per group.
-
-        The prefix ends before the first block that would use up another worker's floor. Raises Fenced.
+        """Takes references to the longest prefix indexed for every group, and returns them in lists of equal length,
+        one per group. The prefix ends before the first block that would use up another worker's floor. Raises Fenced if
+        the holder has ended.
         """
         _bounded(sum(map(len, hashes_by_group)))
         unpack = partial(codec.unpack_prefix, num_groups=len(hashes_by_group))
@@ -134,7 +132,8 @@ class LedgerScripts:
     ) -> TicketId:
         """Adds references to `refs` to `ticket`, or to a new ticket if it is None. The holder keeps its own references.
 
-        Raises Fenced, Stale, NotHolder or Gone.
+        Raises Stale if a block is not sealed or has a different generation, NotHolder if the holder does not have one
+        of the blocks, Gone if `ticket` has ended or its secret is wrong, and Fenced if the holder has ended.
         """
         _bounded(len(refs))
         # A repeated call gets the secret of the first call as its answer.
@@ -147,7 +146,8 @@ class LedgerScripts:
     ) -> tuple[TicketId, list[BlockRef]]:
         """Seals all items or none, and moves them to `ticket`, or to a new ticket if it is None, as `seal`, `hand_over`
         and `release` would. Returns the ticket and, for each item, the reference that the ticket holds: the given
-        reference, or a reference to a block that already has the hash. Raises Fenced, Stale or Gone.
+        reference, or a reference to a block that already has the hash. Raises Stale if the holder is not writing one of
+        the blocks, Gone if `ticket` has ended or its secret is wrong, and Fenced if the holder has ended.
         """
         _bounded(len(items))
         ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))
@@ -157,7 +157,9 @@ class LedgerScripts:
 
     def claim(self, call: CallId, ticket: TicketId) -> tuple[list[BlockRef], bool]:
         """Moves up to CHUNK of the ticket's references to the holder, in the order in which the ticket got them.
-        Returns these references, and whether the ticket has more references for a further call. Raises Fenced or Gone.
+        Returns these references, and whether the ticket has more references for a further call. Raises Gone if the
+        ticket has ended, if its secret is wrong, or if another holder has begun to claim it, and Fenced if the holder
+        has ended.
         """
         return self._ask(replies.unpack_claimed, "claim", *call, ticket.epoch, ticket.secret, CHUNK)
 
@@ -183,16 +185,14 @@ class LedgerScripts:
 
     def assert_held(self, call: CallId, refs: Sequence[BlockRef]) -> list[Standing]:
         """After a rebuild and `register`, gives the holder references to those of `refs` that are not lost. Returns the
-        standing of each reference. Raises Fenced.
+        standing of each reference. Raises Fenced if the holder has ended.
         """
         _bounded(len(refs))
         return self._ask(replies.unpack_standings, "assert_held", *call, codec.pack_refs(refs))
 
     def assert_all(self, call: CallId) -> bool:
-        """Declares that the holder has asserted all its blocks. Other blocks that waited for its writer slot become
-        FREE.
-
-        Returns whether blocks remain for a further call. Raises Fenced.
+        """Declares that the holder has asserted all its blocks, and frees other blocks that wait for its writer slot.
+        Returns whether more such blocks remain for a further call. Raises Fenced if the holder has ended.
         """
         return self._call("assert_all", *call) == b"1"
 
@@ -206,13 +206,14 @@ class LedgerScripts:
             raise errors.LedgerUnavailable(f"census: {error}") from error
 
     def report(self, epoch: Epoch, census: str, missing: Sequence[BlockRef], surplus: Sequence[BlockRef]) -> None:
-        """Stores the differences: at most CHUNK references that the ledger lacks, and at most CHUNK that are unknown to
-        the holder. Raises Fenced.
+        """Stores the differences between the ledger and the holder's record: at most CHUNK references that the ledger
+        lacks, and at most CHUNK references that are unknown to the holder. Raises Fenced if the holder has ended.
         """
         self._call("report", epoch, census, codec.pack_report(missing[:CHUNK], surplus[:CHUNK]))
 
     def reports(self, census: str) -> dict[Epoch, tuple[list[BlockRef], list[BlockRef]]]:
-        """Returns each holder's report: references that the ledger lacks, and references unknown to the holder.
+        """Returns the reports that holders have stored for `census`. Each lists the references that the ledger lacks,
+        and those that are unknown to the holder.
 
         Raises LedgerUnavailable if Redis does not answer, and LedgerDamaged if a report cannot be read.
         """
@@ -226,18 +227,18 @@ class LedgerScripts:
             return {Epoch(int(epoch)): codec.unpack_report(packed) for epoch, packed in found.items()}
 
     def distrust(self, epoch: Epoch | None = None) -> None:
-        """Requests a rebuild, because the ledger is damaged or contradicts the header. Until then, scripts raise
+        """Requests a rebuild, because the ledger is damaged or contradicts the header. Until the rebuild, calls raise
         StaleDataset. `epoch` is the epoch of the holder whose blocks the contradiction concerns, or None. Raises Fenced
-        if that holder's lease has ended, because other holders may then have the blocks.
+        if that holder has ended, because other holders may then have the blocks.
         """
         self._call("distrust", epoch or 0)
 
     def unregister(self, epoch: Epoch) -> None:
-        """Releases all references and ends the holder. Does nothing if the holder has already ended."""
+        """Ends the holder, whose references are then released. Does nothing if the holder has already ended."""
         self._call("unregister", epoch)
 
     def holdings(self, epoch: Epoch) -> list[BlockRef]:
-        """Returns all references of the holder, oldest first, read in parts. Raises Fenced."""
+        """Returns all references of the holder, oldest first, read in parts. Raises Fenced if the holder has ended."""
         held: list[BlockRef] = []
         part, place = self.holdings_after(epoch, 0)
         while part:
@@ -248,12 +249,12 @@ class LedgerScripts:
     def holdings_after(self, epoch: Epoch, place: int) -> tuple[list[BlockRef], int]:
         """Returns up to CHUNK of the holder's references after `place`, oldest first, and the place of the last
         returned reference, from which the next call continues. Place 0 is before the first reference. Returns an empty
-        list if no references are left. Raises Fenced.
+        list if no references are left. Raises Fenced if the holder has ended.
         """
         return self._ask(replies.unpack_holdings, "holdings", epoch, place, CHUNK)
 
     def holds(self, epoch: Epoch, refs: Sequence[BlockRef]) -> list[bool]:
-        """Returns, for each of `refs`, whether the holder holds it. Raises Fenced."""
+        """Returns, for each of `refs`, whether the holder holds it. Raises Fenced if the holder has ended."""
         _bounded(len(refs))
         return [letter == ord("1") for letter in self._call("holds", epoch, codec.pack_refs(refs))]
 
@@ -268,8 +269,8 @@ class LedgerScripts:
     def reap(
         self, free_slots: Iterable[int] = (), *, lease_s: float = LEASE_S, gap_s: float = REAP_GAP_S, tick: int = 0
     ) -> ReapReport:
-        """Makes one sweep. Outside the tests, only the store calls this method. `free_slots` are writer slots whose
-        locks are free. `tick` is the tick of the last report. Raises StaleDataset if the ledger's tick is lower.
+        """Makes one sweep. `free_slots` are writer slots whose locks are free. `tick` is the tick of the last report.
+        Raises StaleDataset if the ledger's tick is lower.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
         return self._ask(replies.unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)
@@ -294,8 +295,9 @@ class LedgerScripts:
         return list(reply)
 
     def clock(self) -> tuple[bytes | None, ...]:
-        """Returns counters that show nearly every change to the ledger. A beat does not change them. Raises
-        LedgerUnavailable if Redis does not answer, and LedgerDamaged if the counters cannot be read.
+        """Returns counters from which a reader can tell that the ledger has changed. A few changes, such as beats, do
+        not alter them. Raises LedgerUnavailable if Redis does not answer, and LedgerDamaged if the counters cannot be
+        read.
         """
         try:
             with replies.reading("clock"):
@@ -341,12 +343,12 @@ def server_run_id(client: redis.Redis) -> str:
 
 
 def source(name: str) -> str:
-    """Returns the text of an operation's script, excluding the library."""
+    """Returns the text of the file `lua/<name>.lua`."""
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
 
 
 def library() -> str:
-    """Returns the functions that the operations share. This text precedes the script of each of `_OPERATIONS`."""
+    """Returns the text of the library, which precedes the script of each of `_OPERATIONS`."""
     return "\n".join(source(f"lib/{part}") for part in LIBRARY)
 
 
@@ -367,7 +369,9 @@ def chunks(items: Sequence[T], size: int = CHUNK) -> Iterator[Sequence[T]]:
 
 
 def parts_of(hashes_by_group: Sequence[Sequence[bytes]]) -> Iterator[list[Sequence[bytes]]]:
-    """Yields the hashes of all groups in parts of at most CHUNK, heads first, up to the end of the shortest group."""
+    """Yields the hashes of all groups in parts of at most CHUNK hashes, heads first, up to the end of the shortest
+    group.
+    """
     if not hashes_by_group:
         return
     size = CHUNK // len(hashes_by_group)

@@ -1,6 +1,6 @@
 """The list of LoRA adapters to serve, in Redis. Gateways write the list; workers load the adapters on it.
 
-The first writer stores a random id, the *life*, with the list. If the id is missing, Redis has lost the list: workers
+The first writer stores a random id, the *life*, with the list. If the id is missing, Redis has no list. Workers then
 keep the adapters that they have loaded, and a gateway writes its adapters again. Calls block; make them in a thread.
 """
 

@@ -12,7 +12,7 @@ from common.secret_files import read_secret
 
 
 def with_password(url: str, file: Path | None) -> str:
-    """Returns `url` with the password in `file`, or `url` itself if `file` is None. Raises StartupError if the file
+    """Returns `url` with the password from `file`, or `url` itself if `file` is None. Raises StartupError if the file
     cannot be used, or if `url` already contains a password.
     """
     if file is None:

@@ -21,7 +21,7 @@ from common.secret_files import read_secret, write_secret
 _LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 3.0
 START_TIMEOUT_S = 10.0
-"""Maximum duration of a server's startup, which usually takes a tenth of a second."""
+"""Maximum duration of a server's startup in seconds. A startup usually takes a tenth of a second."""
 _SOCKET_PATH_LIMIT = 107
 _LOG_NAME = "redis.log"
 _SOCKET_NAME = "redis.sock"
@@ -29,8 +29,8 @@ _PASSWORD_NAME = "redis.password"
 _RESTART_PAUSE_S = 0.2
 _PR_SET_PDEATHSIG = 1
 CONFINED = "~looseleaf:* ~{looseleaf:* &* +@all -@admin -@dangerous +info"
-"""Rights of services: only the keys of Looseleaf, and no administrative or dangerous command except INFO (no CONFIG,
-MODULE, FLUSHALL, SHUTDOWN or KEYS).
+"""ACL rules for services. They may use only Looseleaf's keys and, of the administrative and dangerous commands, only
+INFO (not, for example, CONFIG, FLUSHALL or KEYS).
 """
 _ALL = "~* &* +@all"
 

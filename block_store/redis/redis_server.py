@@ -25,7 +25,7 @@ _MIN_VERSION = (6, 2)
 
 
 class RedisHandle:
-    """A handle to a Redis server that has passed the checks, and to its process if the server is private."""
+    """A handle to a Redis server that `connect` has checked, and to its process if the server is private."""
 
     def __init__(self, url: str, run_id: str, version: str, private: PrivateServer | None) -> None:
         self.url = url
@@ -59,7 +59,8 @@ class RedisHandle:
 
 def connect(url: str | None, directory: str | os.PathLike[str], *, confined: bool = True) -> RedisHandle:
     """Connects to the Redis server at `url`, or starts a private server with its socket in `directory`
-    (`PrivateServer`). Raises RedisUnusable, whose message gives the reason.
+    (`PrivateServer`). Raises RedisUnusable if the server cannot be started or reached, is too old, or has an evicting
+    memory policy.
     """
     private, where = None, url
     if where is None:
@@ -83,11 +84,10 @@ def connect(url: str | None, directory: str | os.PathLike[str], *, confined: boo
 def open_client(
     url: str, run_id: str | Callable[[], str] | None = None, call_timeout_s: float = CALL_TIMEOUT_S
 ) -> redis.Redis:
-    """Returns a thread-safe client (a pool). With `run_id`, a connection is used only if the server has that run ID; if
-    `run_id` is a function, it is called for each new connection.
+    """Returns a thread-safe client with a pool of connections. With `run_id`, a connection is used only if the server
+    has that run ID; if `run_id` is a function, it is called for each new connection.
 
-    Opens no connection yet. A call that opens one raises redis.ConnectionError if this fails or reaches a different
-    server.
+    Opens no connection yet. A later call raises redis.ConnectionError if it opens a connection to a different server.
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
     # The retries of redis-py are off: a repeated call must carry the same number, which LedgerClient ensures.

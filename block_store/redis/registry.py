@@ -97,7 +97,7 @@ class WorkerRegistry:
         self._remove(self._workers, worker_id)
 
     def list(self, fresh_s: float = FRESH_S) -> list[WorkerRecord]:
-        """Returns the workers that have published within the last `fresh_s`, sorted by worker id."""
+        """Returns the records that workers have published within the last `fresh_s` seconds, sorted by worker id."""
         self.incarnation, *found = self._run(self._list, self._workers, round(fresh_s * 1000))
         return sorted(self._read(_WORKER, found), key=lambda record: record.worker_id)
 
@@ -108,13 +108,13 @@ class WorkerRegistry:
         self._remove(self._stores, arena_id)
 
     def get_store(self, arena_id: str | None = None, fresh_s: float = FRESH_S) -> StoreRecord | None:
-        """Returns the store of `arena_id` or, if it is None, the store with the lowest arena id. Returns None if no
-        such store is fresh.
+        """Returns the record of the store with `arena_id` or, if `arena_id` is None, of the store with the lowest arena
+        id. Returns None if there is no such record from the last `fresh_s` seconds.
         """
         return next((record for record in self.list_stores(fresh_s) if arena_id in (None, record.arena_id)), None)
 
     def list_stores(self, fresh_s: float = FRESH_S) -> Sequence[StoreRecord]:
-        """Returns the stores that have published within the last `fresh_s`, sorted by arena id."""
+        """Returns the records that stores have published within the last `fresh_s` seconds, sorted by arena id."""
         _, *found = self._run(self._list, self._stores, round(fresh_s * 1000))
         return sorted(self._read(_STORE, found), key=lambda record: record.arena_id)
 

@@ -1,1 +1,1 @@
-"""The service that owns an arena: its sizing, its gRPC service, and fsck."""
+"""The service that owns an arena, and `fsck`, which checks the arena and its ledger."""

@@ -1,6 +1,6 @@
 """Creates or finds the store's arena, opens its ledger, reaps silent holders, and removes the arena at the end.
 
-Methods block; the service calls them in threads.
+The methods block, so callers on the event loop run them in threads.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from common.types import KvLayout
 
 _LOG = logging.getLogger(__name__)
 PATIENCE_S = 10.0
-"""Time for which a Redis that does not answer is asked again when the ledger is opened. A call waits for a second."""
+"""Time in seconds for which the opening of the ledger is retried while Redis does not answer."""
 
 
 class ArenaOwner:
-    """The owner of at most one arena. `arena` and `ledger` are None until the arena is found or created, and after it
-    has been lost.
+    """The owner of at most one arena. `arena` and `ledger` are None until the arena is found or created, and after
+    `drop_dead` has removed it.
     """
 
     def __init__(self, settings: BlockStoreSettings, redis: RedisHandle, address: str) -> None:
@@ -70,8 +70,9 @@ class ArenaOwner:
 
     def find(self) -> None:
         """Maps the arena that an earlier store left behind. If its blocks were in device memory whose owner has ended,
-        removes the arena instead. If there is no arena, may begin to allocate memory for one. Raises ArenaError,
-        LedgerError or DiskTierError.
+        removes the arena instead. If there is no arena, may begin to allocate memory for one. Raises ArenaError if the
+        arena cannot be used, LedgerError if its ledger cannot be opened, and DiskTierError if the disk tier cannot be
+        used.
         """
         if not (self._directory / FILE_NAME).exists():
             self._take_ahead()
@@ -86,8 +87,9 @@ class ArenaOwner:
     def create(self, layout: KvLayout, needs: Sequence[WorkerNeeds], device_uuid: bytes) -> None:
         """Sizes and creates the arena, on the workers' device, or on the host if `device_uuid` is empty.
 
-        Raises CannotSize, NotEnoughSharedMemory, NoDeviceMemory, CudaUnavailable, DiskTierError or LedgerError, or
-        ArenaError if the workers use a device other than `--device`.
+        Raises ArenaError if the workers use a device other than `--device` or the arena cannot be created, CannotSize
+        if the workers do not fit into the memory, CudaUnavailable if the device cannot be used, LedgerError if the
+        ledger cannot be opened, and DiskTierError if the disk tier cannot be used.
         """
         self._check_place(device_uuid)
         device = self._open_device(device_uuid) if device_uuid else None
@@ -168,7 +170,7 @@ class ArenaOwner:
 
     def _open_patiently(self, arena: Arena) -> LedgerScripts:
         """Opens the ledger. Retries while Redis does not answer, because at startup this error would end the launch.
-        Raises the last error after PATIENCE_S.
+        Raises the last error after PATIENCE_S seconds.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:

@@ -21,7 +21,9 @@ from common.telemetry import Fallbacks
 
 logger = logging.getLogger("disk")
 JOIN_S = 2.0
-"""Maximum time in seconds for which the first registration delays workers. It usually takes milliseconds."""
+"""Maximum time in seconds for which the first registration of the holder of restored blocks delays workers. A
+registration usually takes milliseconds.
+"""
 
 
 class DiskTier:

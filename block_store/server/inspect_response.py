@@ -40,7 +40,8 @@ def inspected(
     request: pb.InspectRequest, arena: Arena, ledger: LedgerScripts, disk: DiskTier | None
 ) -> pb.InspectResponse:
     """Reads the ledger, and returns the response to `Inspect`. `disk` is None if the store keeps no blocks on disk.
-    Raises LedgerUnavailable, StaleDataset or LedgerDamaged.
+    Raises LedgerUnavailable if Redis does not answer, StaleDataset if the ledger has been or will be rebuilt, and
+    LedgerDamaged if its data cannot be read.
     """
     response = _response(arena, inspect(ledger, request.include_blocks), disk)
     if request.include_states:

@@ -45,7 +45,7 @@ class DeviceLimits:
     budget_bytes: int
     """Budget for weights, activations, reserve, KV and other programs together."""
     room_bytes: int
-    """Maximum size of the blocks: the shared memory, or the device's free memory."""
+    """Maximum size of the blocks in shared memory or in the device's memory."""
     reserve_bytes: int
     others_bytes: int = 0
     """Memory of the device in use for other purposes than the workers' weights, such as CUDA contexts and other

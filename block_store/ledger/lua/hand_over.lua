@@ -1,6 +1,6 @@
 -- hand_over(epoch, number, refs, ticket lease ms, ticket, secret): gives a ticket references to some of the holder's
--- blocks. The holder keeps its own references. Ticket 0 creates a new ticket. A claimer must present its secret, because
--- epochs can be guessed. Answers with the ticket and its secret.
+-- blocks. The holder keeps its own references. Ticket 0 means a new ticket. A claimer must present the ticket's secret,
+-- because epochs can be guessed. Answers with the ticket and its secret.
 local epoch, number, lease_ms, ticket, secret = ARGV[2], ARGV[3], tonumber(ARGV[5]), ARGV[6], ARGV[7]
 local early = lane(epoch, number)
 if early then return early end

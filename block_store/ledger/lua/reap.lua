@@ -5,9 +5,9 @@
 -- wait for.
 local MOST_LEASE_MS = 3600000
 
--- Checks that the numbers of listed and counted blocks add up to the arena, that the floors fit, and that every lease
--- ends. A ledger that fails these checks was changed by a different program, which might not be noticed otherwise until
--- `fsck` is run.
+-- Checks that the numbers of listed and counted blocks add up to the arena, that the floors fit, and that no lease
+-- lasts longer than MOST_LEASE_MS. A ledger that fails these checks was changed by a different program, which might not
+-- be noticed otherwise until `fsck` is run.
 local function check_sums()
   local meta = call('HMGET', META, 'num_blocks', 'reserved', 'sealed')
   local listed = call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) + call('ZCARD', QUARANTINE_SET)

@@ -1,6 +1,6 @@
 -- The eviction order of CACHED blocks, and the quotas of tenants.
 
--- Removes blocks that were CACHED from the eviction order and from the eviction orders of their owners.
+-- Removes blocks that were CACHED from the eviction order and from those of their owners.
 local function leave_cache(blocks, records)
   send('ZREM', CACHED_SET, blocks)
   local by_owner = {}
@@ -14,8 +14,8 @@ local function leave_cache(blocks, records)
   for owner, owned in pairs(by_owner) do send('ZREM', cached_key(owner), owned) end
 end
 
--- Adds blocks that have become CACHED to the eviction order; `order` lists a tick and a block for each. If an owner now
--- exceeds its quota, up to MOST_LET_GO of its coldest blocks are evicted.
+-- Adds blocks that have become CACHED to the eviction order. `order` lists a tick and a block for each of `records`. If
+-- an owner now exceeds its quota, up to MOST_LET_GO of its coldest blocks are evicted.
 local function enter_cache(order, records)
   send('ZADD', CACHED_SET, order)
   local by_owner = {}

@@ -1,4 +1,4 @@
--- Holders: how they are numbered and ended.
+-- Functions that number holders and end them.
 
 -- Returns the number of a new holder.
 local function new_epoch()
@@ -7,7 +7,7 @@ local function new_epoch()
   return epoch
 end
 
--- Ends a holder. It is fenced first; `bury` releases the blocks that it holds.
+-- Ends a holder, which is fenced at once. `bury` later releases its blocks.
 local function end_holder(epoch, reaped)
   call('ZREM', LEASES, epoch)
   local token = call('HGET', holder_key(epoch), 'token')

@@ -15,7 +15,7 @@ local function room_for(epoch)
   return call('LLEN', FREE_LIST) + call('ZCARD', CACHED_SET) - floors_of_others(epoch)
 end
 
--- Returns whether, after a rebuild, a worker that may hold blocks that look cached has yet to assert them. It is false
+-- Returns whether, after a rebuild, a worker has yet to assert its blocks, some of which may look cached. Returns false
 -- after the grace period.
 local function awaiting()
   return call('SCARD', AWAITED) > 0 and now_ms() < tonumber(call('HGET', META, 'grace_until'))

@@ -1,5 +1,5 @@
--- First file of the library (`scripts.LIBRARY`), which precedes each script that uses one ledger: keys, records, the
--- lane.
+-- First file of the library (`scripts.LIBRARY`), which precedes the script of each of `scripts._OPERATIONS`: keys,
+-- records, the lane.
 -- KEYS[1] is '{looseleaf:<arena>}:meta'; the other keys share its hash tag.
 -- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
 --
