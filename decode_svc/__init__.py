@@ -1,1 +1,1 @@
-"""The decode service, which takes over block tables from prefill and generates tokens. This phase is memory-bound."""
+"""The decode service, which takes over block tables from prefill and generates tokens."""

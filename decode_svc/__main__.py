@@ -1,4 +1,4 @@
-"""Starts a decode worker: `python -m decode_svc --model DIR --block-store HOST:PORT`."""
+"""Starts a decode worker (`python -m decode_svc --model DIR --block-store HOST:PORT`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks that incoming tickets fit their groups, and claims them. A ticket's lease is short, so the ticket is claimed
-before its group is queued.
+"""Checks that incoming tickets fit their groups, and claims the tickets. A ticket's lease is short, so the ticket is
+claimed before its group is queued.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def fits_ticket(group: Group, ticket: Ticket, layout: KvLayout) -> bool:
 
 
 def most_needed(group: Group, max_model_len: int) -> GroupNeed:
-    """Returns the largest sizes that the group may reach. The worker rejects the group if its floor is too small for
-    them.
+    """Returns the largest sizes that the group may reach. The worker rejects the group if the worker's floor is too
+    small for these sizes.
     """
     first = group.sequences[0]
     width = len(group.sequences) if group.search is None else first.sampling.width

@@ -50,5 +50,7 @@ class Costs:
         return num_tokens * self.token_s()
 
     def swap_pays(self, num_bytes: int, num_tokens: int) -> bool:
-        """Returns whether swapping is estimated to cost at most as much as giving back. True before the first step."""
+        """Returns whether swapping is estimated to cost at most as much as giving back. Returns True before the first
+        step.
+        """
         return self._steps.weight == 0.0 or self.swap_s(num_bytes) <= self.give_back_s(num_tokens)

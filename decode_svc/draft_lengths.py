@@ -2,7 +2,7 @@
 
 Plain decoding gains one token per sequence in t(n) seconds, for n sequences. Each further row adds time. A row's
 expected gain is the probability that the row's token and all earlier tokens of the draft are right. Rows are added in
-descending order of their gain, and the number of rows with the highest expected rate is chosen.
+descending order of their gain, and the number of rows with the highest expected rate of tokens per second is chosen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Option(NamedTuple):
 
 
 TimeOf = Callable[[int], float]
-"""A function from the number of rows of a step to its estimated seconds; 0.0 if nothing is known."""
+"""A function that returns the estimated time in seconds of a step with the given number of rows, or 0.0 if nothing is
+known.
+"""
 Choose = Callable[[Seq[Option], int, int, TimeOf], list[int]]
 """The type of `best_lengths`."""
 

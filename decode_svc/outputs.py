@@ -80,7 +80,7 @@ Send = Callable[[list[AnyOutput], WorkerLoad], None]
 
 
 class Session:
-    """A gateway's session: its groups on this worker, and the outputs to send to the gateway."""
+    """A gateway's session, with its groups on this worker and the outputs to send to the gateway."""
 
     __slots__ = ("groups", "on_left", "outputs", "send")
 
@@ -101,12 +101,12 @@ def timings_of(group: Group) -> Timings:
 
 
 def account_of(group: Group) -> Account:
-    """Returns the account of a group. A sequence of the group ends now, or the group leaves the worker."""
+    """Returns the account of a group, as of now."""
     return Account(group.arrived_ns, group.claimed_ns, time.monotonic_ns(), group.history)
 
 
 def of_token(group: Group, sequence: Sequence, index: int, sample: Sampled, reason: FinishReason | None) -> AnyOutput:
-    """Returns the output for the token with this index in the output of a sample."""
+    """Returns the output for one token of a sample. `index` is the token's position in the sample's output."""
     if reason is None and sample.logprob is None:
         return PlainToken(group.handle, group.attempt, sequence.sample_index, index, sample.token_id)
     return Output(
@@ -143,7 +143,7 @@ def of_beams(group: Group, best: Iterable[Hypothesis]) -> list[Output]:
 
 
 class Outbox:
-    """A collector of outputs, which `flush` sends to each session in one message at the end of a step."""
+    """A collector of outputs, which `flush` sends in one message to each session."""
 
     def __init__(self) -> None:
         self._sessions: dict[Group, Session] = {}
@@ -180,8 +180,8 @@ class Outbox:
         self._touched.add(session)
 
     def flush(self, load: WorkerLoad) -> None:
-        """Sends a message to each session that has outputs. Every TELL_S, also sends one to each session that has
-        groups, to show that the worker is alive.
+        """Sends a message to each session that has outputs. Every TELL_S seconds, also sends one to each session that
+        has groups, to show that the worker is alive.
         """
         now = time.monotonic()
         if now - self._told_at >= TELL_S:

@@ -80,7 +80,7 @@ def speculation_of(layout: KvLayout, max_model_len: int, settings: DecodeSetting
 
 
 def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
-    """Attaches a loaded model to the block store, which waits for all expected workers. Returns the role."""
+    """Attaches a loaded model to the block store, which may wait for other workers. Returns the role."""
     needs = needs_of(runner, settings, worker_name("decode", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
@@ -88,7 +88,7 @@ def join(runner: ModelRunner, settings: DecodeSettings) -> DecodeRole:
 
 
 class DecodeRole(WorkerRole):
-    """The decode role of a worker's process: its model, blocks, running batch, step thread and gRPC service."""
+    """The decode role of a worker's process, with its model, blocks, running batch, step thread and gRPC service."""
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ class SamplingStep:
         return self._sampler.draw(logits, [sequence for _, sequence in rows], ahead)
 
     def _samples(self, plan: Plan, drafts: Seq[Draft], found: Seq[Sampled]) -> list[Taken]:
-        """Adds the tokens found for the rows of these samples to the samples."""
+        """Adds the drawn tokens to their samples. `found` has one token per row."""
         if not drafts:
             return [self._take(*entry, [sample], ()) for entry, sample in zip(plan, found, strict=True)]
         rows = iter(found)

@@ -41,7 +41,7 @@ class Group:
     search: BeamSearch | None = None
     history: History = field(default_factory=History)
     trace: TraceContext = NO_CONTEXT
-    """The span of the gateway for which the worker runs the group."""
+    """The context of the gateway's span, which is the parent of the group's spans."""
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -47,7 +47,7 @@ _REJECTIONS: dict[Rejection | None, pb.Rejection] = {
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """The gRPC service of a decode worker. When a session ends, its sequences are dropped."""
+    """The gRPC service of a decode worker. When a session ends, its groups are dropped."""
 
     def __init__(
         self, worker: DecodeWorker, thread: StepThread, vocab_size: int, shared: tuple[Grammars, AdapterPool],

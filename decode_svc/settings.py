@@ -11,7 +11,9 @@ from common.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfigText
 
 
 class DecodeSettings(WorkerSettings):
-    """The settings of a decode worker: flags of `python -m decode_svc`, or LOOSELEAF_DECODE_* in the environment."""
+    """The settings of a decode worker. Each can be given as a flag of `python -m decode_svc`, or as an environment
+    variable whose name begins with LOOSELEAF_DECODE_.
+    """
 
     model_config = settings_config("LOOSELEAF_DECODE_", "decode_svc")
     reserve_blocks: int = Field(

@@ -1,4 +1,4 @@
-"""Speculative decoding: decides which drafts the next step verifies (docs/speculation.md).
+"""Decides which drafts the next step verifies, for speculative decoding (docs/speculation.md).
 
 A drafter predicts the tokens that follow each sequence. The tokens that are drawn later show how often the drafter is
 right, even if no step verified its prediction. A row is used only if it is expected to increase the number of tokens
@@ -53,8 +53,8 @@ class _Guess:
     rate: float = _FIRST_RATE
     """Estimated probability that the next token of a prediction is right."""
     pause: int = 0
-    """Number of tokens between two calls of the drafter. A wrong or missing prediction roughly doubles this number, and
-    every token that was predicted halves it.
+    """Number of tokens for which the drafter is not called after a wrong or missing prediction. Such a prediction
+    roughly doubles this number, and each token that was predicted correctly halves it.
     """
     ask_at: int = 0
     """Length of the output at which the drafter is called again."""
@@ -91,8 +91,8 @@ class DraftLimits:
     block_size: int
     max_model_len: int
     max_pause: int = 16
-    """Maximum number of tokens between two calls of the drafter. Without a pause, calls would take a part of every step
-    even if nothing can be predicted.
+    """Maximum number of tokens for which the drafter is not called after a wrong or missing prediction. Without such
+    pauses, calls would take a part of every step even if nothing can be predicted.
     """
 
 
@@ -131,7 +131,7 @@ class Speculation:
         return drafts
 
     def note(self, taken: Seq[Taken], num_rows: int, seconds: float) -> None:
-        """Records a step: the tokens that it has added to samples, its rows and its time."""
+        """Records the tokens that a step has added to samples, and its duration with `num_rows` rows."""
         drafted = [item for item in taken if item.num_drafted]
         self._num_steps += 1
         if drafted or self._num_steps % _PLAIN_EVERY == 0 or not self._times.knows(num_rows):

@@ -37,7 +37,7 @@ length of a lease, plus the interval between two beats, which fill the reserve.
 
 
 class DecodeWorker:
-    """A decode worker: its model, blocks and groups. All methods run in the step thread."""
+    """A decode worker, with its model, blocks and groups. All methods run in the step thread."""
 
     def __init__(
         self,
@@ -198,8 +198,8 @@ class DecodeWorker:
         )
 
     def _blocks_a_sequence(self) -> int:
-        """Returns the number of blocks, over all KV groups, that one sequence may take in SURVIVED_S at the pace of
-        recent steps, but at most the number for a sequence of full length.
+        """Returns the number of blocks, over all KV groups, that one sequence may take in SURVIVED_S seconds at the
+        pace of recent steps.
         """
         step_s, pace = self._preemption.costs.step_s, 1.0 if self._speculation is None else self._speculation.pace
         num_tokens = min(pace * SURVIVED_S / step_s, self._runner.max_model_len) if step_s else 0
@@ -230,8 +230,8 @@ class DecodeWorker:
 
     def _fits(self, group: Group) -> bool:
         """Returns whether enough blocks are free for a group to start: the blocks of its first step, and one more for
-        each of its sequences, in addition to the blocks of the groups that start in the same step. If nothing runs, any
-        group may start.
+        each of its sequences and KV groups, in addition to the blocks for the groups that start in the same step. If
+        nothing runs, any group may start.
         """
         if not self._scheduler.running:
             return True
@@ -255,7 +255,9 @@ class DecodeWorker:
         return plan
 
     def _constrained(self, plan: Plan) -> Plan:
-        """Computes the masks of this step's tokens. Groups whose grammar is too complex are rejected."""
+        """Computes the masks of this step's tokens, and rejects the groups whose grammar becomes too complex. Returns
+        the plan without the rejected groups.
+        """
         if all(sequence.grammar is None for _, sequence in plan):
             return plan
         for group, sequence in plan:
@@ -318,9 +320,9 @@ class DecodeWorker:
         self._progress.publish(drawn)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:
-        """Applies the reader rule. Rejects the groups with a stale block, and returns False if there is a stale block.
-        If the step has already run and the model has recurrent states, rejects all groups of the step, because their
-        states have advanced.
+        """Applies the reader rule. Rejects the groups with a stale block, and returns whether there were none. If there
+        were some, the step has already run and the model has recurrent states, rejects all groups of the step, because
+        their states have advanced.
         """
         stale = self._blocks.stale(plan, step, copies)
         if stale:

@@ -1,6 +1,6 @@
-"""Loads and drops the LoRA adapters of a worker's process. The roles of a process share the adapters. A sequence keeps
-its adapter alive, so a dropped adapter stays in memory until its last sequence ends. Adapters are not loaded in the
-step thread.
+"""Loads and drops the LoRA adapters of a worker's process. The roles of a process share the adapters. A sequence has a
+reference to its adapter, so a dropped adapter stays in memory until its last sequence ends. Adapters are not loaded in
+the step thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AdapterPool:
         return adapter
 
     def status(self) -> Mapping[str, str]:
-        """Returns the status of each adapter that was loaded or could not be loaded, by digest: "" if it is loaded, or
+        """Returns the status of each adapter that is loaded or could not be loaded, by digest: "" if it is loaded, or
         the reason why it cannot be loaded.
         """
         return {**dict.fromkeys(list(self._loaded), ""), **self._problems}
@@ -99,7 +99,7 @@ def pool_of(runner: ModelRunner) -> AdapterPool:
 
 
 class AdapterThread:
-    """A thread that keeps a pool up to date until `stop`."""
+    """A thread that keeps a pool up to date until `stop` is called."""
 
     def __init__(self, pool: AdapterPool, read: ReadList) -> None:
         """Prepares the thread. `read` returns the list of wanted adapters, and may raise LedgerUnavailable."""

@@ -25,7 +25,7 @@ class CachedPrefix:
     num_blocks: int
     """Length of the prefix in blocks."""
     tables: list[list[BlockRef]]
-    """For each KV group, the last blocks of the prefix that the group needs."""
+    """For each KV group, the blocks that the group needs, which are the last ones of the prefix."""
 
     @classmethod
     def nothing(cls, layout: KvLayout) -> CachedPrefix:
@@ -54,9 +54,9 @@ def find_prefix(held: HeldBlocks, hashes: Sequence[bytes], layout: KvLayout) -> 
 def _with_windows(
     held: HeldBlocks, tables: list[list[BlockRef]], named: dict[int, list[bytes]], layout: KvLayout
 ) -> CachedPrefix:
-    """Takes references to the blocks of a prefix that the groups with a window need. `named` contains the hashes of all
-    blocks of the prefix. If one of the needed blocks is no longer available, releases everything and returns an empty
-    prefix.
+    """Takes references to the blocks of a prefix that the groups with a window need. `named` contains, for each of
+    these groups, the hashes of all blocks of the prefix. If one of the needed blocks is no longer available, releases
+    all references and returns an empty prefix.
     """
     length = len(next(iter(named.values())))
     rules = layout.rules()

@@ -55,8 +55,8 @@ class FairFileLock:
     """A fair lock between processes on the same cores, for one thread of each process. It locks two bytes of a file.
 
     The process that is next in line precedes the process that has just stepped. When a process dies, the kernel
-    releases its lock. If a process is frozen or its step is long, the others wait for `patience_s`, and then step out
-    of turn until a turn is given back. This is safe, because only speed depends on turns.
+    releases its lock. If a process is frozen or its step is long, the others wait for `patience_s` seconds, and then
+    step out of turn until a turn is given back. This is safe, because only speed depends on turns.
     """
 
     def __init__(self, path: Path, patience_s: float = 2.0) -> None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from common.types import StructuredOutput
 
 MAX_COMPILED = 32
-"""Maximum number of compiled grammars in memory. A grammar takes from a few KB up to about 20 MB, if it reaches the
-limit of states.
+"""Maximum number of compiled grammars in memory. A grammar takes between a few KB and, at the limit of states, about 20
+MB.
 """
 INLINE_TOKENS = 64
 """Maximum number of tokens that are replayed in the event loop. A token takes about 5 us."""

@@ -17,7 +17,7 @@ class Outgoing(Generic[T]):
     """A queue of items for one reader, with heartbeats. It is used in one event loop, inside a `with` block."""
 
     def __init__(self, every_s: float = HEARTBEAT_S) -> None:
-        """Creates an empty queue. `get` returns at least once in `every_s` seconds."""
+        """Creates an empty queue. A call of `get` returns after about `every_s` seconds at the latest."""
         self._tick_s = every_s / 2
         self._items: list[T] = []
         self._is_over = False

@@ -46,10 +46,9 @@ def guarded_step(role: Role, attached: Attached, logger: logging.Logger) -> bool
 
 
 def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: ModelRunner, logger: logging.Logger) -> None:
-    """Calls `run`, the computation of a step. Raises the LedgerError or ArenaError that `run` raises. After any other
-    exception, calls `fail`, which fails the requests of the step, unless the device is no longer usable or a rank is
-    lost. In that case, raises an error that ends the thread; the worker then keeps its blocks until its lease has
-    expired and its process has ended.
+    """Calls `run`, the computation of a step. Does not catch a LedgerError or an ArenaError. After any other exception,
+    calls `fail`, which fails the requests of the step. If the device is no longer usable or a rank is lost, raises an
+    error instead (`ModelRunner.settle`), which ends the step thread.
     """
     try:
         run()

@@ -31,6 +31,6 @@ def bind_ranks(runner: ModelRunner, attached: Attached) -> None:
 
 
 def end_with_ranks(runner: ModelRunner, thread: StepThread) -> None:
-    """Ends the role's step thread, and therefore the process, when a rank is lost, even while the role is idle."""
+    """Makes the role's step thread, and therefore the process, end when a rank is lost, even while the role is idle."""
     if isinstance(leader := runner.seat, Leader):
         leader.on_lost(lambda: thread.post(leader.check))
