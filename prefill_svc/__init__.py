@@ -1,1 +1,1 @@
-"""The prefill service, which fills KV blocks for prompts and hands them over. This phase is compute-bound."""
+"""The prefill service, which fills KV blocks for prompts and hands them over to decode."""

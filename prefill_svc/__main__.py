@@ -1,4 +1,4 @@
-"""Starts a prefill worker: `python -m prefill_svc --model DIR --block-store HOST:PORT`."""
+"""Starts a prefill worker (`python -m prefill_svc --model DIR --block-store HOST:PORT`)."""
 
 from __future__ import annotations
 

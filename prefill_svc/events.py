@@ -14,7 +14,7 @@ from engine.beam_search import Candidates
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """The event that a step has computed a part of the prompt."""
+    """Reports that a step has computed a part of the prompt."""
 
     num_computed_tokens: int
 

@@ -1,4 +1,4 @@
-"""A sequence group in prefill: its token sequences, and the branches that continue them."""
+"""A sequence group in prefill, with its token sequences and the branches that continue them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def num_uncomputed(self) -> int:
-        """An upper bound of the number of positions that remain to be computed. Cached positions become known at
+        """An upper bound on the number of positions that remain to be computed. Cached positions become known at
         admission.
         """
         trunk = self.sequences[0]

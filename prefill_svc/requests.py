@@ -1,5 +1,5 @@
 """Checks the branches, lengths and token ids of a request message, and converts the message to a job. The gateway
-checks the other sampling parameters.
+checks most sampling parameters.
 """
 
 from __future__ import annotations

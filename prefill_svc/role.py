@@ -40,7 +40,7 @@ def needs_of(runner: ModelRunner, settings: WorkerSettings, worker_id: str) -> N
 
 
 def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
-    """Attaches a loaded model to the block store, which waits for all expected workers. Returns the role."""
+    """Attaches a loaded model to the block store, which may wait for other workers. Returns the role."""
     needs = needs_of(runner, settings, worker_name("prefill", settings.worker_id))
     [attached] = attach(settings.block_store, [needs], trust_of(settings))
     turns = FairFileLock(settings.turns_file) if settings.turns_file is not None else None
@@ -48,7 +48,7 @@ def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
 
 
 class PrefillRole(WorkerRole):
-    """The prefill role of a worker's process: its model, blocks, queue, step thread and gRPC service."""
+    """The prefill role of a worker's process, with its model, blocks, queue, step thread and gRPC service."""
 
     def __init__(
         self,

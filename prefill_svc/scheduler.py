@@ -102,7 +102,9 @@ class PrefillScheduler:
         return self._waiting[0].job if self._waiting else None
 
     def remove(self, job: Job) -> bool:
-        """Marks a job as cancelled, and removes it. Returns whether the job was running and therefore holds blocks."""
+        """Marks a job as cancelled, so that it runs no more steps. Returns whether the job was running and therefore
+        holds blocks.
+        """
         job.cancelled = True
         num_running = len(self._running)
         self._running = [running for running in self._running if running.job is not job]

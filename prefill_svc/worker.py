@@ -32,11 +32,13 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners
 
 logger = logging.getLogger("prefill")
 MAX_STUCK = 200
-"""Number of steps without a block, about a second (RETRY_ALLOC_S), after which even a single prompt starts over."""
+"""Number of consecutive steps in which no prompt gets its blocks, after which even a single prompt starts over. With
+pauses of RETRY_ALLOC_S, these steps take about a second.
+"""
 
 
 class PrefillWorker:
-    """A prefill worker: its model, blocks and queue. All methods except `begin_chain` run in the step thread."""
+    """A prefill worker, with its model, blocks and queue. All methods except `begin_chain` run in the step thread."""
 
     def __init__(self, runner: ModelRunner, attached: Attached, scheduler: PrefillScheduler, domain: bytes) -> None:
         self._runner = runner
@@ -200,8 +202,9 @@ class PrefillWorker:
         self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step, has_run: bool = False) -> bool:
-        """Applies the reader rule. Aborts the jobs with a stale block, and returns False if there are any. If the step
-        has already run and the model has recurrent states, aborts all of its jobs, because their states have advanced.
+        """Applies the reader rule. Aborts the jobs with a stale block, and returns whether there were none. If there
+        were some, the step has already run and the model has recurrent states, aborts all jobs of the step, because
+        their states have advanced.
         """
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:

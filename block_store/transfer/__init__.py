@@ -1,1 +1,1 @@
-"""Transfer of blocks between hosts: the sending side, the receiving side, and the transports between them."""
+"""Transfers blocks between hosts. Contains the sending side, the receiving side, and the transports between them."""

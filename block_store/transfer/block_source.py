@@ -1,4 +1,4 @@
-"""The sending side of a transfer: reads sealed blocks of this arena for a host whose ticket holds them.
+"""The sending side of a transfer, which reads sealed blocks of this arena for a host whose ticket holds them.
 
 All methods are blocking, so the service calls them in threads.
 """

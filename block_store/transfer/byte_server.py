@@ -1,4 +1,4 @@
-"""The sending side of byte channels: a listening socket, and one thread for each connection."""
+"""The sending side of byte channels, with a listening socket and one thread for each connection."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Channels:
         self._idle.setdefault(address, []).append((self._trust.stamp, connection))
 
     def connect(self, address: Address) -> socket.socket:
-        """Returns a new channel. Raises _CannotConnect, or TimeoutError if the other end accepts the connection but
-        does not answer.
+        """Returns a new channel. Raises _CannotConnect if there is no connection or it fails, and TimeoutError if the
+        other end accepts the connection but does not answer.
         """
         try:
             connection = socket.create_connection(address, CONNECT_S)
@@ -82,8 +82,8 @@ class Channels:
         return connection
 
     def drop(self, address: Address) -> None:
-        """Closes the idle channels to an address. Called when the server has closed one of them, because it has then
-        probably closed the others as well.
+        """Closes the idle channels to an address. If the server has closed one of them, it has probably closed the
+        others too.
         """
         for _, connection in self._idle.pop(address, []):
             connection.close()

@@ -43,7 +43,7 @@ MAX_UNANSWERED = 2
 """Number of consecutive unanswered extensions after which the source counts as lost."""
 UPKEEP_S = 0.25
 CLOSE_S = 3.0
-"""Maximum number of seconds to wait at the end for running pulls and for stores into blocks."""
+"""Maximum number of seconds to wait at the end for running pulls and for writes into blocks."""
 MAX_PULLS = 16
 """Maximum number of pulls that copy at the same time, which bounds the memory of received frames."""
 

@@ -118,7 +118,7 @@ class GrpcTransport:
         return copy.writing is None or copy.writing.done()
 
     async def close(self) -> None:
-        """Does nothing: the connections belong to the `SourceClient`."""
+        """Does nothing, because the connections belong to the `SourceClient`."""
 
     async def _written(self, copy: Copy) -> None:
         """Waits for the current write to the arena. Cancelling the wait does not end the write."""
