@@ -320,9 +320,9 @@ class DecodeWorker:
         self._progress.publish(drawn)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:
-        """Applies the reader rule. Rejects the groups with a stale block, and returns whether there were none. If there
-        were some, the step has already run and the model has recurrent states, rejects all groups of the step, because
-        their states have advanced.
+        """Applies the reader rule, and rejects the groups with a stale block. If a block is stale after the step has
+        run, and the model has recurrent states, rejects all groups of the step, because their states have advanced.
+        Returns whether no block is stale.
         """
         stale = self._blocks.stale(plan, step, copies)
         if stale:

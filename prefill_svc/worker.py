@@ -32,9 +32,7 @@ from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners
 
 logger = logging.getLogger("prefill")
 MAX_STUCK = 200
-"""Number of consecutive steps in which no prompt gets its blocks, after which even a single prompt starts over. With
-pauses of RETRY_ALLOC_S, these steps take about a second.
-"""
+"""Number of steps (about a second) in which no prompt gets its blocks, after which even a single prompt starts over."""
 
 
 class PrefillWorker:
@@ -202,9 +200,8 @@ class PrefillWorker:
         self._emits[job](ChunkDone(min(job.trunk.num_computed, len(job.trunk.prompt_ids))))
 
     def _check(self, plan: Plan, step: Step, has_run: bool = False) -> bool:
-        """Applies the reader rule. Aborts the jobs with a stale block, and returns whether there were none. If there
-        were some, the step has already run and the model has recurrent states, aborts all jobs of the step, because
-        their states have advanced.
+        """Applies the reader rule, and aborts the jobs with a stale block. If a block is stale after the step has run,
+        and the model has recurrent states, aborts all jobs of the step. Returns whether no block is stale.
         """
         stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
         if not stale:

@@ -184,8 +184,7 @@ class Attached:
     def announce(
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
     ) -> None:
-        """Publishes `record` with its current values about every second, until `withdraw` is called or the arena is
-        lost.
+        """Publishes `record` with its current values every second, until `withdraw` is called or the arena is lost.
 
         If the arena is lost, calls `on_lost` once, so that an idle worker also notices.
         """
