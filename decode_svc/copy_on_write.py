@@ -17,7 +17,7 @@ from engine.sequence import Sequence
 
 
 class CopyOnWrite:
-    """The object that decides which blocks one worker's running sequences must copy, and makes the copies."""
+    """Decides which blocks one worker's running sequences must copy, and makes the copies."""
 
     def __init__(self, runner: ModelRunner, attached: Attached) -> None:
         self._runner = runner
@@ -64,7 +64,8 @@ class CopyOnWrite:
             self._runner.copy_blocks(sources, [table[-1].block for s in copying for table in s.tables])
 
     def copied(self, copying: Seq[Sequence]) -> None:
-        """Releases the sources of the copies. The reader rule must have been checked again before."""
+        """Releases the sources of the copies. The caller must have applied the reader rule after the copies were made.
+        """
         if not copying:
             return
         self._attached.held.release_many([[ref] for sequence in copying for ref in sequence.copy_from])

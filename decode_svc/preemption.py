@@ -66,7 +66,7 @@ class PreemptionCounts:
 
 
 class Preemption:
-    """The object that preempts a worker's groups, by swapping them out or giving them back, and resumes them. It is
+    """Preempts a worker's groups, by swapping them out or giving them back, and resumes swapped groups. The object is
     used in the step thread.
     """
 

@@ -48,8 +48,8 @@ class RunningBlocks:
 
     def seal(self, sequences: Iterable[Sequence]) -> None:
         """Seals the blocks that a step filled, and releases those that have left a window. Must be called before the
-        step's tokens are sent. Only one sequence writes to a block, so no block is sealed twice. If a block with equal
-        content is already indexed, it replaces the new block.
+        step's tokens are sent. Only one sequence writes to a block, so no block is sealed twice. If a block with the
+        same hash is already indexed, it replaces the new block.
         """
         size = self._layout.block_size
         filled = [s for s in sequences if s.num_computed // size > s.num_sealed]
@@ -69,8 +69,8 @@ class RunningBlocks:
 
     def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
         """Returns the sequences after a step of a beam search. New sequence i continues `live[parents[i]]`. The first
-        child of a parent takes over its blocks, and further children share them. The blocks of a parent without a child
-        are released.
+        child of a parent takes over the parent's blocks, and further children share them. The blocks of a parent
+        without a child are released.
         """
         children: list[Sequence] = []
         taken: set[int] = set()

@@ -97,7 +97,7 @@ class DraftLimits:
 
 
 class Speculation:
-    """The object that chooses the drafts of one worker's steps. It is used in the step thread."""
+    """Chooses the drafts of one worker's steps. The object is used in the step thread."""
 
     def __init__(self, drafter: Drafter, limits: DraftLimits, choose: Choose = best_lengths) -> None:
         self._drafter = drafter

@@ -1,8 +1,8 @@
 """The time of a step as a function of its number of rows, from recent steps. This module reads no clock.
 
 The time for a number of rows is the median of the latest steps with that number. If there are too few recent steps with
-a number, its time is estimated from neighbouring numbers. A wrong estimate is corrected after a few steps with
-that number.
+a number, its time is estimated from neighboring numbers. A wrong estimate is corrected after a few steps with that
+number.
 """
 
 from __future__ import annotations

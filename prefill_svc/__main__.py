@@ -11,7 +11,7 @@ from worker.role import load_model
 
 
 def build(settings: PrefillSettings) -> PrefillRole:
-    """Loads the model, measures it and attaches to the block store."""
+    """Loads the model, attaches it to the block store, and returns the role."""
     return join(load_model(settings), settings)
 
 

@@ -34,7 +34,7 @@ class DiskPrefixes:
         self._fallbacks = Fallbacks(logger)
 
     async def restore(self, sequence: Sequence) -> None:
-        """Lets the store restore the full blocks that the sequence can reuse. The sequence's hashes must contain the
+        """Asks the store to restore the full blocks that the sequence can reuse. The sequence's hashes must contain the
         start of the chain. Returns without an error if the store refuses or does not answer in time.
         """
         if not (num_blocks := (sequence.num_tokens - 1) // self._block_size):

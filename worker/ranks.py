@@ -1,4 +1,4 @@
-"""Connects the ranks of a worker to its arena: they map the same blocks, and keep the writer slot locked.
+"""Connects the ranks of a worker to its arena, so that they map the same blocks and keep the writer slot locked.
 
 A writer slot is free when no process locks its file. The lock belongs to the open file, which rank 0 sends to the
 others. If rank 0 dies, the blocks that the worker was writing therefore stay in quarantine as long as another rank is

@@ -51,7 +51,9 @@ def load_model(settings: WorkerSettings) -> ModelRunner:
 
 
 def least_floor(role: Role, model: Model, settings: WorkerSettings) -> int:
-    """Returns the floor that a role requests: the blocks of one sequence of full length (`group_need.floor_of`)."""
+    """Returns the floor that a role requests: the number of blocks for one sequence of full length
+    (`group_need.floor_of`).
+    """
     return floor_of(role, model.max_model_len, model.layout.rules(settings.max_num_batched_tokens))
 
 
@@ -83,7 +85,7 @@ def record_of(needs: Needs, attached: Attached, model: Model, settings: WorkerSe
 
 
 class WorkerRole:
-    """A role of a worker's process: its attachment, the thread that steps it, and its entry in the registry."""
+    """A role of a worker's process, with its attachment, the thread that steps it, and its entry in the registry."""
 
     def __init__(
         self,

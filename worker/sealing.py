@@ -1,4 +1,4 @@
-"""Creates the seal items of a full block: one for each KV group, with the block's hash for that group."""
+"""Creates the seal items of a full block, one for each KV group."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 The block store, the workers on its host and `fsck` map this file. On a GPU the file contains only the header; the
 blocks are in device memory (`placement`). The header can be read without Redis and without CUDA. References to blocks
-are recorded in the ledger. This module implements the writer rule (a header generation is raised from a lower value
-before the first store) and the reader rule (a block is valid only while its header names the generation in the block
-table).
+are recorded in the ledger. This module implements the writer rule (a block's header generation is raised from a lower
+value before the first write) and the reader rule (a block is valid only while its header names the generation in the
+block table).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Writer slots: numbered lock files in the arena's directory. A process keeps one of them locked (flock) while it may
-write, as proof that it is alive.
+"""Writer slots, which are numbered lock files in a subdirectory of the arena's directory. A process keeps one of them
+locked (flock) while it may write, as proof that it is alive.
 
 An arena never uses a number twice. Otherwise, a block that a dead process was writing would stay in quarantine as long
 as the next process with that number was alive. The kernel releases the lock when the process ends, for any reason. A

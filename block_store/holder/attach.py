@@ -1,7 +1,5 @@
 """Attaches a worker to a block store: maps the arena, registers the worker as a holder, and publishes its record.
 
-The caller supplies the KV layout and the sizes (`Needs`).
-
 The device memory of an arena is lost when the store that owns it ends. Workers then exit, because access to such memory
 is undefined behavior in CUDA, and only a new process is certain to have no mapping of it.
 """
@@ -82,7 +80,7 @@ class Needs:
 
 
 class Attached:
-    """A worker's attachment to a store: its arena, its incarnation as a holder, and its entry in the registry."""
+    """A worker's attachment to a store. Contains the arena, the incarnation as a holder, and the registry entry."""
 
     def __init__(
         self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0, *, has_disk_tier: bool = False
@@ -215,7 +213,7 @@ class Attached:
         return replace(record, adapters=self.adapter_status(), **changes)  # type: ignore[arg-type]
 
     def withdraw(self) -> None:
-        """Removes the worker from the registry, so that it gets no new work. Ends the retries of a registration."""
+        """Ends the announcements and the retries of a registration, and removes the worker's record."""
         self._stop.set()
         if self._announcer is not None and self._record is not None:
             self._announcer.join(5.0)

@@ -134,8 +134,8 @@ class Rejoining:
         )
 
     def _report(self, census: str) -> None:
-        """Compares the worker's record with the ledger, checks the differences again under the lock, and reports those
-        that remain to `fsck`.
+        """Compares the worker's record with the ledger, checks the differences again under the lock, and stores the
+        lasting ones for `fsck`.
         """
         holder, believed = self._calls.holder, set(self._everything())
         surplus: list[BlockRef] = []

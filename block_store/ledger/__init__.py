@@ -1,1 +1,1 @@
-"""The ledger of references in Redis: its scripts and clients, rebuild, reaping, and checks."""
+"""The ledger of references in Redis, with its scripts, clients, rebuild, sweep and checks."""

@@ -134,8 +134,8 @@ class LedgerClient:
 
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
         """Returns a ticket that holds `refs`. The holder keeps its own references to these blocks. Raises Stale if a
-        block is not sealed or has a different generation, and NotHolder if the holder does not have a reference. After
-        LedgerUnavailable, the call may be repeated with the same `attempt`.
+        block is not sealed or has a different generation, and NotHolder if the holder does not have one of `refs`.
+        After LedgerUnavailable, the call may be repeated with the same `attempt`.
         """
         while attempt.ticket is None or attempt.num_answered * CHUNK < len(refs):
             first = attempt.num_answered * CHUNK
@@ -244,8 +244,9 @@ class LedgerClient:
     def assert_held(self, dataset: str, refs: Sequence[BlockRef]) -> dict[BlockRef, Standing]:
         """Registers the holder in the rebuilt ledger `dataset`, asserts `refs` in it, and returns the standings of the
         blocks. `refs` must contain all blocks that this worker uses, may write to or keeps in reserve. Call `join`
-        afterwards. Not thread-safe. Can raise FloorsExceedArena, Fenced, StaleDataset, LedgerDamaged and
-        LedgerUnavailable. After LedgerUnavailable, the next call with this `dataset` continues where this call ended.
+        afterwards. Not thread-safe. Raises FloorsExceedArena if the floors do not fit into the arena, and Fenced if the
+        new holder's lease has ended. Can also raise StaleDataset, LedgerDamaged and LedgerUnavailable. After
+        LedgerUnavailable, the next call with this `dataset` continues where this call ended.
         """
         if self._joining is None or self._joining.ledger.dataset != dataset:
             self._joining = Joining(self.ledger.under(dataset))

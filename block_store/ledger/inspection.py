@@ -227,19 +227,19 @@ class BlockMap:
         ]
 
     def entries(self, name: str) -> Iterator[tuple[bytes, bytes]]:
-        """Returns the entries of a hash, in no particular order."""
+        """Returns the entries of the Redis hash `name`, in no particular order."""
         return iter(dict(self._client.hscan_iter(self._tag + name, count=_PIECE)).items())
 
     def listed(self, name: str) -> Iterator[bytes]:
-        """Yields the entries of a list."""
+        """Yields the entries of the Redis list `name`."""
         first = 0
         while part := cast(list[bytes], self._client.lrange(self._tag + name, first, first + _PIECE - 1)):
             yield from part
             first += _PIECE
 
     def each_ordered(self, names: Sequence[str]) -> Iterator[Iterator[tuple[bytes, float]]]:
-        """Yields the result of `ordered` for each sorted set. The first entries of all sets are read in one round trip,
-        because there may be many tickets, and most of them have few blocks.
+        """Yields the result of `ordered` for each of these sorted sets. The first entries of all sets are read in one
+        round trip, because there may be many tickets, and most of them have few blocks.
         """
         pipe = self._client.pipeline(transaction=False)
         for name in names:
@@ -248,7 +248,7 @@ class BlockMap:
             yield chain(part, self.ordered(name, _PIECE) if len(part) == _PIECE else ())
 
     def ordered(self, name: str, first: int = 0) -> Iterator[tuple[bytes, float]]:
-        """Yields the entries of a sorted set with their scores, lowest first, starting at position `first`."""
+        """Yields the entries of the sorted set `name` with their scores, lowest first, starting at position `first`."""
         while part := cast(
             list[tuple[bytes, float]], self._client.zrange(self._tag + name, first, first + _PIECE - 1, withscores=True)
         ):

@@ -17,7 +17,7 @@ from common.types import BlockRef, Epoch
 @dataclass(slots=True)
 class Joining:
     """The progress of a holder that joins a rebuilt ledger. The methods can raise LedgerUnavailable (call again),
-    StaleDataset and LedgerDamaged. `assert_all` can also raise Fenced.
+    StaleDataset and LedgerDamaged. `assert_all` raises Fenced if the holder's lease has ended.
     """
 
     ledger: LedgerScripts
@@ -31,7 +31,9 @@ class Joining:
     _beaten_at: float = 0.0
 
     def register(self, name: str, writer_slot: int, floor: int, lease_s: float) -> None:
-        """Registers the holder unless it is registered already. Can also raise FloorsExceedArena."""
+        """Registers the holder unless it is registered already. Raises FloorsExceedArena if the floors do not fit into
+        the arena.
+        """
         if self.epoch is None:
             self.epoch = self.ledger.register(
                 name, writer_slot=writer_slot, floor=floor, lease_s=lease_s, token=self.token

@@ -1,7 +1,7 @@
 """Computes prefix hashes: a SHA-256 chain over the domain, a salt, and for each full block the parent hash, the token
 ids and other input of the block.
 
-The gateway derives the salt from the tenant. Every field is preceded by its length, so that different inputs give
+The salt separates the blocks of different tenants. Every field is preceded by its length, so that different inputs give
 different bytes to hash.
 """
 
@@ -42,7 +42,7 @@ def adapter_domain(domain: bytes, adapter: bytes) -> bytes:
 
 
 def chain_start(domain: bytes, salt: bytes = b"") -> bytes:
-    """Returns the parent hash of a sequence's first block; `salt` separates tenants."""
+    """Returns the parent hash of a sequence's first block. Different salts give different hashes."""
     return _digest(b"start", (domain, salt))
 
 
@@ -66,8 +66,8 @@ def prompt_chain(
 def next_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> PrefixHash:
     """Returns the hash of the full block that contains `token_ids` (each as little-endian u32) after `parent`.
 
-    `extra` identifies other input that determines the block's content, such as an image. Raises OverflowError if an id
-    does not fit into u32.
+    `extra` identifies other input that determines the block's content. Raises OverflowError if an id does not fit into
+    u32.
     """
     ids = array("I", token_ids)
     if byteorder == "big":

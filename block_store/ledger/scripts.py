@@ -144,10 +144,10 @@ class LedgerScripts:
     def deliver(
         self, call: CallId, items: Sequence[SealItem], ticket: TicketId | None = None, lease_s: float = TICKET_LEASE_S
     ) -> tuple[TicketId, list[BlockRef]]:
-        """Seals all items or none, and moves them to `ticket`, or to a new ticket if it is None, as `seal`, `hand_over`
-        and `release` would. Returns the ticket and, for each item, the reference that the ticket holds: the given
-        reference, or a reference to a block that already has the hash. Raises Stale if the holder is not writing one of
-        the blocks, Gone if `ticket` has ended or its secret is wrong, and Fenced if the holder has ended.
+        """Seals all items or none, and moves the blocks to `ticket`, or to a new ticket if it is None, as `seal`,
+        `hand_over` and `release` would. Returns the ticket and, for each item, the reference that the ticket holds: the
+        given reference, or a reference to a block that already has the hash. Raises Stale if the holder is not writing
+        one of the blocks, Gone if `ticket` has ended or its secret is wrong, and Fenced if the holder has ended.
         """
         _bounded(len(items))
         ticket = ticket or TicketId(Epoch(0), secrets.token_bytes(TICKET_SECRET_BYTES))

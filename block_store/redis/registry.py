@@ -139,7 +139,9 @@ class WorkerRegistry:
 
 
 def _usable(record: WorkerRecord) -> WorkerRecord:
-    """Returns `record` if gateways can use its numbers. Raises ValueError otherwise."""
+    """Returns `record`. Raises ValueError if its hash domain is not hexadecimal, or if one of its sizes is not
+    positive.
+    """
     bytes.fromhex(record.hash_domain)
     if min(record.block_size, record.max_model_len, record.max_num_seqs) < 1:
         raise ValueError("block_size, max_model_len and max_num_seqs must be positive")

@@ -43,8 +43,8 @@ class Findings:
 
 
 def fsck(arena: Arena, ledger: LedgerScripts, *, digests: bool = False, wait_s: float = REPORT_WAIT_S) -> Findings:
-    """Returns the differences that last. With `digests`, also compares the blocks' bytes with their digests if the
-    blocks are in host memory.
+    """Returns the differences, and the workers that did not report. With `digests`, also compares the blocks' bytes
+    with their digests if the blocks are in host memory.
 
     Raises LedgerUnavailable if Redis does not answer, and StaleDataset if the ledger is being rebuilt. The caller may
     try again.

@@ -125,7 +125,7 @@ def granted_floor(asked: int, role: str, num_blocks: int, num_workers: int, larg
     that a worker requested before the arena was created: workers with different `--max-num-batched-tokens` request
     different floors.
 
-    Suppose that the arena has N blocks, and that W workers, D of which are decode workers, request at most a blocks
+    Suppose that the arena has N blocks, and that W workers, D of which are decode workers, request at most `a` blocks
     each. Then x = (N - W a) / (2 W). All floors together are at most W a + D x <= N - (N - W a) / 2, so half of the
     remaining blocks are available to every worker. When no other worker holds a block, a prefill worker can take N - (W
     - 1) a - D x = a + (2 W - D) x >= a + x. A group that fits into a decode worker's floor can therefore also be

@@ -1,6 +1,6 @@
 """The sending side of a transfer, which reads sealed blocks of this arena for a host whose ticket holds them.
 
-All methods are blocking, so the service calls them in threads.
+The methods block, so callers run them in threads.
 """
 
 from __future__ import annotations

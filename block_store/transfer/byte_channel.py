@@ -1,4 +1,4 @@
-"""The byte channel: a TCP or TLS connection on which blocks travel from one arena's memory into another's.
+"""The byte channel, a TCP or TLS connection over which blocks are copied from one arena's memory into another's.
 
 gRPC copies every byte several times. On this channel without TLS, the sender's system call reads from an arena in host
 memory, and the receiver's writes into the arena. `KeepTicket` tells the receiver the port. The two ends of a connection

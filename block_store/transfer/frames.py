@@ -1,4 +1,4 @@
-"""Frames of blocks: `ReadBlocksResponse` on the wire, without protobuf's copies of the blocks.
+"""Encodes and decodes frames, which are `ReadBlocksResponse` messages, without protobuf's copies of the blocks.
 
 protobuf copies a bytes field when it builds, serializes, parses and reads a message. Both ends therefore handle the
 bytes of the message themselves. The wire format is that of `block_store.proto`, and any protobuf client can parse it.

@@ -2,14 +2,14 @@
 
 The puller is a holder with a lease and a writer slot, like a prefill worker. A pull looks up which of the ticket's
 blocks this arena already contains, allocates blocks for the others, copies them, seals them under the same prefix
-hashes, and delivers everything to a local ticket, which a decode worker claims. Until the source's ticket has been
+hashes, and delivers all of them to a local ticket, which a decode worker claims. Until the source's ticket has been
 read, its lease is extended.
 
     ask for hashes -> take (found + allocated, all or none) -> copy, and deliver what has arrived to a local ticket
                                                                (keep the source's ticket)
 
-If anything fails, all blocks are released. Blocks into which the transport may still write stay allocated to the puller
-until the transport is quiescent (`transport`), so that no other holder gets them.
+If anything fails, the blocks are released, but those into which the transport may still write stay allocated to the
+puller until the transport is quiescent (`transport`), so that no other holder gets them.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Puller:
         self._copying = asyncio.Semaphore(MAX_PULLS)
         self._num_pulls = 0
         self._withheld: list[tuple[Copy, Delivery]] = []
-        """Failed copies whose destination the transport may still write."""
+        """Failed copies to whose destination the transport may still write."""
 
     @property
     def num_withheld(self) -> int:
-        """Number of blocks of failed copies whose destination the transport may still write."""
+        """Number of blocks of failed copies to whose destination the transport may still write."""
         return sum(len(copy.into) for copy, _ in self._withheld)
 
     async def pull(
