@@ -24,7 +24,7 @@ calls.
 
 
 class HostTier(Protocol):
-    """The interface of the memory for swapped blocks: `decode_svc.swap.SwapSpace`, or its simulation."""
+    """The interface of the memory for swapped blocks (`decode_svc.swap.SwapSpace`)."""
 
     block_bytes: int
     num_groups: int

@@ -25,7 +25,9 @@ Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
 
 
 class Taken(NamedTuple):
-    """The tokens that a step has added to a sample: one token, and one more for each accepted token of its draft."""
+    """The tokens that a step has added to a sample: the accepted tokens of its draft and, unless one of them ends the
+    sample, one more token.
+    """
 
     group: Group
     sequence: Sequence
@@ -112,7 +114,7 @@ class SamplingStep:
     def cancel(self, group: Group, sample_index: int) -> None:
         """Ends a sample without an output. Does nothing if the sample has already ended."""
         gone = [sequence for sequence in group.live if sequence.sample_index == sample_index]
-        if gone:  # otherwise the sample has just ended
+        if gone:  # otherwise, the sample has already ended
             self._end(group, gone)
             self._blocks.release(gone)
 

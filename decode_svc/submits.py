@@ -99,7 +99,9 @@ def _check_branches(submit: pb.Submit, sampling: SamplingParams, candidates: Can
 
 
 def _check_ids(submit: pb.Submit, sampling: SamplingParams, stopping: StoppingParams, vocab_size: int) -> None:
-    """Raises ValueError if an id is outside the vocabulary. Such an id could make every group of a step fail."""
+    """Raises ValueError if an id is outside the vocabulary, or if `logprobs` exceeds the size of the vocabulary. Such a
+    value could make every group of a step fail.
+    """
     known = [submit.prompt_token_ids, submit.beam_candidates.token_ids, stopping.stop_token_ids]
     known += [branch.output_token_ids for branch in submit.branches]
     largest = max([max(ids, default=0) for ids in known] + list(sampling.named_ids))

@@ -62,7 +62,7 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
 
 def stale_owners(arena: Arena, owners: Iterable[T], step: Step) -> set[T]:
     """Applies the reader rule (docs/design.md, Ledger): returns the owners of blocks whose generation in the header
-    differs from the generation in the block table. `owners` has one entry per row of the step.
+    differs from the generation in the block table. `owners` has one entry per row of the step's block tables.
     """
     tables = zip(step.batch.block_tables, step.generations, strict=True)
     stale = [table for table in tables if not arena.check(*table)]

@@ -18,8 +18,8 @@ other memory, and the IPC handle would expose both.
 
 
 class DeviceBlocks:
-    """A uint8 array [num_blocks, block_bytes] on a device, with contiguous rows. Methods that call the driver raise
-    CudaError.
+    """A uint8 array [num_blocks, block_bytes] on a device, with contiguous rows. Methods raise CudaError if a driver
+    call fails.
     """
 
     def __init__(self, device: CudaDevice, pointer: int, num_blocks: int, block_bytes: int, *, is_owner: bool) -> None:

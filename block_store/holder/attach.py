@@ -80,7 +80,7 @@ class Needs:
 
 
 class Attached:
-    """A worker's attachment to a store. Contains the arena, the incarnation as a holder, and the registry entry."""
+    """A worker's attachment to a store, with its arena, its `HeldBlocks` and its entry in the registry."""
 
     def __init__(
         self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0, *, has_disk_tier: bool = False

@@ -1,5 +1,5 @@
-"""A holder's client of the ledger. It has an epoch, a lease (`lease`), and an ordered sequence of calls (`lane`). Each
-call takes effect only once, even if it is repeated.
+"""A holder's client of the ledger. It has an epoch, a lease (`lease`), and an ordered sequence of calls (`lane`). A
+repeated call takes effect only once.
 
 `alloc`, `hand_over`, `claim`, `release`, `present`, `holdings` and `assert_held` make several calls if there are more
 blocks than one call accepts. Other methods accept at most CHUNK blocks. `HeldBlocks` counts the sequences that use the

@@ -195,8 +195,8 @@ def some_blocks(ledger: LedgerScripts, numbers: Sequence[int]) -> list[BlockView
 
 
 class BlockMap:
-    """A reader of a ledger's keys (`lua/lib/state.lua`), with commands of bounded duration. The methods raise redis'
-    errors.
+    """A reader of a ledger's keys (`lua/lib/state.lua`), with commands of bounded duration. The methods can raise
+    redis' errors.
     """
 
     def __init__(self, client: redis.Redis, tag: str) -> None:

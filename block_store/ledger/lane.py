@@ -1,4 +1,4 @@
-"""The ordered lane of a holder's ledger calls. Each call takes effect once, even if it is repeated.
+"""The ordered lane of a holder's ledger calls. A repeated call takes effect only once.
 
 Mutating calls are numbered consecutively and made one at a time. An unanswered call is repeated with the same number
 before any later call; the ledger answers a repeated number with the stored reply. A call has a time budget. When the
@@ -166,7 +166,7 @@ class OrderedLane:
             except StaleDataset as error:
                 self.breaker.open(error)
                 raise
-            except (LedgerDamaged, OutOfOrder) as error:  # a holder has one lane: the number was changed
+            except (LedgerDamaged, OutOfOrder) as error:  # OutOfOrder: a different program has changed the number
                 self._pending = None
                 self.distrust(error)
                 raise LedgerUnavailable(str(error)) from error

@@ -21,9 +21,9 @@ class PrefixLengths:
         self._script = client.register_script(source(NAME))
 
     def find(self, ledgers: Sequence[LedgerScripts], hashes: Sequence[bytes]) -> list[int | None]:
-        """Returns, for each ledger, how many of the leading `hashes` are indexed (a binary search), or None if the
-        ledger has a different dataset generation or is damaged. Raises LedgerUnavailable if Redis does not answer, and
-        LedgerDamaged if the script fails.
+        """Returns, for each ledger, how many of the leading `hashes` are indexed, found by binary search, or None if
+        the ledger has a different dataset generation or is damaged. Raises LedgerUnavailable if Redis does not answer,
+        and LedgerDamaged if the script fails.
         """
         lengths: list[int | None] = []
         for start in range(0, len(ledgers), MOST_ARENAS):

@@ -43,7 +43,7 @@ class ReapReport:
     ended.
     """
     tick: int
-    """The ledger's clock, for the next sweep."""
+    """The ledger's tick, to pass to the next sweep."""
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def open_client(
 def _check(url: str, private: PrivateServer | None) -> RedisHandle:
     shown = _without_password(url)
     try:
-        client = open_client(url, call_timeout_s=START_TIMEOUT_S)  # to connect, it has CONNECT_TIMEOUT_S
+        client = open_client(url, call_timeout_s=START_TIMEOUT_S)  # connecting may take CONNECT_TIMEOUT_S
         info: dict[str, Any] = client.info("server")
         policy: dict[str, Any] = client.info("memory")
     except (redis.RedisError, ValueError, OSError) as error:

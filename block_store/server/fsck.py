@@ -2,9 +2,10 @@
 
 Run `python -m block_store.server.fsck DIRECTORY REDIS_URL`, or `looseleaf fsck`.
 
-Prints the differences. The ledger of a running store changes while it is read in parts, so if there are differences, it
-is read again a few times, and only lasting differences are printed (`invariants.lasting`). A repair is a rebuild
-(`rebuild`), in which the store builds the ledger from the header, and workers assert their blocks.
+Prints the differences. The ledger of a running store changes while it is read in parts, so contradictions within the
+ledger, or between the ledger and the header, are printed only if repeated readings find them too
+(`invariants.lasting`). A repair is a rebuild (`rebuild`), in which the store builds the ledger from the header, and
+workers assert their blocks.
 """
 
 from __future__ import annotations

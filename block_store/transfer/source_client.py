@@ -23,7 +23,7 @@ from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
 KEEP_TIMEOUT_S = 5.0
-# Blocks are much larger than other messages. With gRPC's usual frames of 16 KiB they cost more CPU time.
+# Blocks are much larger than other messages. With gRPC's usual frames of 16 KiB, they would take more CPU time.
 _OPTIONS = [("grpc.http2.max_frame_size", 4 << 20), ("grpc.http2.lookahead_bytes", 8 << 20)]
 _LOST = {
     grpc.StatusCode.ABORTED,
