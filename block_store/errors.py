@@ -94,7 +94,7 @@ class ArenaError(BlockStoreError):
 
 
 class ArenaExists(ArenaError):
-    """Raised if an arena already exists. An existing arena is never truncated."""
+    """Raised if the directory already contains an arena."""
 
 
 class ArenaBusy(ArenaError):

@@ -64,8 +64,7 @@ class CopyOnWrite:
             self._runner.copy_blocks(sources, [table[-1].block for s in copying for table in s.tables])
 
     def copied(self, copying: Seq[Sequence]) -> None:
-        """Releases the sources of the copies. The caller must have applied the reader rule after the copies were made.
-        """
+        """Releases the sources of the copies. The caller must have applied the reader rule after making them."""
         if not copying:
             return
         self._attached.held.release_many([[ref] for sequence in copying for ref in sequence.copy_from])

@@ -131,7 +131,7 @@ class Speculation:
         return drafts
 
     def note(self, taken: Seq[Taken], num_rows: int, seconds: float) -> None:
-        """Records the tokens that a step has added to samples, and its duration with `num_rows` rows."""
+        """Records the tokens that a step of `num_rows` rows has added to samples, and the step's duration."""
         drafted = [item for item in taken if item.num_drafted]
         self._num_steps += 1
         if drafted or self._num_steps % _PLAIN_EVERY == 0 or not self._times.knows(num_rows):

@@ -94,9 +94,9 @@ class GroupBlocks:
 
     def _cached_prefixes(self, job: Job) -> list[CachedPrefix]:
         """Acquires and returns the cached prefix of each sequence, which is empty if the sequence takes its first
-        blocks from the trunk. With a window, only the end of a cached prefix is acquired. If a sequence diverges from
-        the trunk before this end and has no separate cached prefix, all sequences start from a shorter prefix, and the
-        trunk computes the shared blocks.
+        blocks from the trunk. In KV groups with a window, only the end of a cached prefix is acquired. If a sequence
+        diverges from the trunk before this end and has no separate cached prefix, all sequences start from a shorter
+        prefix, and the trunk computes the shared blocks.
         """
         trunk = self._cached_prefix(job, 0, 0)
         cached = [trunk, *(self._cached_prefix(job, i, trunk.num_blocks) for i in range(1, len(job.sequences)))]

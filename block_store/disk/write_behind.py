@@ -29,7 +29,9 @@ LOWEST_PRIORITY = 19
 
 
 class WriteBehind:
-    """A thread that copies the sealed blocks of one arena to disk. `stop` makes a last scan before the thread ends."""
+    """A thread that copies the sealed full blocks of one arena to disk. `stop` makes a last scan before the thread
+    ends.
+    """
 
     def __init__(self, arena: Arena, file: BlockFile) -> None:
         self._arena = arena

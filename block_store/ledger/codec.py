@@ -30,8 +30,8 @@ def pack_refs(refs: Iterable[BlockRef]) -> bytes:
 
 
 def unpack_refs(packed: bytes, num_refs: int | None = None) -> list[BlockRef]:
-    """Returns the references. Raises ValueError or struct.error if `packed` does not contain exactly `num_refs`
-    references. If `num_refs` is None, any number is accepted.
+    """Returns the references in `packed`. Raises ValueError or struct.error if `packed` does not contain exactly
+    `num_refs` references. If `num_refs` is None, any number is accepted.
     """
     refs = [BlockRef(block, generation) for block, generation in _REF.iter_unpack(packed)]
     if num_refs is not None and len(refs) != num_refs:

@@ -52,8 +52,8 @@ def prompt_chain(
     """Returns the start of a prompt's chain, and the rekey that binds the chain to `salt` after the public blocks. The
     rekey is None if there are no public blocks, or if `salt` is empty.
 
-    Full blocks within the prompt's first `public_tokens` have the same hashes for all tenants. The hashes of all later
-    blocks depend on those blocks and on the salt.
+    Full blocks within the prompt's first `public_tokens` tokens have the same hashes for all tenants. The hashes of all
+    later blocks depend on those blocks and on the salt.
     """
     num_public = public_tokens // block_size if salt else 0
     if not num_public:

@@ -119,7 +119,9 @@ def take_census(arena: Arena) -> Census:
 
 
 def _first_of_each_hash(sealed: npt.NDArray[np.bool_], hashes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Returns the number of the first sealed full block with each hash, since the index names one block per hash."""
+    """Returns, for each hash, the number of the first sealed full block that has it, since the index names one block
+    per hash.
+    """
     full = np.flatnonzero(sealed & hashes.any(axis=1))
     whole = np.ascontiguousarray(hashes[full]).view("S32").ravel()
     return full[np.unique(whole, return_index=True)[1]]

@@ -56,7 +56,7 @@ class SourceClient:
         return (await self._keep(source, ticket, ())).lease_ms / 1000
 
     def byte_port(self, source: str) -> int:
-        """Returns the port of the source's byte channels that the source last reported, or 0 if it has none."""
+        """Returns the port for byte channels that the source last reported, or 0 if it has reported none."""
         return self._byte_ports.get(source, 0)
 
     async def read(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> AsyncGenerator[Frame, None]:
