@@ -147,7 +147,7 @@ class Preemption:
 
     def _resume(self, group: Group, needed: Callable[[], int]) -> bool:
         """Resumes the group if there are enough blocks, and returns whether the group was resumed. While other groups
-        run, waits RESUME_PAUSE_S after a failure before it tries again.
+        run, makes no attempt for RESUME_PAUSE_S seconds after a failure.
         """
         num_running = self._scheduler.num_running
         if num_running and self._clock() - self._tried_at < RESUME_PAUSE_S:

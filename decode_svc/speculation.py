@@ -37,7 +37,7 @@ class Drafter(Protocol):
         """Returns tokens that may follow the sequence, or no tokens."""
 
     def drop(self, sequence: Sequence) -> None:
-        """Drops what is stored for a sequence. `predict` may be called for the sequence again."""
+        """Drops the data that is stored for a sequence. `predict` may be called for the sequence again."""
 
 
 @dataclass(slots=True)

@@ -242,9 +242,9 @@ class DecodeWorker:
         return True
 
     def _reserve(self) -> Plan:
-        """Reserves private blocks for each running sequence whose next position needs one, and returns the sequences of
-        the next step. Preempts groups if there are too few blocks. If a group still gets no blocks, it waits, and so do
-        all later groups.
+        """Reserves a private block per KV group for each running sequence whose next position needs one, and returns
+        the sequences of the next step. Preempts groups if there are too few blocks. If a group still gets no blocks, it
+        waits, and so do all later groups.
         """
         plan: Plan = []
         for group in self._scheduler.running:  # the loop preempts only groups after `group`

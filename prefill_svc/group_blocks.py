@@ -127,8 +127,8 @@ class GroupBlocks:
     def _cached_prefix(self, job: Job, index: int, trunk_blocks: int) -> CachedPrefix:
         """Acquires and returns the cached prefix of a sequence, without the block of the last position, which must be
         computed. `trunk_blocks` is the length of the trunk's cached prefix. The result is empty if the sequence shares
-        more blocks than that with the trunk, if every position must be computed, or if the blocks that the sequence
-        shares with the trunk are not found.
+        more blocks than that with the trunk, if no block can be reused, or if the blocks that the sequence shares with
+        the trunk are not found.
         """
         nothing = CachedPrefix.nothing(self._layout)
         sequence, shared = job.sequences[index], job.shared_blocks(index, self._block_size)

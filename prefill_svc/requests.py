@@ -68,8 +68,8 @@ def _quota(message: types_pb.CacheQuota) -> CacheQuota:
 
 
 def _check_group(branches: Seq[Branch], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """Checks the number of sequences, the sample indices of the branches, and that a beam search has a single empty
-    branch and no grammar.
+    """Raises InvalidArgument unless the number of sequences and the sample indices of the branches are valid, and a
+    beam search has a single empty branch and no grammar.
     """
     if not branches:
         raise InvalidArgument.of("branches", "must hold at least one branch")

@@ -1,1 +1,1 @@
-"""The arena: the block memory of a device, with its header and its writer slots."""
+"""The arena, the memory of a device's KV blocks, with its header and its writer slots."""

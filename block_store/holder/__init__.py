@@ -1,1 +1,3 @@
-"""The worker's side of the block store: attaching to a store and holding blocks, with or without Redis."""
+"""The worker's side of the block store, which attaches a worker to a store and records the blocks that the worker
+holds.
+"""

@@ -62,8 +62,8 @@ class Channels:
         self._idle.setdefault(address, []).append((self._trust.stamp, connection))
 
     def connect(self, address: Address) -> socket.socket:
-        """Returns a new channel. Raises _CannotConnect if there is no connection or it fails, and TimeoutError if the
-        other end accepts the connection but does not answer.
+        """Returns a new channel. Raises _CannotConnect if no connection can be made or the handshake fails, and
+        TimeoutError if the other end accepts the connection but does not answer.
         """
         try:
             connection = socket.create_connection(address, CONNECT_S)

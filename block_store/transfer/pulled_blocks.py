@@ -1,4 +1,4 @@
-"""The ledger operations of one pull: find or allocate its blocks, seal them, hand them over, and release them.
+"""The ledger operations of one pull, which find or allocate its blocks, seal them, hand them over, and release them.
 
 In a pull, every function that calls the ledger runs in the puller's one thread. `disk.restore` uses some of the
 functions as well.
