@@ -40,7 +40,7 @@ class AdapterPool:
 
     def get(self, digest: bytes) -> LoraAdapter | None:
         """Returns the adapter with this digest, or None if the digest is empty, which means the base model. Raises
-        Aborted if the adapter is not loaded, because another worker may have loaded it.
+        Aborted if the adapter is not loaded; another worker may have loaded it.
         """
         if not digest:
             return None
