@@ -1,5 +1,5 @@
--- keep(ticket, secret, lease ms, refs): refuses unless the ticket is live and holds all `refs`. Extends the lease of the
--- ticket, whose blocks another host is reading. The lease never gets shorter.
+-- keep(ticket, secret, lease ms, refs): refuses unless the ticket is live and holds all `refs`. Extends the lease of
+-- the ticket, whose blocks another host is reading. The lease never gets shorter.
 local ticket, secret = ARGV[2], ARGV[3]
 if not is_ticket(ticket, secret) then return '-GONE' end
 local blocks, generations = unpack_refs(ARGV[5])

@@ -1,4 +1,5 @@
--- present(hashes): answers with '1' or '0' for each 32-byte prefix hash: whether a block is indexed under it. Reads only.
+-- present(hashes): answers with '1' or '0' for each 32-byte prefix hash: whether a block is indexed under it. Reads
+-- only.
 local hashes, marks = {}, {}
 for at = 1, #ARGV[2], 32 do hashes[#hashes + 1] = string.sub(ARGV[2], at, at + 31) end
 local blocks = hmget(INDEX, hashes)

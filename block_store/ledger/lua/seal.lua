@@ -1,5 +1,5 @@
--- seal(epoch, number, items, quotas): seals all items or none (`seal_items`). Answers with the reference to use for each
--- item: its own, or that of a block that already has the hash, which the holder then also holds.
+-- seal(epoch, number, items, quotas): seals all items or none (`seal_items`). Answers with the reference to use for
+-- each item: its own, or that of a block that already has the hash, which the holder then also holds.
 local epoch, number = ARGV[2], ARGV[3]
 local early = lane(epoch, number)
 if early then return early end
