@@ -120,7 +120,7 @@ class BeamSearch:
         return self._ended[: self._sampling.num_sequences]
 
     def _most_likely(self, candidates: Sequence[Candidates]) -> list[_Continuation]:
-        """Returns the continuations of all running beams with the highest sums, best first."""
+        """Returns the continuations with the highest sums among those of all running beams, the best first."""
         counts = [len(c.token_ids) for c in candidates]
         parents = np.repeat(np.arange(len(counts)), counts)
         tokens = np.concatenate([c.token_ids for c in candidates])

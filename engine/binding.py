@@ -27,9 +27,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 
 class DeviceArray(Protocol):
-    """The interface of an array in GPU memory, uint8 [num_blocks, >= block_bytes], which numba and CuPy arrays also
-    have.
-    """
+    """The interface of an array in GPU memory, uint8 [num_blocks, >= block_bytes], such as one of CuPy or numba."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
@@ -40,7 +38,7 @@ Arena = npt.NDArray[np.uint8] | torch.Tensor | DeviceArray
 
 @dataclass(slots=True)
 class Binding:
-    """A bound arena, with its views, and with the CUDA graphs or the C call that run over it."""
+    """A bound arena, its views, and the CUDA graphs or the `FusedDecoder` that run over it."""
 
     arena: torch.Tensor  # uint8 [num_blocks, >= block_bytes]
     caches: dict[int, LayerCache]

@@ -1,7 +1,7 @@
 """The weight files of a model directory: their names, the positions of their tensors, and their fingerprint.
 
-This module reads only the headers of safetensors files (8 bytes of length, then JSON) and small samples of their
-tensors, so a fingerprint takes milliseconds.
+A safetensors file begins with a header: 8 bytes with the length of the JSON that follows. This module reads the header
+and small samples of the tensors.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def weight_files(directory: Path) -> list[WeightFile]:
 
 
 def convert(directory: Path) -> str:
-    """Returns advice with the command that converts a directory's pickled weights to safetensors. torch then reads only
-    tensors and runs no pickled code.
+    """Returns the part of an error message that gives the command to convert a directory's pickled weights to
+    safetensors.
     """
     load = f"AutoModelForCausalLM.from_pretrained('{directory}', dtype='auto')"
     code = f"from transformers import *; {load}.save_pretrained('{directory}')"

@@ -1,8 +1,4 @@
-"""The configuration of a model, read from the `config.json` of a Hugging Face directory: sizes, positions, norms.
-
-Reading raises `UnsupportedModel`, which names the setting, for settings that are known to change the numbers and that
-are not supported.
-"""
+"""The configuration of a model, read from the `config.json` of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -129,7 +125,7 @@ class ModelConfig:
         definition; see `ModelImpl`.
 
         Raises ModelError for a missing directory or file, invalid JSON or an invalid field. Raises UnsupportedModel,
-        which names the unsupported feature.
+        which names the feature, if the model definition does not support the model.
         """
         directory = Path(path)
         if not directory.is_dir():
@@ -189,7 +185,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> tuple[LayerMemory, ...]:
-        """The memory of each layer: the state that it stores for a sequence."""
+        """The memory of each layer for a sequence."""
         return self.memories or (LayerMemory(window=self.window),) * self.num_layers
 
 

@@ -1,9 +1,9 @@
 """A draft: tokens that may follow a sequence, which one step verifies. This module does not use torch.
 
 The step computes the sequence's next position and the positions of the draft. Row i draws a token after i tokens of the
-draft, exactly as a separate step would, with its own position, penalties and grammar state. The token is accepted if
-all tokens of the draft before it were drawn, too. The output is therefore the same as that of plain decoding, whatever
-the draft was (docs/speculation.md).
+draft, exactly as a separate step would, with its own position, penalties and grammar state. The drawn token is accepted
+if the i tokens of the draft before it were also drawn. The output is therefore the same as that of plain decoding,
+whatever the draft was (docs/speculation.md).
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from engine.loader import Target
 
 DUMMY_POOL = 1_048_573
-"""Number of random values from which dummy weights are taken: a prime, so that rows of any width differ."""
+"""Number of random values from which dummy weights are taken. It is a prime, so that the rows of a matrix differ."""
 DUMMY_STD = 0.02
 
 
 class DummySource:
     """A source of random weights that depend only on seed, name, shape and dtype. Tensors whose names end in `.bias`
-    are 0, other vectors (norms) are 1, and matrices repeat DUMMY_POOL normally distributed values.
+    are 0, other vectors (norms) are 1, and the elements of matrices are taken from a pool of DUMMY_POOL normally
+    distributed values.
     """
 
     def __init__(self, seed: int, target: Target) -> None:

@@ -1,6 +1,4 @@
-"""The errors for a model that cannot be loaded and for a lost rank. The message of a `ModelError` is one sentence that
-names the file, tensor, setting or feature.
-"""
+"""The errors for a model that cannot be loaded and for a lost rank."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ class ModelError(StartupError):
 
 
 class UnsupportedModel(ModelError):
-    """Raised if a checkpoint can be read, but has an architecture or a feature that this version does not support."""
+    """Raised if a checkpoint has an architecture or a feature that is not supported."""
 
 
 class RankLost(Exception):
@@ -24,7 +22,9 @@ class RankLost(Exception):
 
 
 def refuse_unless(raw: dict[str, Any], name: str, *allowed: object) -> None:
-    """Raises UnsupportedModel if `name` does not have an allowed value. The first allowed value is the default."""
+    """Raises UnsupportedModel if the field `name` of `raw` does not have an allowed value. The first allowed value is
+    the default.
+    """
     value = raw.get(name, allowed[0])
     if value not in allowed:
         raise UnsupportedModel(f"{name}={value!r} is not supported; only {allowed[0]!r} is")

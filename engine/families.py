@@ -1,8 +1,5 @@
-"""Readers of `config.json`, one for each native family or group of similar families. Absent keys have the defaults of
+"""Readers of `config.json`, one for each native family or group of similar families. Optional keys have the defaults of
 transformers.
-
-Reading raises `UnsupportedModel`, which names the setting, for settings that are known to change the numbers and that
-are not supported.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """A family's defaults for absent keys."""
+    """A family's defaults for optional keys of `config.json`."""
 
     length: int = 32_768
     kv_heads: int | None = None

@@ -30,8 +30,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def make_directory(file: Path, directory: Path) -> None:
-    """Writes a model directory for a GGUF file. Raises ModelError, or UnsupportedModel for an unsupported
-    architecture.
+    """Writes a model directory for a GGUF file. Raises ModelError if a package is missing or the file cannot be read,
+    and UnsupportedModel if the model is not supported.
     """
     try:
         import transformers

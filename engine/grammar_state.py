@@ -1,6 +1,6 @@
-"""The state of a sample in its grammar. The state depends only on the grammar and the sample's tokens.
+"""The state of a sample in its grammar.
 
-The state is not sent to other workers. A sequence that is prefilled again gets a new state, which first follows the
+The state is not sent to other workers. A sequence that is prefilled again gets a new state, which first consumes the
 tokens that the sequence already has.
 """
 

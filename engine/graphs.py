@@ -1,10 +1,9 @@
 """Captures decode steps of fixed shapes, which a GPU can replay. There is one CUDA graph for each of several batch
 sizes, the *buckets*. A smaller batch is padded with rows to the next bucket.
 
-A kernel launch from Python takes 5 to 20 us, and a layer needs 8 to 10 launches, which together take longer than the
-kernels. A replay is a single launch. A padding row has context 0 (attention gives zeros and reads no block) and slot -1
-(nothing is written). The graphs have not run on a GPU yet. On a CPU, tests compute the same padded shapes eagerly, and
-compare their bits with those of steps without padding.
+A replay is a single launch, whereas an eager step launches several kernels per layer from Python. A padding row has
+context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written). The graphs have not run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Bucket:
 
 
 class DecodeGraphs:
-    """The buckets of a runner, captured over one binding of its arena. All buckets read their inputs from the first
-    rows of the same six arrays.
+    """The buckets of a runner, captured over one bound arena. All buckets read their inputs from the first rows of the
+    same six arrays.
     """
 
     def __init__(self, device: Device, attention: AttentionProvider, max_blocks: int, logits: torch.Tensor) -> None:
@@ -88,8 +87,8 @@ class DecodeGraphs:
         self._buckets.insert(bisect_left(self.sizes, size), Bucket(size, batch, self._device.record(work)))
 
     def takes(self, batch: StepInput) -> bool:
-        """Returns whether a bucket can run a step: it has one token per sequence, logits for every row, and not too
-        many rows.
+        """Returns whether a bucket can run a step. The step must have one token per sequence, logits for every row, and
+        no more rows than the largest bucket.
         """
         rows = len(batch.token_ids)
         return (

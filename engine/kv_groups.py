@@ -1,12 +1,13 @@
 """Divides the layers of a model into KV groups.
 
 The layers of a group share block tables, because they keep the same positions. All groups use blocks of one arena,
-which have equal sizes, so layers are divided into groups of equal size. Gemma 3 has five windowed layers for each layer
-with full attention. Its 26 layers form one group of 4 layers with full attention and six groups of 4 windowed layers;
-the last group has two unused places. vLLM's hybrid KV cache manager does the same (vllm/v1/core/kv_cache_utils.py).
+which have equal sizes, so layers are divided into groups of equal size. Gemma 3 1B, for example, has 26 layers, of
+which every sixth has full attention. They form one group of 4 layers with full attention and six groups of 4 windowed
+layers; the last group has two unused places. vLLM's hybrid KV cache manager divides layers in the same way
+(vllm/v1/core/kv_cache_utils.py).
 
 The state of a recurrent layer has the same size for any sequence length. A group holds as many states as fit into a
-block of the attention layers. If there are no attention layers, all states form one group.
+block of the attention layers, but at least one. If there are no attention layers, all states form one group.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def layout_of(
 
 
 def default_block_size(layers: Sequence[LayerMemory], bytes_per_token: int) -> int:
-    """Returns the smallest block size of 16, 32, 64 and 128 tokens with which a block's recurrent states take no more
-    memory than its keys and values, or 256 if there is none. `bytes_per_token` is the size of one layer's keys and
-    values.
+    """Returns the smallest of 16, 32, 64 and 128 tokens whose keys and values, in all layers, take at least as much
+    memory as the recurrent states of all layers. Returns 256 if there is none. `bytes_per_token` is the size of one
+    token's keys and values in one layer.
     """
     states = sum(layer.state_bytes for layer in layers)
     per_token = bytes_per_token * sum(layer.attends for layer in layers)
@@ -89,8 +90,8 @@ def _parts(layers: Sequence[int], places: int) -> list[tuple[int, ...]]:
 
 
 def _places(counts: Sequence[int]) -> int:
-    """Returns the number of layers in a group: the number of layers of the rarest kind or, if the numbers differ by
-    less than a quarter, of the most frequent kind. A few unused places cost less than another table.
+    """Returns the number of places in a group. It is the number of layers of the rarest kind, or of the most frequent
+    kind if that is less than 1.25 times as large. A few unused places cost less than another table.
     """
     least, most = min(counts), max(counts)
     return most if most < 1.25 * least else least

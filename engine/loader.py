@@ -1,5 +1,5 @@
-"""Loads the weights of a model by name and shape, from safetensors or GGUF files, or generates random weights. A
-model takes every tensor that it needs. `finish` then raises an error if the checkpoint has other tensors.
+"""Loads the weights of a model by name and shape, from safetensors or GGUF files, or generates random weights. A model
+takes the tensors that it needs, and `Weights.finish` then refuses a checkpoint with unexpected tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 logger = logging.getLogger("engine")
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-"""Buffers that old checkpoints contain and no model needs."""
+"""Endings of the names of buffers that old checkpoints contain and no model needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class SafetensorsSource:
 
 
 class Weights:
-    """A loader of a model's parameters. It returns them in the compute dtype, on the device, fused and packed."""
+    """A loader of a model's parameters, which fuses and packs linear layers."""
 
     def __init__(
         self,
@@ -151,8 +151,9 @@ class Weights:
     def linear(
         self, names: Sequence[str], outs: Sequence[int], size_in: int, *, bias: bool = False, is_router: bool = False
     ) -> PackedLinear:
-        """Returns the projections `names`, each [out, size_in], as one layer with their outputs in order. A router of
-        experts is not rounded: it is small, and a small error in it would select different experts.
+        """Returns the projections `names`, each [out, size_in], as one layer with their outputs in order. The router of
+        a mixture of experts is not rounded, because it is small, and a small error in it could select different
+        experts.
         """
         parts = [Matrix(name, out, size_in) for name, out in zip(names, outs, strict=True)]
         biases = [self._source.take(f"{part.name}.bias", (part.n_out,), self.dtype) for part in parts] if bias else []
@@ -222,8 +223,8 @@ class Weights:
         return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self.dtype)
 
     def _weight(self, parts: Sequence[Matrix], *, rounded: bool) -> torch.Tensor | list[QuantizedWeight]:
-        """Returns copies of the matrices of one layer: a list if all are quantized, otherwise one matrix with all
-        outputs, in a list if it is rounded.
+        """Returns the matrices of one layer: a list of them if all are quantized, otherwise one matrix of floats with
+        all outputs, or, if that is rounded, a list with the result.
         """
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
@@ -276,7 +277,7 @@ def open_weights(
 ) -> Iterator[Weights]:
     """A context manager that yields the weights of a model directory. Shows a progress bar if stderr is a terminal.
 
-    Raises ModelError, which names the file or tensor, or StartupError if a file does not match SHA256SUMS.
+    Raises ModelError if a weight file is missing or corrupt, and StartupError if a file does not match SHA256SUMS.
     """
     source: TensorSource
     files: list[WeightFile] = []

@@ -72,8 +72,8 @@ class LoraStep:
         self.of_rows = self.of_tokens if same else LoraRows(weights, of_row)
 
     def correct(self, linear: PackedLinear, x: torch.Tensor, out: torch.Tensor, of_rows: bool) -> None:
-        """Adds the adapters' corrections to `out`, the product of x. The rows of x are the step's tokens or, with
-        `of_rows`, the requested rows. Does nothing if `linear` is not a site.
+        """Adds the adapters' corrections to `out`, the layer's output for x. The rows of x are the step's tokens or,
+        with `of_rows`, the requested rows. Does nothing if `linear` is not a site.
         """
         if linear.site is not None:
             lora(x, out, self.of_rows if of_rows else self.of_tokens, linear.site)
@@ -121,7 +121,7 @@ class LoraModel:
         return LoraStep(batch) if batch.adapters else None
 
     def load(self, ref: AdapterRef) -> LoraAdapter:
-        """Loads an adapter. Raises AdapterError, which names the file or directory."""
+        """Loads an adapter. Raises AdapterError if its files cannot be read, do not fit the model or have changed."""
         config, path = read_config(ref.path), Path(ref.path) / WEIGHTS_FILE
         products: dict[int, list[LoraPart]] = defaultdict(list)
         try:
@@ -167,7 +167,9 @@ def _places(sites: Sequence[Site]) -> dict[str, Place]:
 
 
 def _modules(path: Path, names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Returns the names of A and B of every adapted module. Raises AdapterError for any other tensor."""
+    """Returns the names of the tensors A and B of every adapted module. Raises AdapterError if there are other tensors
+    or no tensors, or if a module lacks A or B.
+    """
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
         match = _TENSOR.fullmatch(name)

@@ -1,6 +1,4 @@
-"""Runs the forward passes of a worker, with its weights and its views of the arena. Only one thread at a time, usually
-a worker's step thread, may call the methods.
-"""
+"""Loads a model and computes steps over the blocks of an arena."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ logger = logging.getLogger("engine")
 
 
 class ModelRunner:
-    """A loaded model that computes steps over the blocks of an arena."""
+    """A model that computes steps over the blocks of an arena. Only one thread at a time may call its methods."""
 
     def __init__(
         self,
@@ -59,8 +57,8 @@ class ModelRunner:
         urgent: bool = False,
     ) -> None:
         """Loads the weights, unless `model` is given (see `sharing`). If the settings require several ranks and `seat`
-        is None, starts the other ranks. Raises StartupError, usually a ModelError, which names the file, tensor or
-        setting.
+        is None, starts the other ranks. Raises StartupError, usually its subclass ModelError, if the model cannot be
+        loaded.
         """
         self.settings = settings
         self.config = ModelConfig.from_directory(settings.model, settings.model_impl)
@@ -121,7 +119,7 @@ class ModelRunner:
         return self.device.num_threads
 
     def use_threads(self, num_threads: int) -> None:
-        """Changes the number of threads, and prepares the calling thread for steps. Call it before `bind`."""
+        """Changes the number of threads. On a CPU, prepares the calling thread for steps. Call this before `bind`."""
         self.settings = replace(self.settings, num_threads=num_threads)
         self.device.use_threads(num_threads)
 
@@ -137,8 +135,8 @@ class ModelRunner:
         return self.binding.arena
 
     def bind(self, arena: Arena, shared: SharedBlocks | None = None) -> None:
-        """Sets the arena of all following steps: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, with
-        contiguous, preferably 64-byte-aligned rows. The memory must outlive its use by the runner. Graphs are dropped.
+        """Sets the arena that steps use: uint8 [num_blocks, >= layout.block_bytes] on the runner's device, with
+        contiguous, preferably 64-byte-aligned rows. The memory must outlive its use by the runner.
 
         `shared` is the location of the same memory for the other ranks. If it is None and there are several ranks,
         steps are rehearsals, which take the time and memory of a step but have meaningless results.
@@ -151,7 +149,7 @@ class ModelRunner:
             self.seat.share(shared)
 
     def new_arena(self, num_blocks: int, fill: int = 0) -> torch.Tensor:
-        """Returns private blocks on the runner's device, filled with the byte `fill` (0xff: NaN in any KV dtype)."""
+        """Returns a private arena on the runner's device, whose bytes are all `fill`."""
         self.device.enter()  # so that the memory is filled in the stream that will use it
         shape = (num_blocks, self.layout.block_bytes)
         return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)
@@ -180,7 +178,7 @@ class ModelRunner:
         return self._on_all_ranks(batch, compute, has_head=False)
 
     def _on_all_ranks(self, batch: StepInput, compute: Compute, *, has_head: bool) -> torch.Tensor:
-        """Runs `compute` in the device's stream, on all ranks."""
+        """Runs `compute` in the device's stream, with the other ranks if there are several. Waits for the result."""
         self.device.enter()
         if self.seat is None:
             result = compute(batch, None)
@@ -272,8 +270,8 @@ class ModelRunner:
         return model
 
     def _fuse(self, caches: Mapping[int, LayerCache]) -> FusedDecoder | None:
-        """Returns a decoder that runs a pass over these caches in one C call. Returns None if `enforce_eager` is set,
-        or if a part of the model has no implementation in that call.
+        """Returns a decoder that runs a pass over these caches in one C call, or None if the model, the attention
+        provider or the settings do not allow this.
         """
         model = self.model
         if not isinstance(model, Decoder) or self.attention.name != "cpu" or self.settings.enforce_eager:
@@ -286,8 +284,8 @@ class ModelRunner:
     def _eager(
         self, batch: StepInput, states: torch.Tensor | None, bound: Binding, *, head: bool = True
     ) -> torch.Tensor:
-        """Starts a step of any shape. Returns fp32 logits [R, vocab], or hidden states [R, h] if `head` is False. For
-        `states` and the result of a stage, see `Compute`.
+        """Computes a step of any shape without CUDA graphs. Returns fp32 logits [R, vocab], or hidden states [R, h] if
+        `head` is False. For `states` and the result of a stage, see `Compute`.
         """
         wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())

@@ -18,7 +18,7 @@ from kernels.row_parallel import our_provider
 
 
 class Asked(Protocol):
-    """The interface of the settings that affect bits directly."""
+    """The interface of the settings that `numerics` reads."""
 
     @property
     def deterministic(self) -> bool: ...
@@ -31,7 +31,7 @@ def numerics(
     device: Device, attention: AttentionProvider, dtype: DType, kv_dtype: DType, settings: Asked, parts: int = 1
 ) -> str:
     """Returns the settings as `name=value` pairs with spaces between them. `parts` is the number of parts in which
-    products are summed (`engine.ranks.shard`); the number of ranks does not affect bits.
+    output projections are summed (`engine.ranks.shard`).
     """
     said = {
         "dtype": dtype,

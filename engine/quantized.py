@@ -1,8 +1,8 @@
 """Converts quantized checkpoints (GPTQ, AWQ, compressed-tensors, FP8 and GGUF) to weights for kernels.
 
-Integer formats become `QuantizedWeight`s with the same integers. FP8 weights become floats of the compute dtype.
-Activations are not quantized, even if the checkpoint specifies it. Layouts match those of AutoGPTQ, AutoAWQ,
-llm-compressor and transformers. A word contains values of `bits` bits, the lowest bits first.
+Weights of 4 or 8 bits in integer formats become `QuantizedWeight`s. FP8 weights become floats. Activations are not
+quantized, even if the checkpoint's configuration requires it. Layouts are those of AutoGPTQ, AutoAWQ, llm-compressor
+and transformers. An int32 word contains 32 / `bits` values, the first one in the lowest bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.quantization import UNIT, Bits, QuantizedWeight
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, among eight, to which each value in a word of AWQ belongs."""
 IGNORED_SUFFIXES = (".g_idx", ".weight_g_idx", ".weight_shape", ".input_scale", ".input_zero_point", ".output_scale")
-"""Suffixes of tensors of quantized layers that are not needed."""
+"""Endings of the names of tensors of quantized layers that may remain unread."""
 
 
 class RawTensors(Protocol):
@@ -80,7 +80,7 @@ def _allowed(config: Mapping[str, Any], method: str, **allowed: Sequence[Any]) -
 
 
 def _group(size: int, n_in: int, name: str) -> int:
-    """Returns the number of inputs of a group: `size`, or all inputs if it is -1."""
+    """Returns the number of inputs in a group: `size`, or all inputs if `size` is -1."""
     group = n_in if size == -1 else size
     if group <= 0 or group % UNIT:
         raise UnsupportedModel(f"{name} has groups of {group} inputs; only multiples of {UNIT} are supported")
@@ -246,8 +246,8 @@ def _compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The FP8 format: weight float8_e4m3fn [out, in], and weight_scale_inv [blocks of out, blocks of in] or one
-    weight_scale.
+    """The FP8 format: weight float8_e4m3fn [out, in], and its scales, either weight_scale_inv [blocks of out, blocks of
+    in] or weight_scale.
     """
 
     block: tuple[int, int] | None

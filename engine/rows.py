@@ -1,7 +1,5 @@
-"""Builds the arrays of decode steps, which are kept and updated from step to step. In each KV group, there is one row
-of block numbers per sequence. A row is not copied again while it belongs to the same, unchanged block table
-(`BlockTable.stamp`), unless the arrays grow. A sequence with a draft computes several positions.
-`engine.sequence.lay_out` does the same for chunks of any size; tests compare the two.
+"""Builds the arrays of decode steps. The arrays are kept from step to step, so that most steps copy only the block
+tables that have changed (`BlockTable.stamp`). `engine.sequence.lay_out` builds the arrays for chunks of any size.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ class _GroupRows:
         self._make(_START_ROWS, _START_COLUMNS)
 
     def update(self, tables: Seq[BlockTable]) -> None:
-        """Copies the tables that have changed since the last call."""
+        """Copies `tables[i]` to row i, unless the row is known to contain the table already."""
         stamps = [table.stamp for table in tables]
         if stamps == self._stamps:
             return

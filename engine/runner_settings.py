@@ -15,16 +15,16 @@ from engine.loader import LoadFormat
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """The settings of a runner. Names and defaults are the same as in a worker's settings."""
+    """The settings of a runner, which are a part of its worker's settings."""
 
     model: str | Path
     """Hugging Face model directory."""
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
-    """The compute dtype. auto: bfloat16, whose row results do not depend on the batch (docs/design.md, Numbers)."""
+    """The compute dtype; auto means bfloat16 (docs/design.md, Numbers)."""
     load_format: LoadFormat = "auto"
     model_impl: ModelImpl = "auto"
     allow_variant_numerics: bool = False
-    """Whether to run a model of transformers even if its rows depend on their batch."""
+    """Whether to run a model that transformers defines even if a row's result depends on its batch."""
     quantization: Literal["int8", "int4"] | None = None
     """Type to which the matrices of an unquantized checkpoint are rounded; None if they are not rounded."""
     block_size: int | None = None

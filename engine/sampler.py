@@ -1,13 +1,12 @@
 """The sampler, which turns logits into tokens, log-probabilities and beam candidates.
 
-The functions are vectorized over the batch. Logits stay on their device; ids and log-probabilities are returned to the
-host.
+Logits stay on their device; ids and log-probabilities are returned to the host.
 
 A row's result depends on its logits, parameters, tokens, grammar, seed, sample and position, not on the rest of the
-batch. The parameters have vLLM's meaning and order: logit bias, bad words and min_tokens first, then repetition,
-frequency and presence penalties, the grammar's mask and the allowed tokens, then temperature, min-p, top-k and top-p.
-Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not change them. Beam
-candidates are an exception (`beam_candidates`).
+batch. The parameters have the same meaning as in vLLM. They are applied in this order: logit bias, bad words and
+min_tokens; repetition, frequency and presence penalties; the grammar's mask and the allowed tokens; temperature, min-p,
+top-k and top-p. Log-probabilities are those of the raw logits (vLLM's `raw_logprobs`), so a grammar or a bias does not
+change them. Beam candidates are an exception (`beam_candidates`).
 """
 
 from __future__ import annotations
@@ -80,7 +79,9 @@ class Columns:
         self.adjusted = [i for i, row in enumerate(rows) if _may_adjust(row)]
         """Rows whose logits may be changed before the draw."""
         self.asked = [i for i, p in enumerate(params) if p.logprobs is not None]
-        """Rows that request log-probabilities. `counts` has their numbers of most likely tokens."""
+        """Rows that request log-probabilities. `counts` contains the number of most likely tokens that each of them
+        requests.
+        """
         self.counts = [params[i].logprobs or 0 for i in self.asked]
 
     def draw(self, adjusted: torch.Tensor, positions: torch.Tensor) -> list[int]:
@@ -149,8 +150,8 @@ def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]
     """Returns the `counts[i]` most likely next tokens for each row i of fp32 logits [B, vocab], or the whole vocabulary
     if it is smaller.
 
-    Log-probabilities are computed after bias, bans, min_tokens, penalties and grammars, because beams are ranked by
-    them. Temperature and the filters do not apply.
+    The log-probabilities are those of the logits after bias, bans, min_tokens, penalties and grammars. Temperature,
+    min-p, top-k and top-p do not apply.
     """
     if not len(rows):
         return []
@@ -189,8 +190,8 @@ def _may_adjust(row: SampleRow) -> bool:
 
 
 def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
-    """Returns logits [B, vocab] after bias, bans, min_tokens, penalties and grammars of these rows. If no row needs a
-    change, returns `logits` itself. A grammar's mask takes min_tokens into account.
+    """Returns logits [B, vocab] with the changes that these rows require, or `logits` itself if no row requires a
+    change. For a row with a grammar, the grammar's mask applies min_tokens.
     """
     biases = [(i, row) for i, row in rows if row.params.logit_bias]
     short = [(i, row) for i, row in rows if row.position < row.stopping.min_tokens and row.grammar is None]
@@ -258,7 +259,7 @@ def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
 
 
 def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Returns the indices of (row, its tokens) in flattened logits [B, vocab]: int64, row after row.
+    """Returns the indices, int64, of the tokens of each (row, tokens) in flattened logits [B, vocab].
 
     Raises IndexError for a token outside the vocabulary, whose index would be in another row.
     """
@@ -271,8 +272,9 @@ def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[n
 
 
 def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
-    """Applies the penalties of all rows in place. Repetition, for tokens in the prompt or output: logit / r if
-    positive, else logit * r. Frequency: minus f * count in the output. Presence: minus p for tokens in the output.
+    """Applies the penalties of all rows in place. The repetition penalty r turns the logit x of a token in the prompt
+    or the output into x / r if x > 0, and into x * r otherwise. Then the frequency penalty, multiplied by the token's
+    count in the output, and the presence penalty are subtracted from the logit of each token in the output.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
     columns = np.ones((3, len(logits)), np.float32)  # repetition, frequency, presence of each row

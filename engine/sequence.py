@@ -1,7 +1,6 @@
 """Sequences, and the arrays of a step: tokens, rows of block tables, and slots. A sequence's tokens are its prompt and
 its outputs. The KV of position p is in block table[p // block_size], slot p % block_size. The first `num_computed`
-positions have their KV, and the first `num_sealed` blocks are sealed. A sequence has a table of the same length for
-each KV group.
+positions have their KV, and the first `num_sealed` blocks are sealed. A sequence has one table for each KV group.
 
     tokens   | block 0 (sealed) | block 1 (sealed) | block 2: computed . . | next |
                                                      ^ num_computed
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sample of a request: its tokens, its block tables and its progress."""
+    """A sample or beam of a request, with its tokens, its block tables and its progress."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -54,8 +53,8 @@ class Sequence:
     hashed so far.
     """
     rekey: tuple[int, bytes] | None = None
-    """The first block that is not public, and the parent of its hash. None if the parent of every hash is the preceding
-    block's hash.
+    """The index of the first block that is not public (docs/tenants.md, Shared prefixes), and the parent of its hash.
+    None if the parent of every hash is the preceding block's hash.
     """
     quota: CacheQuota | None = None
     """The quota of the tenant's cached blocks; None if there is no quota."""
@@ -174,8 +173,8 @@ class Sequence:
         return None if self.rekey is not None and block < self.rekey[0] else self.quota
 
     def sources(self) -> PromptSources:
-        """Returns how many of the prompt's positions were cached and computed. Output positions that were prefilled
-        again are not counted.
+        """Returns how many positions of the prompt were cached and how many were computed. Output positions that were
+        prefilled again do not count.
         """
         cached = min(self.num_cached, len(self.prompt_ids))
         return PromptSources(cached=cached, computed=len(self.prompt_ids) - cached)
@@ -223,7 +222,7 @@ class Step:
 
 
 def lay_out(chunks: Seq[Chunk], block_size: int) -> Step:
-    """Returns the arrays of a step.
+    """Returns the step that computes these chunks.
 
     The step computes results for the last row of each chunk that completes its sequence, and for every row of a
     sequence that requires it (`Sequence.wants_every_row`).

@@ -27,14 +27,14 @@ of all sequences. In a prefill pass, it limits the number of queries of a prompt
 context is never shorter than the chunk.
 """
 PROFILE_LAYERS_CPU = 2
-"""Number of layers that a profiling pass runs on a CPU. All layers after the first one have the same peak, because only
-the output of a layer stays in memory.
+"""Number of layers that a profiling pass runs on a CPU. More layers would hardly raise the peak, because only the
+output of a layer stays in memory.
 """
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Runs a prefill and a decode step on scratch memory, so that no request has to wait for setup. If kernels are
-    compiled at their first launch, also runs the other variants of steps.
+    """Runs a prefill and a decode step on scratch memory, so that requests do not wait for the setup of the kernels. If
+    kernels are compiled at their first launch, also runs further variants of steps.
     """
     _scratch_step(runner, min(16, runner.max_model_len), 1, min(16, runner.max_model_len))
     logits = _scratch_step(runner, 1, 1, 1)
@@ -45,10 +45,10 @@ def warm_up(runner: ModelRunner) -> None:
 def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
     """Returns the peak bytes of activations, on all ranks together, over the largest steps: prompts of at most
     `max_num_batched_tokens` in total, and `max_num_seqs` decodes with every sampling filter, with logits for every row.
-    With `graphs`, the result includes the memory that `capture(max_num_seqs)` will need.
+    With `graphs`, the result includes an estimate of the memory that `capture(max_num_seqs)` will need.
 
-    All block tables name one scratch block, so KV does not count. To keep startup short, PROFILE_MAX_KEYS limits the
-    contexts, and on a CPU, a pass ends after PROFILE_LAYERS_CPU layers. Results are cached by arguments.
+    All block tables name one scratch block, so KV takes little memory. To keep startup short, PROFILE_MAX_KEYS limits
+    the contexts, and on a CPU, a pass ends after PROFILE_LAYERS_CPU layers. The result is kept in `runner.peaks`.
     """
     asked = (max_num_batched_tokens, max_num_seqs, graphs)
     if (known := runner.peaks.get(asked)) is not None:
@@ -130,8 +130,8 @@ def capture_bucket(runner: ModelRunner, graphs: DecodeGraphs, size: int, caches:
 
 @torch.inference_mode()
 def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
-    """Estimates the memory that `capture` will need, from the two largest buckets: the memory of the first bucket, plus
-    the memory of the second bucket for each remaining bucket.
+    """Returns an estimate of the bytes of memory that `capture` will need. Captures the two largest buckets, and
+    assumes that each smaller bucket takes as much memory as the second one.
     """
     if not _can_capture(runner):
         return 0
@@ -148,7 +148,7 @@ def graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
 
 
 def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
-    """Runs the variants of steps and kernels that `warm_up` has not run. `logits` is fp32 [1, vocab] of any step."""
+    """Runs more variants of steps and kernels, so that they are compiled. `logits` is fp32 [1, vocab] of any step."""
     chunk = min(2, runner.max_model_len)
     _scratch_step(runner, chunk, 2, chunk)  # short chunks use different tiles from long ones
     for bits in range(runner.max_blocks.bit_length() + 1):  # wide tables are read in a power of two of splits
@@ -160,7 +160,7 @@ def _compile_the_rest(runner: ModelRunner, logits: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _shallow(runner: ModelRunner) -> Iterator[None]:
-    """Reduces the runner's model to its first layers inside a `with` block, if it runs on a CPU."""
+    """On a CPU, reduces the runner's model to its first PROFILE_LAYERS_CPU layers inside a `with` block."""
     model = runner.model
     if runner.device.compute_capability is None:
         runner.model = model.shallow(PROFILE_LAYERS_CPU)
@@ -179,8 +179,9 @@ def _scratch_step(
 
 
 def scratch_batch(runner: ModelRunner, chunk: int, num_seqs: int, context: int, width: int | None = None) -> StepInput:
-    """Returns the step of the last `chunk` of `context` positions of `num_seqs` sequences. All tables name block 0.
-    `width` is the number of columns of the block table; None means as many as the context needs.
+    """Returns a step that computes the last `chunk` of `context` positions of each of `num_seqs` sequences, with logits
+    of all of them. All entries of the block tables name block 0. `width` is the number of columns of the block table;
+    None means as many as the context needs.
     """
     num_tokens, block_size, groups = chunk * num_seqs, runner.layout.block_size, len(runner.layout.groups)
     positions = np.tile(np.arange(context - chunk, context, dtype=np.int64), num_seqs)

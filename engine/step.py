@@ -22,6 +22,6 @@ class StepInput:
     cu_seqlens_q: npt.NDArray[np.int32]  # [B + 1]
     context_lens: npt.NDArray[np.int32]  # [B], including this step's tokens
     block_tables: tuple[npt.NDArray[np.int32], ...]  # per KV group [B, max_blocks]
-    logits_rows: npt.NDArray[np.int64]  # [R], the rows of T with logits
+    logits_rows: npt.NDArray[np.int64]  # [R], indices of the tokens whose logits are needed
     adapters: tuple[LoraAdapter | None, ...] = ()
     """One entry per sequence; empty if no sequence has an adapter."""

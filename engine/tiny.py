@@ -1,7 +1,7 @@
 """Tiny random checkpoints in Hugging Face's format, for tests, and for `looseleaf serve` if no model is given and the
 built-in model is missing.
 
-A checkpoint is made in about a second, without transformers. Its output is gibberish, but it runs the code of a real
+Making a checkpoint does not need transformers. The model's output is gibberish, but it runs the same code as a real
 model.
 """
 

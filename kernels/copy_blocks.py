@@ -18,13 +18,13 @@ def copy_blocks_reference(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Te
 
 
 def copy_blocks(src: Tensor, dst: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """Copies dst[dst_ids[i]] = src[src_ids[i]] for all i, in one call.
+    """Copies block src_ids[i] of `src` to block dst_ids[i] of `dst` for all i.
 
     src, dst: uint8 [num_blocks, block_bytes], rows contiguous. They may be the same arena if no block is both source
     and target. One may be on a GPU and the other in host memory. src_ids, dst_ids: int64 [n], preferably in host
     memory; no target occurs twice.
-    Raises ValueError, without copying anything, if shapes or dtypes do not fit or an id is out of range. Exception: the
-    Triton kernel does not check ids on a GPU, and skips pairs out of range.
+    Raises ValueError, without copying anything, if shapes or dtypes do not fit or an id is out of range. The Triton
+    path does not check ids that are on a GPU, and skips pairs of them that are out of range.
     """
     if not (src.dtype == dst.dtype == torch.uint8 and src.dim() == dst.dim() == 2 and src.shape[1] == dst.shape[1]):
         raise ValueError("src and dst must be uint8 [num_blocks, block_bytes] with blocks of one size")

@@ -1,8 +1,9 @@
 """Linear layers whose weights are packed once. On a GPU, they use cuBLAS, or Triton if rows must not depend on each
 other.
 
-On a CPU, no row depends on the others, except if F.linear must be used ("torch"); tests/kernels/test_linear.py checks
-this. For weights of 4 or 8 bits, our own SIMD product ("int4", "int8") is used. The providers for other weights are:
+On a CPU, a row's bits do not depend on the other rows, except if F.linear must be used ("torch");
+tests/kernels/test_linear.py checks this. For weights of 4 or 8 bits, our own SIMD product ("int4", "int8") is used. The
+providers for other weights are:
 * "amx": ours, for bf16 on Intel's AMX tiles. (With 33 rows or more, oneDNN's AMX product splits the sum over inputs.)
 * "simd": ours, in SIMD vectors.
 * "onednn": oneDNN. In measurements, it gives a row the same bits in every batch of two or more. A single row (fp32,
@@ -50,8 +51,8 @@ TIMED_REPEATS = 7
 SLOWER = 1.25
 """oneDNN's product is chosen if ours takes more than this many times as long.
 
-Our products also allow the pass in one call (`engine.models.fused`), which saves more than this margin costs. Workers
-that share blocks must also make the same choice, although each measures for itself, so noise must not decide a tie.
+There is a margin because our products allow a pass in one call (`engine.models.fused`), and because workers that
+measure separately should make the same choice in spite of noise.
 """
 
 
@@ -151,7 +152,7 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
     """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES. Returns `choice`
     if there is no directory, or if that choice cannot be read or is not in `possible`. Workers with different providers
-    could not share blocks.
+    cannot share blocks.
     """
     if (directory := choices_directory()) is None:
         return choice
@@ -252,7 +253,9 @@ class PackedLinear:
 
 
 def provider_of(dtype: torch.dtype) -> str:
-    """Returns the provider of CPU linear layers with inputs and outputs in multiples of 32. Their bits depend on it."""
+    """Returns the provider of CPU linear layers whose numbers of inputs and outputs are multiples of 32. The bits of
+    their results depend on the provider.
+    """
     return PackedLinear(torch.zeros(32, 32, dtype=dtype)).how
 
 

@@ -96,7 +96,7 @@ def lora_reference(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
 
 
 def lora(x: Tensor, out: Tensor, rows: LoraRows, site: int) -> None:
-    """Corrects out [rows, outputs of the site], the product of x [rows, in], in place. The last dimensions are
+    """Adds the corrections for x [rows, in] to out [rows, outputs of the site], in place. The last dimensions are
     contiguous, and all tensors have the same dtype. The sums of a row are fp32, and are rounded once per part.
     """
     if x.device.type != "cpu":

@@ -3,7 +3,7 @@
 On the C++ path, results are reproducible: the key axis is divided into KV splits of 256 keys at absolute positions. A
 row's reductions inside a split have a fixed order, and splits are merged in ascending order, so a row's bits depend
 only on its own query, keys and values (online softmax over split keys: Flash-Decoding, Dao et al. 2023).
-`kernels.gpu.attention` describes the Triton path.
+`kernels.gpu.attention_kernels` describes the Triton path.
 """
 
 from __future__ import annotations

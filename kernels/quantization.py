@@ -20,7 +20,8 @@ GROUPS: dict[Bits, int] = {4: 64, 8: 128}
 UNIT = 8
 """The size of every group is a multiple of UNIT."""
 _SHRINKS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.78, 0.76)
-"""Additional scales that rounding to 4 bits tries, relative to the scale that makes the largest weight -8."""
+"""Additional scales that rounding to 4 bits tries, relative to the scale that makes the weight of largest magnitude -8.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class StateBatch:
 def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: Tensor, batch: StateBatch
 ) -> Tensor:
-    """Convolves each channel with its last `taps` inputs, optionally followed by SiLU. Returns [T, C].
+    """Computes a causal convolution of each channel, followed by SiLU if `silu` is True. Returns [T, C].
 
     x: [T, C], rows may be strided. weight: [C, taps], of x's dtype; bias: [C] or None.
     states: fp32 [num_blocks, (taps - 1) * C], strided: the last inputs, oldest first. They are updated.

@@ -57,7 +57,7 @@ def write_blocks(
 
     q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; may be strided views of a fused qkv output.
     positions: int64 [T].
-    slot_mapping: int64 [T] = block * block_size + offset; for a negative slot, nothing is written.
+    slot_mapping: int64 [T] = block * block_size + offset; for a negative slot, k and v are not written.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, row_width], strided, of q's dtype or float8_e4m3fn,
         on a CPU also int8 (`kernels.kv_cache`). Rotated numbers are rounded once.
     cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.

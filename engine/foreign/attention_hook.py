@@ -1,8 +1,8 @@
 """Implements transformers' attention interface with our attention over blocks, and records each layer's requirements.
 
-A thread sets the implementation while it runs a model (`answered_by`), because in some families (Nemotron, StableLM)
-keyword arguments do not reach the attention. At startup, a `Recorder` returns zeros and records the requirements of
-each layer. `state_hook` directs the calls of recurrent layers to the same implementation.
+A thread sets the implementation while it runs a model (`answered_by`), because some families do not pass keyword
+arguments on to the attention. At startup, a `Recorder` returns zeros and records the requirements of each layer.
+`state_hook` directs the calls of recurrent layers to the same implementation.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def register() -> None:
-    """Registers "looseleaf" as an attention implementation of transformers in this process. Idempotent."""
+    """Registers "looseleaf" as an attention implementation of transformers in this process. Further calls do no harm.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]

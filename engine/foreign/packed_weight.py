@@ -1,9 +1,8 @@
-"""Matrices whose products `PackedLinear` computes, wherever a model's code multiplies by them.
+"""Weights of a model of transformers whose products `PackedLinear` computes.
 
-Model definitions in transformers multiply in many ways: with `nn.Linear`, with `Conv1D`, with one expert from a stack
-of matrices, or with a router's bare parameter. torch calls a tensor subclass first (`__torch_function__`), so all of
-these products arrive here, and operations on other tensors have no overhead. With torch's own product, a row's bits
-could depend on its batch.
+Model definitions in transformers multiply in several ways: with `nn.Linear`, with `Conv1D`, with one expert from a
+stack of matrices, or with a router's bare parameter. torch passes operations on a tensor subclass to its
+`__torch_function__`, which recognizes these products. With torch's own product, a row's bits could depend on its batch.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from kernels.linear import PackedLinear
 from kernels.quantization import Bits, QuantizedWeight, quantize
 
 NOT_ROUNDED = ("gate.weight", "router.weight")
-"""Endings of the names of routers' weights, which are not rounded: they are small, and a small error in them selects
-different experts.
+"""Endings of the names of routers' weights, which are not rounded: they are small, and a small error in them could
+select different experts.
 """
 
 _CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.bfloat16, Tensor.half}
@@ -72,7 +71,7 @@ class _Matrices:
         return self.raw
 
     def settle(self) -> None:
-        """Frees the raw values if only products have used them. Afterwards, new kinds of use raise UnsupportedModel."""
+        """Frees the raw values if only products have used them. A new kind of use then raises UnsupportedModel."""
         if not self.is_plain:
             self.raw = None
 

@@ -47,8 +47,8 @@ def check_rows(runner: ModelRunner) -> None:
 
 def variation(runner: ModelRunner) -> float:
     """Computes the same tokens one at a time, in chunks of CHUNK tokens, and in such chunks of BATCH sequences at once.
-    Returns the largest difference between the logits of the first way and those of the others. 0 means that all logits
-    are equal.
+    Returns the largest difference between the logits of tokens that are computed one at a time and those of the same
+    tokens in chunks. 0 means that all logits are equal.
     """
     layout = runner.layout
     blocks = -(-NUM_TOKENS // layout.block_size)

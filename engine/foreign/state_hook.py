@@ -1,7 +1,7 @@
 """Replaces the functions in which transformers' recurrent layers combine positions, and determines the sizes of their
 states.
 
-These layers call functions of their own Python module: a causal convolution, and one of three recurrences. `install`
+These layers call functions of their own Python module for the causal convolution and for the recurrence. `install`
 replaces these functions in the modules of a model's layers. Outside Looseleaf's forward passes, the original functions
 run.
 """
@@ -90,7 +90,7 @@ def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Calla
 
 
 def _refuse_unknown(function: str, asked: dict[str, Any]) -> None:
-    """Raises UnsupportedModel if an argument could change the result."""
+    """Raises UnsupportedModel if an argument is not known to be harmless, or if the final state is requested."""
     allowed = {*HARMLESS, *IGNORED, *_STATE_ARGUMENTS}
     if unknown := sorted(name for name, value in asked.items() if value is not None and name not in allowed):
         raise UnsupportedModel(f"{function} has unsupported arguments: {', '.join(unknown)}")

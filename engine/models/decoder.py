@@ -1,7 +1,6 @@
 """The decoder of all native families but OPT: RMSNorm, rotary positions, grouped queries, gated MLPs or experts.
 
-Differences between the families are data in `ModelConfig` (biases, norms, windows, activation, experts), not code
-paths.
+`ModelConfig` describes the differences between the families (biases, norms, windows, activation, experts).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a decoder's whole pass over one arena in one C call, with the kernels and the bits of `Decoder.forward`.
 
-Without this module, a pass makes some thirty calls per layer. The time that Python and torch take between these calls
-exceeds the time of a small model's arithmetic, and threads that answer RPCs may take the interpreter lock.
+This saves the time that Python and torch take between the kernels of each layer. Between them, other threads could also
+take the interpreter lock.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class FusedDecoder:
 
     def run(self, batch: StepInput, lora: LoraStep | None = None, states: torch.Tensor | None = None) -> torch.Tensor:
         """Returns logits fp32 [R, vocab], valid until the next run. `takes` must be True for the batch. Raises
-        ValueError if a value is out of range. `states` [T, h] are the inputs of a stage other than the first stage, and
-        may be overwritten. A stage other than the last stage returns the inputs of the next stage.
+        ValueError if a value is out of range or a rank is lost. `states` [T, h] are the inputs of a stage other than
+        the first stage, and may be overwritten. A stage other than the last stage returns the inputs of the next stage.
         """
         num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
         if states is None and self._logits is None:

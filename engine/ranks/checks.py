@@ -13,7 +13,7 @@ from kernels.environment import linear_provider
 
 
 class Asked(Protocol):
-    """The settings that cannot be combined with every division of a model."""
+    """The interface of the settings that `check_ranks` reads."""
 
     @property
     def quantization(self) -> str | None: ...
@@ -23,8 +23,8 @@ class Asked(Protocol):
 
 
 def check_ranks(place: Place, settings: Asked, device: Device) -> None:
-    """Raises ModelError if the worker has several ranks and a setting or the device does not support them. The message
-    names the setting.
+    """Raises ModelError if the model is divided into stages, or its products into parts, and a setting or the device
+    does not support this.
     """
     shard, stage = place.shard, place.stage
     if shard.is_whole and stage.is_whole:

@@ -49,7 +49,9 @@ def _beat(life: socket.socket) -> None:
 
 
 def serve(messages: socket.socket, rank: int, peers: list[socket.socket | None]) -> None:
-    """Loads the model, and handles messages. Raises RankLost or OSError when the first rank ends or a step fails."""
+    """Loads the model, and handles the messages of the first rank. Raises RankLost if the model cannot be loaded or a
+    step fails, and RankLost or OSError if the first rank has ended.
+    """
     runner = _load(messages, rank, peers)
     guards: dict[int, int] = {}
     bound: SharedBlocks | None = None

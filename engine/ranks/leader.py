@@ -25,8 +25,8 @@ from engine.step import StepInput
 logger = logging.getLogger("ranks")
 BEAT_S = 0.5
 SILENT_BEATS = 8
-"""Number of consecutive missing beats after which a follower counts as frozen (4 to 4.5 s). Beats are counted instead
-of seconds, so that a pause of this process does not count. A step may take longer.
+"""Number of consecutive missing beats after which a follower counts as frozen (4 to 4.5 s). Missing beats are counted
+instead of seconds, so that a pause of this process does not count.
 """
 
 
@@ -126,7 +126,7 @@ class Leader(Seat):
         return sum(follower.weights_bytes for follower in self.followers)
 
     def on_lost(self, call: Callable[[], object]) -> None:
-        """Registers a function to call, in any thread, when a rank is lost."""
+        """Registers a function that will be called when a rank is lost, in the thread that detects the loss."""
         self._on_lost.append(call)
 
     def check(self) -> None:

@@ -1,5 +1,5 @@
 """The messages between a worker's first rank and the others. A message is a header of three 64-bit numbers (kind, key,
-bytes of the body), possibly with a file descriptor, and a body. A body is JSON or arrays, never code.
+bytes of the body), possibly with a file descriptor, and a body. A body is empty, JSON or arrays.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def send(to: socket.socket, kind: Kind, body: bytes = b"", *, key: int = 0, fd: 
 
 
 def receive(of: socket.socket) -> Message:
-    """Waits for a message. Raises RankLost if the sender is gone."""
+    """Waits for a message. Raises RankLost if the sender has closed the connection."""
     header, fds, _, _ = socket.recv_fds(of, _HEADER.size, 1)
     if not header:
         raise RankLost("the connection was closed")
@@ -99,14 +99,14 @@ def receive(of: socket.socket) -> Message:
 
 
 def receive_exactly(of: socket.socket, size: int) -> bytearray:
-    """Returns the next `size` bytes. Raises RankLost if the sender is gone."""
+    """Returns the next `size` bytes. Raises RankLost if the sender has closed the connection."""
     body = bytearray(size)
     receive_into(of, memoryview(body))
     return body
 
 
 def receive_into(of: socket.socket, rest: memoryview) -> None:
-    """Fills `rest`. Raises RankLost if the sender has ended."""
+    """Fills `rest`. Raises RankLost if the sender has closed the connection."""
     while rest:
         if not (count := of.recv_into(rest)):
             raise RankLost("the connection was closed")
@@ -115,8 +115,8 @@ def receive_into(of: socket.socket, rest: memoryview) -> None:
 
 def pack(batch: StepInput) -> bytes:
     """Returns the arrays of a step end to end, 64-bit arrays first. `unpack` is the inverse. The first numbers are T,
-    B, R, the number of KV groups, and the width of each group's block table. Adapters are omitted, because several
-    ranks do not support them.
+    B, R, the number of KV groups, and the width of each group's block table. Adapters are omitted, because they are not
+    supported with several ranks.
     """
     widths = [table.shape[1] for table in batch.block_tables]
     sizes = [len(batch.token_ids), len(batch.context_lens), len(batch.logits_rows), len(widths), *widths]

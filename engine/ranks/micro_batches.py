@@ -38,8 +38,9 @@ class MicroBatch:
 
 
 def how_many(num_tokens: int, num_stages: int) -> int:
-    """Returns the number of micro-batches for a step. With M micro-batches, S stages take (M + S - 1) turns. A turn
-    takes the time of W + T / M tokens, with W for the weights. The product is smallest for M = sqrt((S - 1) T / W).
+    """Returns the number of micro-batches for a step. With M micro-batches, S stages need M + S - 1 turns for a step of
+    T tokens. A turn takes the time of W + T / M tokens, where W is WEIGHTS_IN_TOKENS. The total time is shortest for M
+    = sqrt((S - 1) T / W).
     """
     return max(1, round(math.sqrt((num_stages - 1) * num_tokens / WEIGHTS_IN_TOKENS)))
 
@@ -56,7 +57,7 @@ def split(batch: StepInput, count: int) -> list[MicroBatch]:
 
 def _cut(batch: StepInput, begin: int, end: int) -> MicroBatch:
     """Returns the part of a step from token `begin` to token `end`. In this part, a sequence's context ends with the
-    sequence's last token.
+    sequence's last token in the part.
     """
     starts, wanted = batch.cu_seqlens_q, batch.logits_rows
     first, last = int(np.searchsorted(starts, begin, "right")) - 1, int(np.searchsorted(starts, end, "left"))

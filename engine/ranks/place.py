@@ -32,7 +32,9 @@ class Place:
 
     @classmethod
     def of(cls, rank: int, settings: Asked) -> Place:
-        """Returns the place of a rank. Raises ModelError for sizes that do not fit together."""
+        """Returns the place of a rank. Raises ModelError if the tensor-parallel size or the number of parts is not
+        allowed.
+        """
         size = settings.tensor_parallel_size
         shard = Shard.of(rank % size, size, settings.reduction_parts)
         return cls(Stage(rank // size, settings.pipeline_parallel_size), shard)
@@ -51,6 +53,6 @@ class Place:
         return range(stage * self.shard.size, (stage + 1) * self.shard.size)
 
     def check(self, c: ModelConfig) -> None:
-        """Raises ModelError, which names the field or setting, for a model that cannot be divided in this way."""
+        """Raises ModelError, which names the field or setting, if the model cannot be divided in this way."""
         self.shard.check(c)
         self.stage.check(c)

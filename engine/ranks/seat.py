@@ -1,7 +1,7 @@
-"""A process's place among the ranks of its worker, and its connections to the other ranks. The kernels exchange partial
-sums with the ranks of the same stage over these connections (kernels/cpu/row_parallel.cpp). After each micro-batch, a
-rank sends hidden states to the next stage, and the ranks of the last stage send their parts of the result to the first
-rank.
+"""The seat of a rank: its place among the ranks of its worker, and its connections to the other ranks. The kernels
+exchange partial sums with the ranks of the same stage over these connections (kernels/cpu/row_parallel.cpp). After each
+micro-batch, a rank sends hidden states to the next stage, and the ranks of the last stage send their parts of the
+result to the first rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Wanted:
 
 
 class Seat:
-    """A rank's seat: its place among the ranks, and its connections to them. All ranks run a step at the same time."""
+    """A rank's place among the ranks of its worker, and its connections to the other ranks."""
 
     def __init__(self, place: Place, peers: Sequence[socket.socket | None]) -> None:
         """Creates the seat. `peers` contains a stream socket to each rank, and None for this rank."""
@@ -64,7 +64,7 @@ class Seat:
         """Computes a step on all ranks; this rank runs `compute`. The first rank returns the result, fp32 [R, width].
         When it returns, no rank reads or writes blocks for this step any more. If `alone` is True, the step is a
         rehearsal on this rank alone. Nothing is exchanged, and the values of the result are meaningless. In other
-        steps, every error becomes RankLost, because the ranks may then be at different steps.
+        steps, an error is raised as RankLost, because the ranks may then be at different steps.
         """
         with self._lock:
             self.ranks.rehearses = int(alone)
@@ -85,7 +85,7 @@ class Seat:
         """Does nothing. The first rank's `Leader` overrides this method to send the step to the other ranks."""
 
     def _received(self, part: MicroBatch, wanted: Wanted) -> Tensor | None:
-        """Returns the hidden states [T, h] of the previous stage."""
+        """Receives and returns the hidden states [T, h] of the previous stage. Returns None in the first stage."""
         if self.place.stage.is_first:
             return None
         states = torch.empty((len(part.step.token_ids), wanted.hidden_size), dtype=wanted.dtype)
@@ -93,8 +93,8 @@ class Seat:
         return states
 
     def _pass_on(self, own: Tensor, wanted: Wanted) -> Tensor:
-        """Sends this rank's result of a micro-batch to the rank that needs it, unless this is the rank itself or no
-        rank needs it. Returns the result.
+        """Sends this rank's result of a micro-batch to the next stage or, in the last stage, to the first rank if the
+        first rank needs it. Returns the result.
         """
         if not self.place.stage.is_last:
             self._send(self.place.rank + self.place.shard.size, _bytes_of(own.contiguous()))
@@ -123,8 +123,8 @@ class Seat:
         return result
 
     def _owners(self, wanted: Wanted) -> range:
-        """Returns the ranks that have the result. Each rank has some columns of logits, or one rank has all hidden
-        states.
+        """Returns the ranks whose results make up the step's result: for logits, all ranks of the last stage, and for
+        hidden states, its first rank.
         """
         last = self.place.ranks_of(self.place.stage.count - 1)
         return last if wanted.has_head else last[:1]
@@ -135,8 +135,8 @@ class Seat:
         return found
 
     def _rehearsed(self, parts: Sequence[MicroBatch], compute: Compute, wanted: Wanted) -> Tensor:
-        """Computes a rehearsal, and returns zeros with the shape of a real result. The memory of the zeros has been
-        written, like that of a real result.
+        """Computes a rehearsal, and returns zeros in the shape of a real result. They are written, so that they take as
+        much memory as a real result.
         """
         for part in parts:
             compute(part.step, None)

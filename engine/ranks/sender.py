@@ -11,9 +11,8 @@ Data = bytes | memoryview
 
 
 class Sender:
-    """A queue of messages and the thread that sends them in order, until a receiver is gone. The sender does not report
-    this to the rank. The rank notices the loss when it waits for an answer, on a connection that closes when the
-    receiver or the worker ends.
+    """A queue of messages, and a thread that sends them in order. If a receiver is gone, the thread ends without an
+    error.
     """
 
     def __init__(self) -> None:
@@ -21,7 +20,7 @@ class Sender:
         threading.Thread(target=self._run, name="sender", daemon=True).start()
 
     def send(self, to: socket.socket, data: Data) -> None:
-        """Queues `data`, whose memory must not change any more."""
+        """Queues `data`, whose memory must not change after the call."""
         self._queue.put((to, data))
 
     def close(self) -> None:

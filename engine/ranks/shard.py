@@ -11,7 +11,7 @@ from engine.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A share of a model: one of `size` equal parts."""
+    """One of the `size` shares into which a model's layers are divided."""
 
     rank: int = 0
     size: int = 1

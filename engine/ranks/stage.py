@@ -32,11 +32,13 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Returns the stage's layers of a model with `num_layers`. Stages differ by at most one layer."""
+        """Returns the indices of the stage's layers in a model of `num_layers` layers. The numbers of layers of two
+        stages differ by at most one.
+        """
         return range(num_layers * self.index // self.count, num_layers * (self.index + 1) // self.count)
 
     def check(self, c: ModelConfig) -> None:
-        """Raises ModelError, which names the setting, for a model that cannot be divided in this way."""
+        """Raises ModelError, which names the setting, if the model cannot be divided in this way."""
         if self.is_whole:
             return
         if not 1 <= self.count <= MOST_RANKS:

@@ -14,7 +14,7 @@ _LOG = logging.getLogger("looseleaf.kernels")
 
 Isa = Literal["avx512", "avx2", "portable", "reference", "triton"]
 """The instruction set of a build. "reference" means plain torch. "triton" means the GPU kernels under triton's
-interpreter, a rehearsal that is thousands of times slower and must be requested.
+interpreter, a slow rehearsal that must be requested.
 """
 
 

@@ -1,4 +1,5 @@
-"""`paged_attention` and `paged_prefill` in Triton: shape checks, choice of tiles, launches.
+"""Implements `paged_attention` and `paged_prefill` with the kernels in `attention_kernels`. Checks shapes, chooses
+tiles and launches the kernels.
 
 Nothing is read back from the device, so a call can be captured in a CUDA graph. Values are therefore not checked:
 invalid block tables, lengths or `cu_seqlens_q` cause accesses outside the tensors. The caches are not written.
@@ -195,8 +196,8 @@ def paged_attention(
     key_cache, value_cache: also float8_e4m3fn; their values are multiplied by `k_scale` and `v_scale`. Both must have
         the same strides, as views of one arena do.
     deterministic: a row's bits depend only on its own query, keys and values, and equal those of `paged_prefill` in
-        this mode. Uses 4 (head_dim + 2) bytes of memory per sequence, head and 512 keys of a block table row's
-        capacity.
+        this mode. Uses up to 4 (head_dim + 2) bytes of memory for each sequence, head and 512 keys of a block table
+        row's capacity.
     """
     where = (key_cache, value_cache, block_table, context_lens, None)
     options = (softmax_scale, window, deterministic, k_scale, v_scale, softcap, sinks)
@@ -221,7 +222,7 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Implements the contract of `kernels.paged_prefill.paged_prefill`; dtypes, strides and `deterministic` as in
+    """Implements the contract of `kernels.paged_prefill.paged_prefill`. For dtypes, strides and `deterministic`, see
     `paged_attention`.
 
     max_q_len: upper bound of the length of a chunk (not checked), which allows smaller tiles for short chunks. Rows of

@@ -7,11 +7,11 @@ The key axis of a sequence is divided into splits that begin at multiples of TIL
 - PIECE 0, fast: tiles are distributed evenly over the splits of the launch, so bits depend on the number of splits;
 - PIECE > 0, deterministic: pieces of PIECE keys at absolute positions, merged in ascending order. In decode a split is
   one piece; in prefill a program walks all pieces of its rows. Both use the same `walk` and `fold` with the same ROWS,
-  TILE and warps, so a row's bits depend only on its own query, keys and values: a tile in which a row sees nothing does
-  not change it (factors are exactly 1, sums exactly zero). Launches turn off the contraction of a * b + c, which may
-  differ from kernel to kernel.
+  TILE and warps, so a row's bits depend only on its own query, keys and values. A tile in which a row sees no key does
+  not change the row's sums (factors are exactly 1, and added sums exactly 0). Launches turn off the contraction of
+  a * b + c, which may differ from kernel to kernel.
 
-WIDE is for the interpreter, whose `tl.dot` is wrong for bf16. Operands are rounded as on the chip, then made fp32.
+WIDE is for the interpreter, whose `tl.dot` is wrong for bf16. Operands are rounded as on the chip, and then made fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 NOT_SPECIALIZED = ["block_table", "context_lens", "cu_seqlens_q", "num_seqs", "num_splits", "table_row", "window"]
-"""Parameters on which kernels do not specialize, so that nothing is compiled during serving."""
+"""Parameters on which kernels do not specialize, so that a new value does not cause a compilation."""
 
 
 @triton.jit

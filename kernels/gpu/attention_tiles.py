@@ -1,15 +1,14 @@
-"""Tile sizes, warps, stages and key splits of paged attention. The shape of the heads, the dtypes, the length of chunks
-and the chip determine tiles, warps and stages; shapes and the chip determine the splits.
+"""Tile sizes, warps, stages and key splits of paged attention. They do not depend on the values in any tensor.
 
-This code has not run on a GPU yet. The numbers come from compiler output (no spills, registers, shared memory;
-`tests/kernels/gpu/test_compile_attention.py` enforces them) and from a model of memory traffic. `python -m
+This code has not run on a GPU yet. The tables follow from the compiler's reports of registers, spills and shared memory
+(checked by `tests/kernels/gpu/test_compile_attention.py`) and from a model of memory traffic. `python -m
 kernels.gpu.tune` measures the alternatives on a machine with a GPU.
 
-Decode reads each byte of K and V once for about as many FLOP as the group has heads, so bytes in flight matter most. A
-step of 64 keys of 128 values is 32 KiB; an SM needs about 25 KB (4.3 TB/s times about 0.8 us, divided by 132 SMs,
-estimated). With 38 KiB and 126 registers x 128 threads, four programs fit. Rows beyond the group are padding, because
-`tl.dot` needs 16 rows. Prefill is bound by the tensor cores: 128 rows on 8 warps use wgmma (sm_90) and tcgen05 (sm_100)
-and read keys once for all rows; without these instructions the same sums spill unless the tile is halved.
+Decode performs about as many FLOP per byte of K and V as the group has heads, so the number of bytes in flight matters
+most. An SM needs about 25 KB in flight (an estimate: 4.3 TB/s times 0.8 us, divided by 132 SMs). A step of 64 keys with
+128 bf16 values each reads 32 KiB of K and V. Rows beyond the group are padding, because `tl.dot` needs 16 rows. Prefill
+is bound by the tensor cores. With 128 rows on 8 warps, it uses wgmma (sm_90) or tcgen05 (sm_100), and reads keys once
+for all rows. Without these instructions, the same sums spill registers unless the tile is halved.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ MAX_SPLITS = 64
 fp32 over 4 warps: 64 per thread).
 """
 MIN_SPLIT_KEYS = 128
-"""Minimum number of keys per split in fast mode: merging a shorter split costs more time than the split saves
-(estimated).
+"""Minimum number of keys per split in fast mode. Merging a shorter split is estimated to cost more time than the split
+saves.
 """
 MAX_HEAD_DIM = 256
 
@@ -104,7 +103,7 @@ def _pick(table: dict[tuple[int, bool], Tiling], head_dim: int, group: int, fp8:
 
 
 def decode_tiling(head_dim: int, group: int, fp8: bool) -> Tiling:
-    """Returns the tiling for decode. `group`: query heads that share a KV head."""
+    """Returns the tiling for decode. `group` is the number of query heads that share a KV head."""
     return _pick(DECODE, head_dim, group, fp8)
 
 
@@ -135,8 +134,7 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
     programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if the programs fill at
     least 80 % of the places on the chip (as in FlashAttention-3). Otherwise, enough splits are used to fill the places,
     within the limits MAX_SPLITS and MIN_SPLIT_KEYS. Context lengths are unknown here, so a single program per KV head
-    may have to read a long context among many short ones. A maximum of keys per split for wide tables would fix that,
-    but every step would then need a merge. The benchmark's skewed batch will show which is better.
+    may have to read a long context among many short ones.
     """
     places = chip.num_sms * tiling.programs_per_sm
     if programs >= 0.8 * places:

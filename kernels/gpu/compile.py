@@ -101,8 +101,9 @@ def compile_for(
 
 
 def compile_cases(cases: Sequence[Case], timeout_s: float = 280.0) -> list[Resources]:
-    """Compiles all cases in up to four new processes, even if this process runs Triton's interpreter. Raises
-    RuntimeError with the compiler's output if a case does not compile, or subprocess.TimeoutExpired.
+    """Compiles all cases in up to four new processes, which do not use Triton's interpreter. Raises RuntimeError with
+    the compiler's output if a case does not compile, and subprocess.TimeoutExpired if a process takes longer than
+    `timeout_s`.
     """
     workers = max(1, min(os.cpu_count() or 1, 4, len(cases) // 4))
     shares = [cases[i::workers] for i in range(workers)]

@@ -1,6 +1,7 @@
-"""A stand-in for triton's CUDA driver, which compiles launches for a chip that may be absent, and records them without
-running them. The arguments of a launch (alignment, integers that are 1 or divisible by 16, None) determine which
-variant is compiled. It relies on the driver interface of triton 3.6 and 3.7, and does not work with TRITON_INTERPRET=1.
+"""A stand-in for triton's CUDA driver. With it, triton compiles the kernels of launches for a chip that may be absent,
+and the launches are recorded but not run. The arguments of a launch (alignment, integers that are 1 or divisible by 16,
+None) determine which variant of a kernel is compiled. The stand-in relies on the driver interface of triton 3.6 and
+3.7, and does not work with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Times alternatives to the tables in `attention_tiles` (`python -m kernels.gpu.tune decode|prefill`). It prints the
-best alternatives for each case, to be copied into the tables by hand. It uses 32 query heads and 8 KV heads in blocks
-of 16. Calls run over more layers than fit into L2, and are replayed from a CUDA graph. `--rehearse` interprets one
-alternative at toy sizes. This tool has not run on a GPU yet.
+"""Times alternatives to the tables in `attention_tiles` (`python -m kernels.gpu.tune decode|prefill`), and prints the
+best ones for each case, to be copied into the tables by hand. The cases have 32 query heads and 8 KV heads, and blocks
+of 16 slots. A measurement covers more layers than fit into L2, in a CUDA graph. `--rehearse` runs only the current
+choice, at toy sizes. This tool has not run on a GPU yet.
 """
 
 from __future__ import annotations

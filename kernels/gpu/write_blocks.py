@@ -1,8 +1,8 @@
 """RoPE on q and k and the write of k and v into slots, in one launch. Contract: `kernels.write_blocks.write_blocks`.
 
 One program handles one token and a few heads of q, or of k and v. Memory traffic: q, k and v, twice each. Slots and
-positions are on the device, so the host does not check them: for a slot past the cache, nothing is written, and a
-position past the table makes the token's q and k NaN.
+positions are on the device, so the host does not check them. For a slot past the cache, k and v are not written. A
+position past the table turns the rotated dimensions of the token's q and k into NaN.
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ def import_for(provider: str, module: str, otherwise: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The properties of a model's attention on one device. A provider may refuse or prepare for them. Lengths are in
-    tokens.
-    """
+    """The properties of a model's attention on one device. Lengths are in tokens."""
 
     device: torch.device
     compute_capability: tuple[int, int] | None

@@ -32,7 +32,7 @@ def open_provider(name: ProviderName, spec: AttentionSpec, library: str | None =
 def choose(backend: Backend, spec: AttentionSpec, library: str | None = None) -> AttentionProvider:
     """Returns the provider that will compute attention, and logs it with the reason.
 
-    "auto" chooses the C++ kernels on a CPU. On a GPU, it chooses Triton if results must be deterministic or
+    "auto" chooses the provider "cpu" on a CPU. On a GPU, it chooses Triton if results must be deterministic or
     FlashAttention-3 is not available, and FlashAttention-3 otherwise. Raises Unavailable if the provider does not
     support the model, or if FlashAttention-3 is needed for `library` but is not available.
     """

@@ -1,4 +1,4 @@
-"""FlashAttention-2 (Dao 2023) from an installed `flash_attn`. Its paged kernels need blocks of a multiple of 256 slots.
+"""FlashAttention-2 (Dao 2023) from an installed `flash_attn`. The number of slots in a block must be a multiple of 256.
 
 This provider has not run on a GPU yet; tests check the mapping of arguments against the package's signatures (2.8.3).
 """
@@ -20,9 +20,9 @@ from kernels.providers.base import (
 
 
 class Fa2Attention:
-    """An FA2 provider for one runner. It is not deterministic in our sense, because its tiles differ between decode and
-    prefill. It is not captured in graphs, because newer versions read a maximum back to the host if the KV cache is
-    paged.
+    """An FA2 provider for one runner. It is not deterministic (`AttentionProvider.deterministic`), because its tiles
+    differ between decode and prefill. It is not captured in graphs, because newer versions of flash-attn read a maximum
+    back to the host if the KV cache is paged.
     """
 
     name = "fa2"

@@ -1,8 +1,8 @@
 """FlashAttention-3 (Shah et al. 2024), from an installed `flash_attn_interface` or a library file named by a setting.
 
-The arguments of the file in vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and of upstream's build differ,
-so calls are built from the operator's schema. Blocks may have any size. This provider has not run on a GPU yet; tests
-check the mapping of arguments against both schemas, not the kernels.
+The operator in vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and the operator in upstream's build take
+different arguments, so calls are built from the operator's schema. Blocks may have any size. This provider has not run
+on a GPU yet; tests check the mapping of arguments against both schemas, not the kernels.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Fa3Attention:
     """An FA3 provider for one runner.
 
     If determinism is requested, it does not split keys, so a row does not depend on its batch. It is still not
-    deterministic in our sense: decode and prefill sum keys in tiles of different sizes, so a token may have different
-    bits if it is prefilled again after it was decoded.
+    deterministic (`AttentionProvider.deterministic`), because decode and prefill sum keys in tiles of different sizes.
+    The bits of a token may therefore change if the token is prefilled again after it was decoded.
     """
 
     name = "fa3"

@@ -23,7 +23,8 @@ class FlashInferAttention:
     """A FlashInfer provider for one runner.
 
     Each batch size with a captured graph has its own wrapper, because the wrapper's buffers contain the plan that the
-    graph reads. The provider is not deterministic in our sense, because the distribution of keys depends on the batch.
+    graph reads. The provider is not deterministic (`AttentionProvider.deterministic`), because the distribution of keys
+    depends on the batch.
     """
 
     name = "flashinfer"
