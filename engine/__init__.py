@@ -1,1 +1,1 @@
-"""Model execution: model definitions, weights, the step over blocks, and sampling."""
+"""The engine, which runs models. It contains model definitions, weights, steps over blocks, and sampling."""

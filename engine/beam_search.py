@@ -1,4 +1,4 @@
-"""The state of a beam search: which beams continue, which have ended, and when the search ends.
+"""Decides which beams of a beam search continue, which have ended, and when the search ends.
 
 The search gives the same ids and scores as transformers' beam search without sampling (v5). Its input is the most
 likely next tokens of each running beam, and its output names the beam that each new beam continues. With width w and e
@@ -45,7 +45,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An ended beam."""
+    """A beam that has ended, and its score."""
 
     token_ids: list[int]
     """Output tokens, including the stop token if there is one."""
@@ -98,8 +98,8 @@ class BeamSearch:
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
         """Advances each running beam by one token. `candidates[i]` belongs to `running[i]`. Returns, for every new
-        running beam, the index of the old beam that the new beam continues. An old beam whose index occurs twice is
-        forked, and an old beam whose index does not occur is dropped.
+        running beam, the index of the old beam that the new beam continues. An old beam whose index occurs more than
+        once is forked, and an old beam whose index does not occur is dropped.
         """
         self._num_tokens += 1
         going: list[_Continuation] = []

@@ -1,4 +1,4 @@
-"""A model's view of an arena: the arena's memory as a tensor, and a strided view for every layer."""
+"""A model's view of an arena. It consists of the arena's memory as a tensor, and strided views for the layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block table: a sequence's blocks of one KV group in token order, as arrays that a step copies from.
+"""The block table, which lists a sequence's blocks of one KV group in token order.
 
 The head of a table is dropped once its positions have left the attention window. Dropped entries remain in the table
 and name the first remaining block, so that a step may check and gather every entry. Attention does not read them.

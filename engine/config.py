@@ -42,9 +42,7 @@ ARCHITECTURES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The configuration of a mixture of experts. A router chooses a few of the experts (MLPs) for each token, by
-    softmax.
-    """
+    """The configuration of a mixture of experts. A router chooses a few of the experts (MLPs) for each token."""
 
     count: int
     per_token: int

@@ -1,4 +1,4 @@
-"""The device of a runner's model: the cores of a machine, or one GPU with a separate stream.
+"""The device of a runner's model. It is either the cores of a machine, or one GPU with a separate stream.
 
 The two classes differ in how they prepare a thread, transfer a step's arrays, wait for the end of the step, capture
 graphs, and measure memory.
@@ -41,7 +41,9 @@ class CpuDevice:
         self._thread = 0
 
     def enter(self) -> None:
-        """Prepares the calling thread for steps: OpenMP keeps a thread count for each calling thread."""
+        """Prepares the calling thread for steps, because OpenMP keeps a separate number of threads for each calling
+        thread.
+        """
         if self._thread != threading.get_ident():
             torch.set_num_threads(self.num_threads)
             self._thread = threading.get_ident()
@@ -56,10 +58,10 @@ class CpuDevice:
         return [torch.from_numpy(array) for array in arrays]
 
     def wait(self) -> None:
-        """Does nothing: on a CPU, work is complete when its call returns."""
+        """Does nothing, because on a CPU, work is complete when its call returns."""
 
     def record(self, work: Work) -> Work:
-        """Returns `work` unchanged: there is nothing to capture."""
+        """Returns `work` unchanged, because there is nothing to capture."""
         return work
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
@@ -77,7 +79,7 @@ class CpuDevice:
             ctypes.CDLL(None).malloc_trim(0)
 
     def used_bytes(self) -> int:
-        """Returns 0: the memory in use is not measured on a CPU."""
+        """Returns 0, because the memory in use is not measured on a CPU."""
         return 0
 
 

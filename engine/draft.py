@@ -1,4 +1,5 @@
-"""A draft: tokens that may follow a sequence, which one step verifies. This module does not use torch.
+"""A draft consists of tokens that are predicted to follow a sequence, and that one step verifies. This module does not
+use torch.
 
 The step computes the sequence's next position and the positions of the draft. Row i draws a token after i tokens of the
 draft, exactly as a separate step would, with its own position, penalties and grammar state. The drawn token is accepted
@@ -58,8 +59,8 @@ class Draft:
 
     @property
     def rows(self) -> list[Ahead | None]:
-        """The tokens that precede each row of the sequence, beginning with the row of its next token, which no token of
-        the draft precedes.
+        """For each row of the sequence, the tokens of the draft that precede it. The entry of the first row, which
+        draws the sequence's next token, is None.
         """
         grammars = self.grammars or (None,) * len(self.token_ids)
         return [None, *(Ahead(self.token_ids[: i + 1], grammar) for i, grammar in enumerate(grammars))]

@@ -113,8 +113,8 @@ def _gemma2(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _gemma3(raw: dict[str, Any]) -> ModelConfig:
-    """Reads Gemma 3, whose layers with a window have separate rotary settings. `max_position_embeddings` is the length
-    after scaling.
+    """Reads the configuration of Gemma 3, whose layers with a window have separate rotary settings.
+    `max_position_embeddings` is the length after scaling.
     """
     config = _gemma(raw, "gemma3_text", pattern=int(raw.get("sliding_window_pattern", 6)))
     by_kind = raw.get("rope_parameters") or {}

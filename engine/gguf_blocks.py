@@ -35,27 +35,29 @@ def _nibbles(bytes_: Tensor) -> Tensor:
 
 
 def q8_0(rows: Tensor) -> QuantizedWeight:
-    """Decodes blocks of 32 values: an fp16 scale, then the int8 values."""
+    """Decodes blocks of 32 values. A block contains an fp16 scale, followed by the int8 values."""
     blocks = rows.view(rows.shape[0], -1, 34)
     return _weight(blocks[..., 2:].contiguous().view(torch.int8), _half(blocks[..., :2]), None, 8, 32)
 
 
 def q4_0(rows: Tensor) -> QuantizedWeight:
-    """Decodes blocks of 32 values: an fp16 scale, then the values + 8 in 16 bytes."""
+    """Decodes blocks of 32 values. A block contains an fp16 scale, followed by the values + 8 in 16 bytes."""
     blocks = rows.view(rows.shape[0], -1, 18)
     return _weight(_nibbles(blocks[..., 2:]).to(torch.int8) - 8, _half(blocks[..., :2]), None, 4, 32)
 
 
 def q4_1(rows: Tensor) -> QuantizedWeight:
-    """Decodes blocks of 32 values: an fp16 scale, an fp16 offset, then the values in 16 bytes."""
+    """Decodes blocks of 32 values. A block contains an fp16 scale and an fp16 offset, followed by the values in 16
+    bytes.
+    """
     blocks = rows.view(rows.shape[0], -1, 20)
     scales, offsets = _half(blocks[..., :2]), _half(blocks[..., 2:4])
     return _weight(_nibbles(blocks[..., 4:]).to(torch.int8) - 8, scales, offsets + 8 * scales, 4, 32)
 
 
 def q4_k(rows: Tensor) -> QuantizedWeight:
-    """Decodes blocks of 256 values in 8 groups: an fp16 scale, an fp16 offset, 12 bytes with 6-bit factors of both for
-    each group, then the values in 128 bytes.
+    """Decodes blocks of 256 values in 8 groups. A block contains an fp16 scale and an fp16 offset, 12 bytes with each
+    group's 6-bit factors for the two, and the values in 128 bytes.
     """
     blocks = rows.view(rows.shape[0], -1, 144)
     packed = blocks[..., 4:16].to(torch.int32)
@@ -68,8 +70,8 @@ def q4_k(rows: Tensor) -> QuantizedWeight:
 
 
 def q6_k(rows: Tensor) -> QuantizedWeight:
-    """Decodes blocks of 256 values in 16 groups: the low 4 bits in 128 bytes, the high 2 bits in 64 bytes, an int8
-    factor of the scale for each group, then the fp16 scale.
+    """Decodes blocks of 256 values in 16 groups. A block contains the low 4 bits of the values + 32 in 128 bytes, their
+    high 2 bits in 64 bytes, each group's int8 factor for the scale, and the fp16 scale.
     """
     blocks = rows.view(rows.shape[0], -1, 210)
     low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).view(*blocks.shape[:2], 2, 4, 32)

@@ -142,9 +142,9 @@ def weight_file(directory: Path) -> WeightFile:
 
 
 class GgufSource:
-    """The tensors of a GGUF file, memory-mapped (see `engine.loader.TensorSource`).
+    """A source of the tensors of a memory-mapped GGUF file (see `engine.loader.TensorSource`).
 
-    `raw` takes NAME.type for the number of the tensor's type, or NAME.blocks for its bytes [rows, bytes].
+    `raw` accepts NAME.type for the number of the tensor's type, and NAME.blocks for the tensor's bytes [rows, bytes].
     """
 
     def __init__(self, file: WeightFile, device: torch.device) -> None:

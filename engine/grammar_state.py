@@ -53,7 +53,7 @@ class GrammarState:
 
     def follow(self, output_ids: Seq[int]) -> None:
         """Advances by the new tokens of `output_ids`, which is the sample's whole output. Raises ValueError if
-        `output_ids` is shorter than in the last call.
+        `output_ids` is shorter than in an earlier call.
         """
         if len(output_ids) < self._followed:
             raise ValueError(f"a sample of {self._followed} tokens cannot have {len(output_ids)}")

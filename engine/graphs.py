@@ -35,7 +35,7 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A batch size with the captured step for that size."""
+    """A batch size, and the captured step for batches of that size."""
 
     size: int
     batch: AttentionBatch

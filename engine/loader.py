@@ -179,7 +179,7 @@ class Weights:
         return self._of_rank(weight, added)
 
     def rows(self, name: str, size_out: int, size_in: int, *, bias: bool = False) -> PackedLinear | RowParallelLinear:
-        """Returns the projection `name` for this rank's share of its inputs."""
+        """Returns the part of the projection `name` that multiplies this rank's share of the inputs."""
         if self.shard.is_whole:
             return self.linear([name], [size_out], size_in, bias=bias)
         dtype, span = self.dtype, self.shard.span(size_in)
@@ -205,7 +205,7 @@ class Weights:
 
     def pack(self, weight: torch.Tensor, *, is_kept: bool = True) -> PackedLinear:
         """Returns a linear layer of a weight whose bytes have been counted. If packing copies the weight and the caller
-        keeps the original, the bytes of the copy are counted as well.
+        keeps the original (`is_kept`), the bytes of the copy are also counted.
         """
         if self.shard.is_whole:
             packed = self._packed(self._rounded(weight))
@@ -223,8 +223,8 @@ class Weights:
         return PackedLinear(weight, bias, deterministic=self._target.deterministic, dtype=self.dtype)
 
     def _weight(self, parts: Sequence[Matrix], *, rounded: bool) -> torch.Tensor | list[QuantizedWeight]:
-        """Returns the matrices of one layer: a list of them if all are quantized, otherwise one matrix of floats with
-        all outputs, or, if that is rounded, a list with the result.
+        """Returns the weight of a layer that consists of these matrices: quantized weights if all matrices are
+        quantized or the layer is rounded, and otherwise one matrix of floats.
         """
         found = [self._matrix(part) for part in parts]
         quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]

@@ -55,7 +55,7 @@ class LoraAdapter:
 
 
 class LoraStep:
-    """The adapters of each token and of each requested row in one step."""
+    """The adapter of each token and of each requested row in one step."""
 
     __slots__ = ("of_rows", "of_tokens")
 
@@ -80,7 +80,7 @@ class LoraStep:
 
 
 class Settings(Protocol):
-    """The part of a runner's settings that concerns adapters."""
+    """The interface of the settings that `LoraModel.of` reads."""
 
     @property
     def max_lora_rank(self) -> int: ...
@@ -90,7 +90,7 @@ class Settings(Protocol):
 
 
 class LoraModel:
-    """The loader of one model's adapters, with the model's sites and the maximum rank."""
+    """A loader of adapters for one model."""
 
     def __init__(self, sites: Sequence[Site], dtype: torch.dtype, device: torch.device, max_rank: int) -> None:
         self._sites = sites
@@ -121,7 +121,9 @@ class LoraModel:
         return LoraStep(batch) if batch.adapters else None
 
     def load(self, ref: AdapterRef) -> LoraAdapter:
-        """Loads an adapter. Raises AdapterError if its files cannot be read, do not fit the model or have changed."""
+        """Loads an adapter. Raises AdapterError if the adapter's files cannot be read, do not fit the model, exceed the
+        maximum rank, or have changed.
+        """
         config, path = read_config(ref.path), Path(ref.path) / WEIGHTS_FILE
         products: dict[int, list[LoraPart]] = defaultdict(list)
         try:

@@ -60,8 +60,8 @@ def _on_cpu(dtype: DType, parts: int) -> dict[str, str]:
 
 
 def _on_gpu(compute_capability: tuple[int, int], deterministic: bool) -> dict[str, str]:
-    """Returns the pairs of a GPU. cuBLAS' algorithms depend on torch's CUDA version, and our own kernels on Triton's
-    version.
+    """Returns the names and values of the settings of a GPU. cuBLAS' algorithms depend on torch's CUDA version, and our
+    own kernels on Triton's version.
     """
     import triton
 

@@ -45,13 +45,15 @@ class WeightFormat(Protocol):
     """The interface of a storage format of matrices."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | Tensor | None:
-        """Returns the weight [out, in], as floats if it is stored in FP8. Returns None if the matrix must be read as
-        floats instead. Raises ModelError if the stored tensors do not fit the matrix or are not supported.
+        """Returns the weight [out, in], as floats if it is stored in FP8, or None if the caller must read it as floats.
+        Raises ModelError if the stored tensors do not fit the matrix or are not supported.
         """
 
 
 def read_format(raw: Mapping[str, Any]) -> WeightFormat | None:
-    """Returns the quantization format in config.json, if any. Raises UnsupportedModel if it is not supported."""
+    """Returns the quantization format that config.json names, or None. Raises UnsupportedModel if the format is not
+    supported.
+    """
     config = raw.get("quantization_config") or raw.get("compression_config")
     if not config:
         return None
@@ -101,8 +103,8 @@ def _expect(matrix: Matrix, what: str, tensor: Tensor, shape: tuple[int, ...]) -
 
 
 def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, group: int) -> QuantizedWeight:
-    """Returns the weight of unsigned values [out, in] with zeros and scales [out, groups]. If `zeros` is None, the zero
-    point is the middle of the range.
+    """Returns the weight with unsigned values [out, in], zero points and scales [out, groups]. If `zeros` is None, the
+    zero point is the middle of the range.
     """
     middle, scales = 1 << bits - 1, scales.float()
     offsets = None
@@ -116,8 +118,8 @@ def _integers(values: Tensor, zeros: Tensor | None, scales: Tensor, bits: Bits, 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The GPTQ format: qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups,
-    out].
+    """The GPTQ format. It stores qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32] and scales
+    [groups, out].
     """
 
     bits: Bits
@@ -155,8 +157,8 @@ def _gptq(config: dict[str, Any]) -> Gptq:
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """The AWQ format: qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]; the outputs in
-    a word are in AWQ_ORDER.
+    """The AWQ format. It stores qweight int32 [in, out / 8], qzeros int32 [groups, out / 8] and scales [groups, out].
+    The outputs in a word are in AWQ_ORDER.
     """
 
     group_size: int
@@ -190,8 +192,8 @@ def _awq(config: dict[str, Any]) -> Awq:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """The compressed-tensors formats: weight_packed int32 [out, in * bits / 32], weight_scale [out, groups] and an
-    optional weight_zero_point int32 [out * bits / 32, groups]; or `weight` in int8 or FP8, and weight_scale.
+    """The compressed-tensors formats. They store weight_packed int32 [out, in * bits / 32], weight_scale [out, groups]
+    and an optional weight_zero_point int32 [out * bits / 32, groups], or `weight` in int8 or FP8 and weight_scale.
     """
 
     bits: Bits
@@ -246,9 +248,7 @@ def _compressed_tensors(config: dict[str, Any]) -> CompressedTensors:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The FP8 format: weight float8_e4m3fn [out, in], and its scales, either weight_scale_inv [blocks of out, blocks of
-    in] or weight_scale.
-    """
+    """The FP8 format. It stores weight float8_e4m3fn [out, in] and its scales, weight_scale_inv or weight_scale."""
 
     block: tuple[int, int] | None
 
@@ -286,7 +286,7 @@ def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The GGUF format: blocks uint8 [out, bytes], and the number of their type."""
+    """The GGUF format. It stores blocks uint8 [out, bytes], and the number of their type."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | None:
         name = f"{matrix.name}.weight"

@@ -60,9 +60,9 @@ def read_rope(
     kinds: Sequence[RopeKind] = LLAMA_KINDS,
     partial: bool = False,
 ) -> tuple[RopeConfig, int]:
-    """Returns the rotary settings in the old keys (`rope_theta`, `rope_scaling`) or the new keys (`rope_parameters`),
-    and the maximum sequence length (`stretched`). Raises UnsupportedModel if the kind is not in `kinds`, or if the
-    rotation is partial and `partial` is False.
+    """Reads the rotary settings from the old keys (`rope_theta`, `rope_scaling`) or the new keys (`rope_parameters`).
+    Returns them with the maximum sequence length (`stretched`). Raises UnsupportedModel if the kind is not in `kinds`,
+    or if the rotation is partial and `partial` is False.
     """
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")

@@ -65,7 +65,7 @@ class RunnerSettings:
 
     @property
     def threads_of_rank(self) -> int:
-        """An even share of the worker's threads. 0 means one thread per usable core."""
+        """The number of threads of a rank, an even share of the worker's threads. 0 means one per usable core."""
         if (size := self.tensor_parallel_size * self.pipeline_parallel_size) == 1:
             return self.num_threads
         return max(1, (self.num_threads or usable_cores()) // size)

@@ -1,6 +1,5 @@
-"""The sampler, which turns logits into tokens, log-probabilities and beam candidates.
-
-Logits stay on their device; ids and log-probabilities are returned to the host.
+"""The sampler, which turns logits into tokens, log-probabilities and beam candidates. Logits stay on their device; ids
+and log-probabilities are returned to the host.
 
 A row's result depends on its logits, parameters, tokens, grammar, seed, sample and position, not on the rest of the
 batch. The parameters have the same meaning as in vLLM. They are applied in this order: logit bias, bad words and
@@ -162,7 +161,7 @@ def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]
 
 
 def _logprobs(logits: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[TokenLogprob]:
-    """Returns one entry per row, with that row's count of most likely tokens."""
+    """Returns the log-probabilities of `token_ids[i]` and of the `counts[i]` most likely tokens for each row i."""
     top = log_softmax_top(logits, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), max(counts))
     chosen, ranks = top.chosen.tolist(), top.rank.tolist()
     ids, values = top.top_ids.tolist(), top.top.tolist()
@@ -259,9 +258,10 @@ def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
 
 
 def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Returns the indices, int64, of the tokens of each (row, tokens) in flattened logits [B, vocab].
+    """Returns the int64 indices of the tokens in flattened logits [B, vocab]. `tokens` contains pairs of a row and its
+    tokens.
 
-    Raises IndexError for a token outside the vocabulary, whose index would be in another row.
+    Raises IndexError for a token outside the vocabulary, because its index could belong to another row.
     """
     lens = [len(ids) for _, ids in tokens]
     places = np.fromiter(chain.from_iterable(ids for _, ids in tokens), np.int64, sum(lens))
@@ -273,8 +273,8 @@ def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[n
 
 def _penalise(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
     """Applies the penalties of all rows in place. The repetition penalty r turns the logit x of a token in the prompt
-    or the output into x / r if x > 0, and into x * r otherwise. Then the frequency penalty, multiplied by the token's
-    count in the output, and the presence penalty are subtracted from the logit of each token in the output.
+    or the output into x / r if x > 0, else into x * r. The logit of a token in the output then decreases by the
+    frequency penalty times the token's count, and by the presence penalty.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
     columns = np.ones((3, len(logits)), np.float32)  # repetition, frequency, presence of each row

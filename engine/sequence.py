@@ -1,6 +1,7 @@
 """Sequences, and the arrays of a step: tokens, rows of block tables, and slots. A sequence's tokens are its prompt and
-its outputs. The KV of position p is in block table[p // block_size], slot p % block_size. The first `num_computed`
-positions have their KV, and the first `num_sealed` blocks are sealed. A sequence has one table for each KV group.
+its outputs. The KV of position p is in block table[p // block_size], slot p % block_size. The KV of the first
+`num_computed` positions is computed, and the first `num_sealed` blocks are sealed. A sequence has one table for each KV
+group.
 
     tokens   | block 0 (sealed) | block 1 (sealed) | block 2: computed . . | next |
                                                      ^ num_computed
@@ -153,7 +154,7 @@ class Sequence:
         )
 
     def num_full_blocks(self, block_size: int) -> int:
-        """Returns the number of blocks in which every slot has its KV."""
+        """Returns the number of blocks in which the KV of every slot is computed."""
         return self.num_computed // block_size
 
     def extend_hashes(self, num_blocks: int, block_size: int, next_hash: Callable[[bytes, Seq[int]], bytes]) -> None:
@@ -201,7 +202,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """Number of positions that have their KV after the step."""
+        """The number of positions whose KV is computed after the step."""
         return self.sequence.num_computed + self.num_tokens
 
     @property

@@ -20,9 +20,9 @@ def upload(
     states: Mapping[int, tuple[torch.Tensor, int]],
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-    """Returns token ids [T], the rows with logits [R] and the metadata of a step. `by_layer` maps each attention layer
-    to a provider and a KV group; if it is empty, `attention` serves all layers. `states` maps each layer with a
-    recurrent state to a view of the arena and a KV group.
+    """Returns a step's token ids [T], the indices of its requested rows [R], and its metadata. `by_layer` maps each
+    attention layer to a provider and a KV group; if it is empty, `attention` serves all layers. `states` maps each
+    layer with a recurrent state to a view of the arena and a KV group.
     """
     num_groups = len(batch.block_tables)
     tokens, positions, starts, lens, rows, *of_groups = device.upload(

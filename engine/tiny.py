@@ -1,8 +1,7 @@
 """Tiny random checkpoints in Hugging Face's format, for tests, and for `looseleaf serve` if no model is given and the
 built-in model is missing.
 
-Making a checkpoint does not need transformers. The model's output is gibberish, but it runs the same code as a real
-model.
+Making a checkpoint does not require transformers. The models produce gibberish, but run the same code as real models.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ def make_checkpoint(
 
 
 def hf_config(family: Family) -> dict[str, Any]:
-    """Returns the config.json of a family's tiny model: hidden size 64, 4 heads of size 16, 2 KV heads (OPT: 4), and 3
-    layers (Gemma: 4).
+    """Returns the config.json of a family's tiny model, which has hidden size 64, 4 heads of size 16, 2 KV heads (OPT:
+    4), and 3 layers (Gemma: 4).
     """
     common = {
         "architectures": [name for name, known in ARCHITECTURES.items() if known == family],

@@ -1,6 +1,6 @@
-"""The kernels: functions over tensors, one file per kernel.
+"""The kernels, which are functions over tensors.
 
-The file of a kernel `<k>` usually defines `<k>_reference` (plain torch, written for readability) and the public `<k>`.
+The file `<k>.py` usually defines `<k>_reference`, in plain torch for readability, and the public function `<k>`.
 For tensors on a GPU, most public functions call a Triton kernel (`kernels.gpu`); for other tensors, a C++ kernel
 (`kernels.cpu`). If there is no kernel, they call the reference. Importing this package loads neither a C++ library nor
 triton.

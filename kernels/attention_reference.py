@@ -1,4 +1,4 @@
-"""Attention over block tables in plain torch, written for readability: the reference for every attention kernel."""
+"""Computes attention over block tables in plain torch, as the reference for the attention kernels."""
 
 from __future__ import annotations
 

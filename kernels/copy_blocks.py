@@ -1,4 +1,4 @@
-"""Batched block copies for copy-on-write, swapping and transfer (gather, scatter). A block is a row of bytes."""
+"""Copies batches of blocks, for copy-on-write, swapping and transfer. A block is a row of bytes."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def route_reference(scores: Tensor, per_token: int, *, renormalize: bool, round_
 
 
 def route(scores: Tensor, per_token: int, *, renormalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
-    """Returns the `per_token` most likely experts of every token and their weights: fp32 and int64 [T, per_token], in
-    ascending order of the experts' numbers.
+    """Returns the weights, fp32, and the numbers, int64, of each token's `per_token` most likely experts. Both are
+    [T, per_token], in ascending order of the numbers.
 
     scores: [T, experts], bf16 or fp32. Weights are the softmax over all experts in fp32. With `renormalize`, a token's
     weights are scaled to a sum of 1. With `round_weights`, they are rounded to the dtype of the scores. Of equally

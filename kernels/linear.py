@@ -57,12 +57,12 @@ measure separately should make the same choice in spite of noise.
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Maps x [..., in] to [..., out]; weight [out, in], bias [out]."""
+    """Returns x @ weight.T + bias, computed by torch. x is [..., in], weight is [out, in], and bias is [out]."""
     return F.linear(x, weight, bias)
 
 
 def asked_for() -> Provider | None:
-    """Returns the provider that the environment requests, if any. Raises ValueError for an unknown name."""
+    """Returns the provider that the environment requests, or None. Raises ValueError if its name is unknown."""
     name = linear_provider()
     if name not in (None, *get_args(Provider)):
         raise ValueError(f"KERNELS_LINEAR is {name!r}, but must be one of {', '.join(get_args(Provider))}")
@@ -150,9 +150,9 @@ def _preferred(dtype: torch.dtype, isa: Isa) -> tuple[Provider, ...]:
 
 
 def agreed(name: str, choice: Provider, possible: list[Provider]) -> Provider:
-    """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES. Returns `choice`
-    if there is no directory, or if that choice cannot be read or is not in `possible`. Workers with different providers
-    cannot share blocks.
+    """Returns the choice of the first process among those with the same directory in KERNELS_CHOICES, because workers
+    with different providers cannot share blocks. Returns `choice` if there is no directory, or if the first choice
+    cannot be read or is not in `possible`.
     """
     if (directory := choices_directory()) is None:
         return choice

@@ -27,8 +27,8 @@ MOST_RANK = cpu.MOST_RANK
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraPart:
-    """The correction of one projection: a [rank, in] and b [rank, out] (B transposed), contiguous, in the layer's
-    dtype. `at` is the projection's first output within the site.
+    """The correction of one projection. a [rank, in] and b [rank, out] (B transposed) are contiguous and have the
+    layer's dtype. `at` is the projection's first output within the site.
     """
 
     a: Tensor

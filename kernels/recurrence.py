@@ -1,9 +1,10 @@
-"""Layers with a recurrent state in blocks: a short causal convolution, and a gated linear recurrence.
+"""Computes layers with a recurrent state in blocks, by a short causal convolution and a gated linear recurrence.
 
 A block of a sequence's table holds the state after the block's last computed position. A chunk reads its initial state
-from the block of the preceding position, and writes the state into each block that it fills or enters. One recurrence
-serves Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060) and the gated delta rule (arXiv 2412.06464). It is computed
-token by token even in a prompt, so a row's bits do not depend on how a sequence is divided into steps.
+from the block of the preceding position, and writes the state into each block that it fills and into the block of its
+last position. One recurrence serves Mamba (arXiv 2312.00752), Mamba-2 (arXiv 2405.21060) and the gated delta rule
+(arXiv 2412.06464). It is computed token by token even in a prompt, so a row's bits do not depend on how a sequence is
+divided into steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The sequences of a step, T tokens packed one sequence after another."""
+    """The sequences of a step, whose T tokens are packed one sequence after another."""
 
     block_table: Tensor  # int32 [B, max_blocks]
     context_lens: Tensor  # int32 [B], including this step's tokens

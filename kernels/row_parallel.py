@@ -19,7 +19,7 @@ from kernels.linear import Provider
 
 
 def entry() -> Callable[..., int] | None:
-    """Returns the C function of the current build, or None if the build has none."""
+    """Returns the C function `ll_row_parallel` of the current build, or None if the build has none."""
     function = getattr(current().handle, "ll_row_parallel", None)
     if function is not None:
         function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 7

@@ -1,4 +1,5 @@
-"""Sampling of tokens from logits: a pure function of a row of logits, its parameters and (seed, sample, position).
+"""Samples tokens from logits. A token is a pure function of a row of logits, its parameters and (seed, sample,
+position).
 
 Random numbers are counter-based (Philox-4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011),
 so there is no generator state. Filters are applied in vLLM's order: temperature, min_p, top_k, top_p. A single uniform
@@ -29,7 +30,7 @@ def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> 
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
-    """Returns the 53-bit number in [0, 1) for (seed, sample, position)."""
+    """Returns the random number in [0, 1), a multiple of 2^-53, that belongs to (seed, sample, position)."""
     counter = (position & _MASK, (position >> 32) & _MASK, sample & _MASK, (sample >> 32) & _MASK)
     high, low, _, _ = philox_4x32_10(counter, (seed & _MASK, (seed >> 32) & _MASK))
     return ((high << 32 | low) >> 11) * 2.0**-53

@@ -1,4 +1,4 @@
-"""RoPE on q and k and the write of k and v into their slots, in one pass.
+"""Rotates q and k (RoPE) and writes k and v into their slots, in one pass.
 
 The rotation is the rotate-half (NeoX) form that Hugging Face's Llama uses. It is computed in fp32 and rounded once.
 """

@@ -1,1 +1,1 @@
-"""The transformers backend: model definitions of transformers, with our attention over blocks and our linear layers."""
+"""The transformers backend, which runs transformers' model definitions with our attention and our linear layers."""

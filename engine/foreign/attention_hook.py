@@ -113,12 +113,11 @@ def answered_by(call: Call) -> Iterator[None]:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Returns None for the mask: our attention is causal, and the layer passes its window as an argument."""
+    """Returns None, because our attention is causal without a mask, and the layer passes its window as an argument."""
 
 
 def register() -> None:
-    """Registers "looseleaf" as an attention implementation of transformers in this process. Further calls do no harm.
-    """
+    """Registers "looseleaf" as an attention implementation of transformers. Repeated calls do no harm."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The sizes of a model that transformers defines, and checks that our blocks can store its state.
+"""Determines the sizes of a model that transformers defines, and checks that our blocks can store its state.
 
 transformers' own configuration classes read `config.json`, with their defaults and names. The model is built only if it
 has recurrent layers, and then without memory for its weights, in order to determine the sizes of its states.
@@ -37,7 +37,7 @@ STABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "longrope"
 
 def read(directory: Path) -> Any:
     """Returns transformers' configuration of a decoder-only language model. Raises ModelError if transformers is
-    missing or too old, and UnsupportedModel for any other model or for a feature that is not supported.
+    missing or too old, and UnsupportedModel if the model is of another kind or has a feature that is not supported.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
@@ -67,8 +67,8 @@ def text_of(config: Any) -> Any:
 
 
 def head_sizes(config: Any) -> tuple[int, int, int]:
-    """Returns the number of query heads, the number of KV heads, and the larger of a cached key's and value's width.
-    Returns (1, 1, 8) if no layer has attention. Raises UnsupportedModel if the number of heads is unknown.
+    """Returns the number of query heads, the number of KV heads, and the width of a cached key or value, whichever is
+    wider. Returns (1, 1, 8) if no layer has attention. Raises UnsupportedModel if the number of heads is unknown.
     """
     text = text_of(config)
     if not any(layer.attends for layer in layer_memories(config)):

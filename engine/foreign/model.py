@@ -40,13 +40,14 @@ class TransformersModel:
     """A model of transformers that maps token ids [T] to logits of the requested rows [R, vocab], like `Decoder`."""
 
     sites: ClassVar[Sequence[Site]] = ()
-    """Empty: this model does not support adapters."""
+    """Empty, because adapters are not supported."""
 
     def __init__(
         self, directory: Path, config: ModelConfig, target: Target, load_format: LoadFormat, seed: int, max_len: int
     ) -> None:
         """Builds the model. Raises ModelError if it cannot be built. The error is an UnsupportedModel if the
-        architecture, or a feature of the model, is not supported."""
+        architecture or a feature of the model is not supported.
+        """
         import transformers
 
         self.is_variant = False
@@ -68,7 +69,7 @@ class TransformersModel:
 
     @property
     def numerics(self) -> str:
-        """The settings that affect the bits, in addition to the runner's own numerics: `name=value` pairs."""
+        """The settings that affect the bits, in addition to the runner's own numerics, as `name=value` pairs."""
         return f"model=transformers/{self._version}{'+variant' if self.is_variant else ''}"
 
     @property
@@ -130,7 +131,9 @@ class TransformersModel:
     def _recorded(
         self, config: ModelConfig, device: torch.device
     ) -> tuple[dict[int, LayerFacts], dict[int, StateFacts]]:
-        """Records the requirements of each layer during a pass over RECORDED_TOKENS tokens."""
+        """Records and returns the requirements of each layer during a pass over RECORDED_TOKENS tokens. Raises
+        UnsupportedModel if the pass fails, or if the requirements do not fit the configuration.
+        """
         recorder = Recorder()
         tokens = torch.arange(RECORDED_TOKENS, device=device)
         try:

@@ -1,4 +1,4 @@
-"""Elementwise functions on a CPU whose results depend only on the element.
+"""Computes elementwise functions on a CPU so that a result depends only on its element.
 
 torch computes `exp` and similar functions in SIMD vectors. It computes the remaining elements of a thread's share one
 by one, with a different library. The last bits of a row would therefore depend on the number of rows before it and on

@@ -1,4 +1,5 @@
-"""The decoder of all native families but OPT: RMSNorm, rotary positions, grouped queries, gated MLPs or experts.
+"""The decoder of all native families except OPT, with RMSNorm, rotary positions, grouped queries, and gated MLPs or
+experts.
 
 `ModelConfig` describes the differences between the families (biases, norms, windows, activation, experts).
 """

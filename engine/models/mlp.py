@@ -1,4 +1,4 @@
-"""The second half of a decoder layer: a gated MLP, or a mixture of experts."""
+"""The second half of a decoder layer, which is either a gated MLP or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GATED: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {"silu": silu_
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated MLP: down(activation(gate) * up). Sizes: h hidden, i intermediate."""
+    """A gated MLP, down(activation(gate) * up), with hidden size h and intermediate size i."""
 
     gate_up: PackedLinear  # h -> 2 i
     down: Projection  # i -> h

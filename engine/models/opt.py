@@ -40,7 +40,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class OptLayer:
-    """The parameters of one layer."""
+    """The parameters of one layer of OPT."""
 
     attention_norm: LayerNorm
     qkv: PackedLinear  # h -> 3 h

@@ -1,7 +1,7 @@
 """Computes a model's tables of rotary positions, which are in fp32. The formulas are those of transformers'
 `modeling_rope_utils`.
 
-A row depends only on its position, so cached KV does not depend on how a prompt was divided into chunks.
+A row of a table depends only on its position, so cached KV does not depend on how a prompt was divided into chunks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def inverse_frequencies(rope: RopeConfig, width: int, max_len: int) -> torch.Ten
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Returns the factor by which cosine and sine are multiplied: YaRN's (eq. 22 of arXiv 2309.00071), LongRoPE's (sec.
-    3.3 of arXiv 2402.13753), the configured factor of either, or 1.
+    """Returns the factor by which cosine and sine are multiplied. For YaRN (eq. 22 of arXiv 2309.00071) and LongRoPE
+    (sec. 3.3 of arXiv 2402.13753), it is the configured factor, or else that of the paper. Otherwise, it is 1.
     """
     if rope.kind not in ("yarn", "longrope"):
         return 1.0

@@ -1,1 +1,1 @@
-"""The ranks of a worker: processes that share its model by tensor or pipeline parallelism (docs/parallel.md)."""
+"""The ranks of a worker, which are processes that share its model (docs/parallel.md)."""

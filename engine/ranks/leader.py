@@ -110,9 +110,9 @@ class Leader(Seat):
         self._is_closed = False
 
     def wait_loaded(self, own: Loaded) -> int:
-        """Waits until every follower has loaded its share, and begins to watch them. Returns the bytes of their
-        weights. Raises ModelError if a follower has failed, or if its kernels or weights differ from those of this
-        process (`own`).
+        """Waits until every follower has loaded its share, and begins to watch them. Returns the size of their weights
+        in bytes. Raises ModelError if a follower has failed, or if its numerics or model fingerprint differs from that
+        of this process (`own`).
         """
         for follower in self.followers:
             answer = follower.loaded()

@@ -28,7 +28,7 @@ class Kind(enum.IntEnum):
     LOADED = 2
     """Answers SETTINGS with a `Loaded` (JSON)."""
     ARENA = 3
-    """Tells the receiver to bind this arena: `SharedBlocks` (JSON)."""
+    """Tells the receiver to bind the arena that a `SharedBlocks` (JSON) describes."""
     GUARD = 4
     """Tells the receiver to keep a file open, which is the lock of a writer slot. The file replaces the last file with
     the same key.

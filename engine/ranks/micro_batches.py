@@ -1,4 +1,4 @@
-"""Micro-batches: the parts of a step that are in different stages of a pipeline at the same time.
+"""Micro-batches are the parts of a step that are in different stages of a pipeline at the same time.
 
 A row's bits do not depend on the other rows, and attention reads keys from blocks. A step in parts therefore has the
 same results as a whole step, provided that the parts pass through each layer in order.

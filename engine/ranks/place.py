@@ -1,4 +1,4 @@
-"""A rank's place in the grid of its worker's ranks: a stage of the model's layers, and a share of each layer."""
+"""A rank's place among its worker's ranks, which determines its stage of the model and its share of each layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a rank: its stage and its share. Ranks are numbered stage by stage, as in vLLM and Megatron."""
+    """The place of a rank, which consists of its stage and its share. Ranks are numbered stage by stage, as in vLLM and
+    Megatron.
+    """
 
     stage: Stage = ALL_LAYERS
     shard: Shard = WHOLE

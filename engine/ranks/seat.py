@@ -1,7 +1,7 @@
-"""The seat of a rank: its place among the ranks of its worker, and its connections to the other ranks. The kernels
-exchange partial sums with the ranks of the same stage over these connections (kernels/cpu/row_parallel.cpp). After each
-micro-batch, a rank sends hidden states to the next stage, and the ranks of the last stage send their parts of the
-result to the first rank.
+"""The seat of a rank consists of its place among the ranks of its worker and its connections to the other ranks. The
+kernels exchange partial sums with the ranks of the same stage over these connections (kernels/cpu/row_parallel.cpp).
+After each micro-batch, a rank sends hidden states to the next stage, and the ranks of the last stage send their parts
+of the result to the first rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from kernels.cpu.ranks import Ranks
 
 _DONE = b"\0"
 Compute = Callable[[StepInput, Tensor | None], Tensor]
-"""Computes a micro-batch, from its tokens in the first stage, and from the hidden states [T, h] of the previous stage
-in later stages. Returns hidden states [T, h] for the next stage, or, in the last stage, this rank's part of the result.
+"""A function that computes a micro-batch, in the first stage from its tokens, and in later stages from the hidden
+states [T, h] of the previous stage. It returns hidden states [T, h] for the next stage, or, in the last stage, this
+rank's part of the result.
 """
 
 
@@ -109,7 +110,7 @@ class Seat:
             self._sender.send(self._peer(rank), data)
 
     def _collected(self, parts: Sequence[MicroBatch], own: Sequence[Tensor], wanted: Wanted) -> Tensor:
-        """Returns the result of a step, from the parts of the last stage's ranks, when every rank is done."""
+        """Receives the parts of a step's result, and returns the result when every rank has computed the step."""
         owners = self._owners(wanted)
         result = torch.empty((sum(part.num_rows for part in parts), wanted.width))
         bounds = [wanted.width * number // len(owners) for number in range(len(owners) + 1)]  # as `Shard.span`

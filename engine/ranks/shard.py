@@ -1,4 +1,4 @@
-"""A rank's share of a model, as in Megatron: heads, columns of the MLP, and rows of the vocabulary."""
+"""A rank's share of a model, which consists of heads, columns of the MLP and rows of the vocabulary, as in Megatron."""
 
 from __future__ import annotations
 

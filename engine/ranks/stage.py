@@ -11,8 +11,8 @@ from engine.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a model: one of `count` runs of consecutive layers. The first stage also has the embeddings. The last
-    stage has the final norm and the head.
+    """A stage of a model, which is one of `count` runs of consecutive layers. The first stage also has the embeddings.
+    The last stage has the final norm and the head.
     """
 
     index: int = 0

@@ -1,4 +1,4 @@
-"""The C++ kernels: selection of the build for this CPU, and its torch operators."""
+"""Selects the build of the C++ kernels for this CPU, and registers its torch operators."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The bf16 linear layer on Intel's AMX tiles: selection of its build, packing of weights, and calls. Unlike in oneDNN's
-AMX product, the order in which a row is summed does not depend on the other rows.
+"""Opens the build for Intel's AMX tiles, packs bf16 weights for its linear layer, and calls the layer. Unlike in
+oneDNN's AMX product, the order in which a row is summed does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _entry() -> Callable[..., int] | None:
-    """Returns the C function, or None if this CPU, system or installation does not support AMX tiles."""
+    """Returns the C function `ll_amx_linear`, or None if the CPU, system or installation does not support it."""
     library = _library()
     return library.ll_amx_linear if library is not None and _is_allowed(library, current()) else None
 
@@ -71,7 +71,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
-    """Maps bf16 x [rows, in], last dimension contiguous, to [rows, out]; bias: bf16 [out] or None."""
+    """Maps bf16 x [rows, in], whose last dimension is contiguous, to [rows, out]. `bias` is bf16 [out] or None."""
     entry = _entry()
     assert entry is not None
     out = x.new_empty((x.shape[0], n_out))

@@ -1,5 +1,5 @@
-"""A whole pass of a decoder as one C call: the structures of forward.cpp, and the call. The fields are in the same
-order as in forward.cpp: pointers and 64-bit integers, then floats.
+"""Runs a whole pass of a decoder in one C call. The structures have the same fields, in the same order, as those in
+forward.cpp.
 """
 
 from __future__ import annotations
@@ -136,6 +136,6 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def scratch(num_bytes: int) -> Tensor:
-    """Allocates uint8 [>= num_bytes], aligned to `ALIGNMENT`."""
+    """Returns uninitialized memory, uint8 [>= num_bytes], aligned to `ALIGNMENT` bytes."""
     memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
     return memory[-memory.data_ptr() % ALIGNMENT :]

@@ -1,5 +1,5 @@
-"""The SIMD linear layer of the current C++ build, for bf16 and fp32: packing and calls. A row's bits depend neither on
-the other rows nor on the number of threads; linear_simd.cpp explains why.
+"""Packs bf16 and fp32 weights for the SIMD linear layer of the current C++ build, and calls the layer. A row's bits
+depend neither on the other rows nor on the number of threads; linear_simd.cpp explains why.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _PANEL = 16
 
 
 def entry() -> Callable[..., int] | None:
-    """Returns the C function of the current build, or None if the build has none (such as the torch reference). Packed
-    weights stay valid if a different build is chosen later, because all builds use the same packed form.
+    """Returns the C function `ll_linear` of the current build, or None if the build has none (such as the torch
+    reference). Packed weights stay valid if a different build is chosen later, because all builds use the same packed
+    form.
     """
     function = getattr(current().handle, "ll_linear", None)
     if function is None:
@@ -42,8 +43,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
-    """Maps x [rows, in] (last dimension contiguous) to [rows, out]. `bias` is [out] or None. All tensors have the same
-    dtype.
+    """Maps x [rows, in], whose last dimension is contiguous, to [rows, out]. `bias` is [out] or None. All tensors have
+    the same dtype.
     """
     if x.dtype != packed.dtype:
         raise ValueError(f"x is {x.dtype}, but the weight is {packed.dtype}")

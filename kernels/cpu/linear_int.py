@@ -1,5 +1,6 @@
-"""The linear layer of the current C++ build over weights of 4 or 8 bits: packing and calls. A row's bits depend neither
-on the other rows nor on the number of threads; linear_int.cpp explains why. int_panels.h describes the packed form.
+"""Packs weights of 4 or 8 bits for the linear layer of the current C++ build, and calls the layer. A row's bits depend
+neither on the other rows nor on the number of threads; linear_int.cpp explains why. int_panels.h describes the packed
+form.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _PANEL, _LINE, _UNIT = 16, 64, 8
 
 
 def entry() -> Callable[..., int] | None:
-    """Returns the C function of the current build, or None if the build has none (such as the torch reference)."""
+    """Returns the C function `ll_linear_int` of the current build, or None if the build has none (such as the torch
+    reference).
+    """
     function = getattr(current().handle, "ll_linear_int", None)
     if function is None:
         return None
@@ -81,8 +84,8 @@ def _words(values: Tensor, panels: int) -> Tensor:
 
 
 def linear(entry: Callable[..., int], x: Tensor, packed: Tensor, bias: Tensor | None, n_out: int) -> Tensor:
-    """Maps x [rows, in], last dimension contiguous, to [rows, out]; bias: [out] or None. x and bias have the dtype for
-    which the weight was packed.
+    """Maps x [rows, in], whose last dimension is contiguous, to [rows, out]. `bias` is [out] or None. Both have the
+    dtype for which the weight was packed.
     """
     out = x.new_empty((x.shape[0], n_out))
     bias_at = None if bias is None else bias.data_ptr()

@@ -131,10 +131,11 @@ def prefill_tiling(head_dim: int, group: int, fp8: bool, chip: Chip, max_q_len: 
 def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
     """Returns the number of splits in fast mode, which depends only on shapes and the chip.
 
-    programs: sequences x KV heads; max_keys: capacity of a block table row. Keys are not split if the programs fill at
-    least 80 % of the places on the chip (as in FlashAttention-3). Otherwise, enough splits are used to fill the places,
-    within the limits MAX_SPLITS and MIN_SPLIT_KEYS. Context lengths are unknown here, so a single program per KV head
-    may have to read a long context among many short ones.
+    `programs` is the number of sequences times the number of KV heads, and `max_keys` is the capacity of a row of the
+    block table. Keys are not split if the programs fill at least 80 % of the places on the chip (as in
+    FlashAttention-3). Otherwise, enough splits are used to fill the places, within the limits MAX_SPLITS and
+    MIN_SPLIT_KEYS. Context lengths are unknown here, so a single program per KV head may have to read a long context
+    among many short ones.
     """
     places = chip.num_sms * tiling.programs_per_sm
     if programs >= 0.8 * places:

@@ -1,9 +1,10 @@
-"""Batched block copies on a device, and between a device and the host. Contract: `kernels.copy_blocks.copy_blocks`.
+"""Copies batches of blocks on a device, and between a device and the host. The contract is that of
+`kernels.copy_blocks.copy_blocks`.
 
-Within a device, one launch copies any number of blocks in 16-byte words. Copies from an arena into a packed buffer and
-back (gather, scatter) work in the same way, but without ids for the buffer. Between device and host, the copy engines
-copy blocks of 28 KiB and more (vLLM's crossover on an H100; not measured here), small numbers of blocks, and memory
-that is not pinned. The kernel copies other blocks, and accesses the pinned memory over the bus.
+Within a device, one launch copies any number of blocks, in 16-byte words if alignment allows it. Copies from an arena
+into a packed buffer and back (gather, scatter) work in the same way, but without ids for the buffer. Between device and
+host, the copy engines copy blocks of 28 KiB and more (vLLM's crossover on an H100; not measured here), small numbers of
+blocks, and memory that is not pinned. The kernel copies other blocks, and accesses the pinned memory over the bus.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def copy_within(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tenso
 
 def copy_each(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | None) -> None:
     """Issues one asynchronous copy per block. If the ids are on a device, waits for them. Pinned memory must not change
-    until the current stream has reached the copy.
+    until the copy in the current stream is complete.
     """
     src_at, dst_at = (None if ids is None else ids.tolist() for ids in (src_ids, dst_ids))
     for i in range(len(src_at if src_at is not None else dst_at or ())):

@@ -1,7 +1,8 @@
-"""RMS norm in Triton, optionally after adding a residual. Contract: `kernels.rms_norm.rms_norm`, which checks shapes.
+"""Computes the RMS norm in Triton, optionally after adding a residual. The contract is that of
+`kernels.rms_norm.rms_norm`, which checks shapes.
 
 A whole row is in one tile, whose shape depends only on the row's width, so the bits of a row's result depend only on
-the row. Memory traffic: x, the residual and both outputs, once each.
+the row. Inputs are read once, and outputs are written once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Sampling of tokens from logits on a device: launches of `kernels.gpu.sampling_kernels`. Contract: `kernels.sampling`.
+"""Samples tokens from logits on a device, with `kernels.gpu.sampling_kernels`. The contracts are those of
+`kernels.sampling`.
 
 Random numbers, filters and the draw are the same as on the CPU. The token is also the same, unless float64 sums in a
 different order fall on different sides of a limit. Nothing is read back, so a CUDA graph can capture a call if the
-columns are tensors on the device. Memory traffic: a row without top_k and top_p is read twice and written twice; a
-filter reads it once per bisection step, about 15 to 30 times (an estimate; this code has not run on a GPU yet).
+columns are tensors on the device. A filter reads a row once per bisection step, which is estimated to be 15 to 30
+times. This code has not run on a GPU yet.
 """
 
 from __future__ import annotations

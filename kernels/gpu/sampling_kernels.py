@@ -113,8 +113,8 @@ def in_prefix(key, at, last, limit):
 
 @triton.jit
 def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr, TILE: tl.constexpr):
-    """Measures the part of the prefix with keys >= bound. Returns (sum of weights, or the count unless BY_MASS; count;
-    lowest key) of this part, and the highest key < bound in the prefix.
+    """Measures the tokens of the prefix whose keys are >= bound. Returns their measure (with BY_MASS the sum of their
+    weights, otherwise their number), their number, their lowest key, and the highest key < bound in the prefix.
     """
     mass = tl.zeros((TILE,), tl.float64)
     count = tl.zeros((TILE,), tl.int32)
@@ -245,7 +245,7 @@ def draw_kernel(
     out_ptr, weight_ptr, mass_ptr, best_ptr, temperature_ptr, seeds_ptr, samples_ptr, positions_ptr, vocab, tiles,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Writes out[row]: the first token, in id order, at which the sum of weights passes u times the total."""
+    """Writes out[row], the first token in id order at which the sum of weights exceeds a random share of the total."""
     row = tl.program_id(0).to(tl.int64)
     best = best_of(best_ptr, row, tiles, TILES)
     _, drawn = top_of(best, tl.load(temperature_ptr + row))

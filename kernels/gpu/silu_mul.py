@@ -1,7 +1,7 @@
-"""The elementwise halves of SwiGLU and GeGLU in Triton. Contracts: `kernels.silu_mul.silu_mul` and
-`kernels.gelu_mul.gelu_mul`, which check shapes.
+"""Computes the elementwise halves of SwiGLU and GeGLU in Triton. The contracts are those of `kernels.silu_mul.silu_mul`
+and `kernels.gelu_mul.gelu_mul`, which check shapes.
 
-Memory traffic: gate, up and the product, once each.
+Gate and up are read once, and the product is written once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Times alternatives to the tables in `attention_tiles` (`python -m kernels.gpu.tune decode|prefill`), and prints the
 best ones for each case, to be copied into the tables by hand. The cases have 32 query heads and 8 KV heads, and blocks
-of 16 slots. A measurement covers more layers than fit into L2, in a CUDA graph. `--rehearse` runs only the current
+of 16 slots. A measurement replays a CUDA graph over more layers than fit into L2. `--rehearse` runs only the current
 choice, at toy sizes. This tool has not run on a GPU yet.
 """
 

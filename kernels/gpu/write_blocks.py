@@ -1,7 +1,8 @@
-"""RoPE on q and k and the write of k and v into slots, in one launch. Contract: `kernels.write_blocks.write_blocks`.
+"""Rotates q and k (RoPE) and writes k and v into slots, in one launch. The contract is that of
+`kernels.write_blocks.write_blocks`.
 
-One program handles one token and a few heads of q, or of k and v. Memory traffic: q, k and v, twice each. Slots and
-positions are on the device, so the host does not check them. For a slot past the cache, k and v are not written. A
+One program handles one token and a few heads of q, or of k and v. q, k and v are each read once and written once. Slots
+and positions are on the device, so the host does not check them. For a slot past the cache, k and v are not written. A
 position past the table turns the rotated dimensions of the token's q and k into NaN.
 """
 
@@ -57,7 +58,7 @@ def _rotate(
     HALF: tl.constexpr, HALF_COLS: tl.constexpr, DIM: tl.constexpr, REST_COLS: tl.constexpr,
     IN_PLACE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rotates src into dst, rounding once; dimensions 2 * HALF and above pass through. dst may be src (IN_PLACE)."""
+    """Rotates src into dst, rounding once. Dimensions from 2 * HALF on are not rotated. dst may be src (IN_PLACE)."""
     a, b = _turned(src, head_mask, cos_sin, known, HALF, HALF_COLS)
     if IN_PLACE:
         tl.debug_barrier()  # several threads may read the same element, and all must read before one writes

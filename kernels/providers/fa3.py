@@ -34,12 +34,12 @@ MAX_GRAPH_SPLITS = 32
 """Maximum number of splits of a sequence's keys, as in vLLM.
 
 In a CUDA graph, it determines the size of the partial results (num_splits x T x heads x head_dim fp32). The device
-decides how many splits are used. The heuristic (0) cannot be captured.
+decides how many splits are used. FlashAttention's own heuristic (num_splits = 0) cannot be captured.
 """
 PARTIAL_ROWS = 4096
-"""Maximum of splits x queries outside graphs, which limits the size of the partial results. The heuristic considers
-only the longest sequence: for one long sequence among short ones, it would use 15 splits for 8192 queries (2 GB for 32
-heads of 128).
+"""Maximum of splits x queries outside graphs, which limits the size of the partial results. FlashAttention's own
+heuristic considers only the longest sequence. For one long sequence among short ones, it would use 15 splits for 8192
+queries (2 GB for 32 heads of 128).
 """
 _WHERE = frozenset({"max_seqlen_q", "max_seqlen_k", "is_causal", "window_size_left", "window_size_right", "num_splits"})
 _FWD = _WHERE | {"q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table", "softmax_scale"}

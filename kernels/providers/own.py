@@ -1,4 +1,4 @@
-"""The providers of our own kernels: the C++ kernels on a CPU, and the Triton kernels on a GPU."""
+"""The providers that run our own kernels, which are in C++ for a CPU and in Triton for a GPU."""
 
 from __future__ import annotations
 
