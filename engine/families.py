@@ -1,5 +1,5 @@
-"""Readers of `config.json`, one for each native family or group of similar families. Optional keys have the defaults of
-transformers.
+"""Readers of `config.json`, one for each native family or group of similar families. Most optional keys have the same
+defaults as in transformers.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ def layout_of(
 
 
 def default_block_size(layers: Sequence[LayerMemory], bytes_per_token: int) -> int:
-    """Returns the smallest of 16, 32, 64 and 128 tokens whose keys and values, in all layers, take at least as much
-    memory as the recurrent states of all layers. Returns 256 if there is none. `bytes_per_token` is the size of one
-    token's keys and values in one layer.
+    """Returns the smallest block size of 16, 32, 64 and 128 tokens for which the keys and values of a block, in all
+    layers, take at least as much memory as the recurrent states of all layers. Returns 256 if there is none.
+    `bytes_per_token` is the size of one token's keys and values in one layer.
     """
     states = sum(layer.state_bytes for layer in layers)
     per_token = bytes_per_token * sum(layer.attends for layer in layers)

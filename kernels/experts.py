@@ -1,4 +1,4 @@
-"""The choice of experts for each token of a mixture."""
+"""Chooses the experts for each token in a mixture of experts."""
 
 from __future__ import annotations
 

@@ -101,8 +101,9 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     """Rounds a matrix [out, in] to `bits` bits, with a bf16 scale for every GROUPS[bits] inputs of an output and no
     offsets.
 
-    With 8 bits, the scale makes the largest magnitude of a group 127. With 4 bits, several scales are tried, of which
-    the largest makes the weight of largest magnitude -8, and each group uses the one with the smallest squared error.
+    With 8 bits, the scale makes the largest magnitude of a group 127. With 4 bits, several scales are tried, and each
+    group uses the one with the smallest squared error. The largest of these scales makes the weight of largest
+    magnitude -8.
     """
     n_out, n_in = weight.shape
     group = GROUPS[bits]

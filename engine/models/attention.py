@@ -64,7 +64,7 @@ class StepMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's view of the arena."""
+    """A view of one layer's keys and values in the arena."""
 
     keys: torch.Tensor  # [num_blocks, kv_heads, block_size, row_width] (kernels.kv_cache), strided
     values: torch.Tensor  # as keys

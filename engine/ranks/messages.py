@@ -106,7 +106,7 @@ def receive_exactly(of: socket.socket, size: int) -> bytearray:
 
 
 def receive_into(of: socket.socket, rest: memoryview) -> None:
-    """Fills `rest`. Raises RankLost if the sender has closed the connection."""
+    """Fills `rest` with the next bytes. Raises RankLost if the sender has closed the connection."""
     while rest:
         if not (count := of.recv_into(rest)):
             raise RankLost("the connection was closed")

@@ -1,4 +1,4 @@
-"""The C entry points as torch operators, in one table (long: every operator has a wrapper here).
+"""Registers the C entry points as torch operators (long: every operator has a wrapper here).
 
 The namespace is `looseleaf`. Builds do not depend on the torch version. An operator writes to tensors that the caller
 passes, and returns nothing. It uses at most as many threads as torch (`torch.get_num_threads`).

@@ -1,4 +1,4 @@
-"""Tile sizes and warps for the launchers in this folder.
+"""Computes tile sizes and numbers of warps for the launchers in this folder.
 
 Triton compiles a variant of a kernel for certain properties of the arguments: an integer that is 1 or divisible by 16,
 a pointer aligned to 16 bytes. A different variant may reduce in a different order, so a property that varies with the

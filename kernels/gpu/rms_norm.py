@@ -2,7 +2,7 @@
 `kernels.rms_norm.rms_norm`, which checks shapes.
 
 A whole row is in one tile, whose shape depends only on the row's width, so the bits of a row's result depend only on
-the row. Inputs are read once, and outputs are written once.
+the row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Chooses an attention provider for a runner or for some of its layers: the requested provider, or the default for the
-device.
-"""
+"""Chooses the attention provider of a runner or of some of its layers."""
 
 from __future__ import annotations
 

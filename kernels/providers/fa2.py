@@ -1,4 +1,5 @@
-"""FlashAttention-2 (Dao 2023) from an installed `flash_attn`. The number of slots in a block must be a multiple of 256.
+"""The provider for FlashAttention-2 (Dao 2023) from an installed `flash_attn`. The number of slots in a block must be a
+multiple of 256.
 
 This provider has not run on a GPU yet; tests check the mapping of arguments against the package's signatures (2.8.3).
 """

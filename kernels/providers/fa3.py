@@ -1,4 +1,5 @@
-"""FlashAttention-3 (Shah et al. 2024), from an installed `flash_attn_interface` or a library file named by a setting.
+"""The provider for FlashAttention-3 (Shah et al. 2024) from an installed `flash_attn_interface` or from a library file
+that a setting names.
 
 The operator in vLLM's wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`) and the operator in upstream's build take
 different arguments, so calls are built from the operator's schema. Blocks may have any size. This provider has not run

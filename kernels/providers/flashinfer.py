@@ -1,4 +1,5 @@
-"""FlashInfer (Ye et al. 2025) from an installed `flashinfer`. The host plans each step once, for all layers.
+"""The provider for FlashInfer (Ye et al. 2025) from an installed `flashinfer`. The host plans each step once, for all
+layers.
 
 This provider has not run on a GPU yet; tests check the plans against the package's signatures (0.6.9 and 0.7).
 """
