@@ -1,4 +1,4 @@
-"""The attention specs of a model's layers, and the choice of a provider for each layer."""
+"""Determines the attention specs of a model's layers, and chooses a provider for each layer."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The tokens that may follow a sequence. An empty draft means that there is no prediction."""
+    """The tokens that are predicted to follow a sequence. The draft is empty if there is no prediction."""
 
     token_ids: tuple[int, ...] = ()
     grammars: tuple[GrammarState, ...] = ()

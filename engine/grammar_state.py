@@ -52,8 +52,8 @@ class GrammarState:
         return other
 
     def follow(self, output_ids: Seq[int]) -> None:
-        """Advances by the new tokens of `output_ids`, which is the sample's whole output. Raises ValueError if
-        `output_ids` is shorter than in an earlier call.
+        """Advances the state by the new tokens of `output_ids`, which is the sample's whole output. Raises ValueError
+        if `output_ids` is shorter than in an earlier call.
         """
         if len(output_ids) < self._followed:
             raise ValueError(f"a sample of {self._followed} tokens cannot have {len(output_ids)}")

@@ -44,7 +44,7 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The form into which weights are loaded: dtype, device, rounding, and share of the model."""
+    """The dtype, device and rounding of loaded weights, and the share of the model that is loaded."""
 
     dtype: torch.dtype
     """Data type of the computation."""

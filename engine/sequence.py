@@ -266,7 +266,7 @@ def _num_groups(chunks: Seq[Chunk]) -> int:
 def _tables(
     tables: Seq[BlockTable], num_blocks: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-    """Returns block numbers and generations [B, most blocks], with each row padded with its first block."""
+    """Returns block numbers and generations [B, max_blocks], in which each row is padded with its first block."""
     block_table = np.zeros((len(tables), int(num_blocks.max())), np.int32)
     generations = np.zeros(block_table.shape, np.uint64)
     for row, table in enumerate(tables):

@@ -1,4 +1,4 @@
-"""Prepares a runner before it serves: warm-up, profiling of peak memory, and capture of CUDA graphs."""
+"""Prepares a runner before it serves. Warms the runner up, measures its peak memory, and captures CUDA graphs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def route_reference(scores: Tensor, per_token: int, *, renormalize: bool, round_
 
 
 def route(scores: Tensor, per_token: int, *, renormalize: bool, round_weights: bool) -> tuple[Tensor, Tensor]:
-    """Returns the weights, fp32, and the numbers, int64, of each token's `per_token` most likely experts. Both are
+    """Returns each token's `per_token` most likely experts, as their weights, fp32, and their numbers, int64. Both are
     [T, per_token], in ascending order of the numbers.
 
     scores: [T, experts], bf16 or fp32. Weights are the softmax over all experts in fp32. With `renormalize`, a token's

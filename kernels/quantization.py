@@ -1,8 +1,8 @@
-"""Weights of 4 or 8 bits with scales, and the rounding of matrices of floats to such weights.
+"""Represents weights of 4 or 8 bits with scales, and rounds matrices of floats to such weights.
 
-A weight is value * scale + offset. An output and `group` consecutive inputs share one scale, and one offset if there
-are offsets. All supported integer formats (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K, Q6_K and Q8_0) have
-this form.
+A weight is value * scale + offset. The weights of one output and `group` consecutive inputs share a scale and, if there
+are offsets, an offset. All supported integer formats (GPTQ, AWQ, compressed-tensors, GGUF's Q4_0, Q4_1, Q4_K, Q6_K and
+Q8_0) have this form.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class QuantizedWeight:
         return (found if self.offsets is None else found + spread(self.offsets)).to(dtype)
 
     def to(self, device: torch.device) -> Self:
-        """Returns the weight on a device."""
+        """Returns the weight with its tensors on `device`."""
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
 

@@ -112,8 +112,8 @@ def _ropes(text: Any) -> list[dict[str, Any]]:
 
 
 def layer_memories(config: Any) -> tuple[LayerMemory, ...]:
-    """Returns the memory of each layer for a sequence, according to the configuration. Raises UnsupportedModel for a
-    recurrent state that is not supported.
+    """Returns the memory of each layer for a sequence, according to the configuration. Raises UnsupportedModel if a
+    recurrent state is not supported.
     """
     text = text_of(config)
     num_layers, window = int(text.num_hidden_layers), getattr(text, "sliding_window", None) or None

@@ -95,7 +95,9 @@ class TransformersModel:
     def hidden(
         self, token_ids: torch.Tensor, step: StepMetadata, caches: Mapping[int, LayerCache], rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the last hidden states [R, h] of `rows`: the output of transformers' model without its head."""
+        """Returns the last hidden states [R, h] of `rows`, which are the output of transformers' model without its
+        head.
+        """
         with attention_hook.answered_by(Pass(step, caches, self.states)), Steady():
             answer = self._model.base_model(
                 input_ids=token_ids[None], position_ids=step.positions[None], use_cache=False

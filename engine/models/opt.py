@@ -1,5 +1,5 @@
 """The definition of OPT, which has learned positions, LayerNorm before each sublayer (in OPT-350m after it), ReLU, and
-biases. In some sizes, embeddings are narrower than hidden states.
+biases. In some of the models, embeddings are narrower than hidden states.
 """
 
 from __future__ import annotations

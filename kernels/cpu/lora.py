@@ -60,8 +60,8 @@ def table_of(products: Sequence[Sequence[PartOf]]) -> ctypes.Array[Product]:
 
 
 def tiles_of(adapter_of_row: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Returns tiles int32 [tiles, 2 + TILE_ROWS]: the adapter, the number of rows, and the rows. Rows whose adapter is
-    -1 are in no tile.
+    """Returns tiles int32 [tiles, 2 + TILE_ROWS]. A tile contains the index of an adapter, the number of its rows in
+    the tile, and these rows, padded with -1. Rows whose adapter is -1 are in no tile.
     """
     tiles = []
     for adapter in np.unique(adapter_of_row[adapter_of_row >= 0]):

@@ -132,8 +132,8 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
     """Returns the number of splits in fast mode, which depends only on shapes and the chip.
 
     `programs` is the number of sequences times the number of KV heads, and `max_keys` is the capacity of a row of the
-    block table. Keys are not split if the programs fill at least 80 % of the places on the chip (as in
-    FlashAttention-3). Otherwise, enough splits are used to fill the places, within the limits MAX_SPLITS and
+    block table. Keys are not split if the programs are at least 80 % of those that fit on the chip at the same time (as
+    in FlashAttention-3). Otherwise, there are enough splits to fill the chip, within the limits MAX_SPLITS and
     MIN_SPLIT_KEYS. Context lengths are unknown here, so a single program per KV head may have to read a long context
     among many short ones.
     """

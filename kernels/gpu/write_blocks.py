@@ -1,9 +1,9 @@
 """Rotates q and k (RoPE) and writes k and v into slots, in one launch. The contract is that of
 `kernels.write_blocks.write_blocks`.
 
-One program handles one token and a few heads of q, or of k and v. q, k and v are each read once and written once. Slots
-and positions are on the device, so the host does not check them. For a slot past the cache, k and v are not written. A
-position past the table turns the rotated dimensions of the token's q and k into NaN.
+One program handles one token and a few heads of q, or of k and v. Slots and positions are on the device, so the host
+does not check them. For a slot past the cache, k and v are not written. A position past the table turns the rotated
+dimensions of the token's q and k into NaN.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Fa2Attention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Computes the cumulative context lengths, which prefill needs."""
+        """Computes the cumulative context lengths, unless every sequence has a single query."""
         if not batch.decode_only:
             ends = batch.context_lens.cumsum(0, dtype=torch.int32)
             self._cu_seqlens_k = torch.nn.functional.pad(ends, (1, 0))
