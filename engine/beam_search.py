@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A running beam: its output tokens and the sum of their log-probabilities."""
+    """A running beam, with its output tokens and the sum of their log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0

@@ -67,7 +67,7 @@ class BlockTable(Sequence[BlockRef]):
         self.stamp = next(_STAMPS)
 
     def copy(self) -> BlockTable:
-        """Returns a table with the same blocks that grows independently."""
+        """Returns an independent table with the same blocks."""
         table = BlockTable()
         table.first = self.first
         table._blocks, table._generations = self._blocks[:], self._generations[:]

@@ -1,4 +1,4 @@
-"""The weight files of a model directory: their names, the positions of their tensors, and their fingerprint.
+"""Finds the weight files of a model directory and the positions of their tensors, and computes their fingerprint.
 
 A safetensors file begins with a header: 8 bytes with the length of the JSON that follows. This module reads the header
 and small samples of the tensors.

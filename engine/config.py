@@ -161,8 +161,8 @@ class ModelConfig:
         return _with_eos(replace(config, weight_format=_weight_format(raw)), raw, directory)
 
     def longest(self, asked: int | None) -> int:
-        """Returns the maximum sequence length in tokens: `asked`, or the model's number of positions if `asked` is
-        None. Raises ModelError if `asked` exceeds the model's number of positions.
+        """Returns the maximum sequence length in tokens, which is `asked`, or the model's number of positions if
+        `asked` is None. Raises ModelError if `asked` exceeds the model's number of positions.
         """
         if asked is not None and asked > self.max_model_len:
             raise ModelError(f"max_model_len {asked} is more than the model's {self.max_model_len} positions")

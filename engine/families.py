@@ -230,7 +230,7 @@ def _kinds(raw: dict[str, Any], family: Family, num_layers: int) -> Sequence[str
 
 
 def _windows(kinds: Sequence[str], window: Any) -> dict[str, Any]:
-    """Returns the configuration's fields for windows: one window for all layers, or one per layer."""
+    """Returns the configuration's fields for windows, with one window for all layers or one for each layer."""
     if other := sorted(set(kinds) - {FULL, SLIDING}):
         raise UnsupportedModel(f"layers of kind {', '.join(other)} are not supported; only {FULL} and {SLIDING} are")
     windows = [int(window) if kind == SLIDING else None for kind in kinds]

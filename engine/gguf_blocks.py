@@ -30,7 +30,7 @@ def _weight(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: Bits, 
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """Splits bytes [..., n] into values [..., 2 n]: all low halves, followed by all high halves."""
+    """Splits bytes [..., n] into values [..., 2 n]. All low halves come first, followed by all high halves."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 

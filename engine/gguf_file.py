@@ -103,7 +103,7 @@ def _tensor(reader: Any, name: str) -> np.ndarray[Any, Any] | None:
 
 
 def _names(reader: Any) -> dict[str, Any]:
-    """Returns the tensors by their Hugging Face names."""
+    """Returns the file's tensors, except the RoPE factors, by their Hugging Face names."""
     import gguf
 
     architecture = _field(reader, "general.architecture")

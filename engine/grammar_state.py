@@ -63,7 +63,7 @@ class GrammarState:
         self._followed = len(output_ids)
 
     def is_over(self, output_ids: Seq[int]) -> bool:
-        """Returns whether the grammar has ended: an end token was sampled, or no token can follow."""
+        """Returns whether the grammar has ended, because an end token was sampled or no token can follow."""
         self.follow(output_ids)
         return not self._error and self._matcher.is_stopped() and not self._matcher.is_error()
 

@@ -20,7 +20,9 @@ from common.types import DType, KvKind, KvLayout, KvSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """A description of what one layer stores for a sequence: keys and values, a recurrent state, both or nothing."""
+    """A description of what one layer stores for a sequence. This may be keys and values, a recurrent state, both, or
+    nothing.
+    """
 
     attends: bool = True
     window: int | None = None

@@ -36,7 +36,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of one of the model's projections: a site and the projection's outputs within the site."""
+    """The location of one of the model's projections, as a site and the projection's outputs within the site."""
 
     site: int
     at: int

@@ -273,8 +273,8 @@ def _fp8(config: dict[str, Any]) -> Fp8:
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Returns scales in a shape that broadcasts to `shape`: one scale for all elements, one per output, or one per
-    element.
+    """Returns scales in a shape that broadcasts to `shape`. There may be one scale for all elements, one per output, or
+    one per element.
     """
     if scales.numel() == 1:
         return scales.view(1, 1)

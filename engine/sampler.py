@@ -58,8 +58,8 @@ class Sampled(NamedTuple):
 
 
 class Columns:
-    """The part of a batch's sampling that does not change from step to step: the parameters as arrays, and the rows
-    that need additional work.
+    """The parameters of a batch as arrays, which do not change from step to step, and the rows that need additional
+    work.
     """
 
     __slots__ = ("_floats", "_ints", "_samples", "adjusted", "asked", "counts")

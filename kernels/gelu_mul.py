@@ -1,5 +1,5 @@
-"""The elementwise half of GeGLU: gelu(gate) * up, with gelu in its tanh form. Values are rounded after gelu and after
-the product, as in Hugging Face's Gemma.
+"""Computes the elementwise half of GeGLU, gelu(gate) * up, with gelu in its tanh form. Values are rounded after gelu
+and after the product, as in Hugging Face's Gemma.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decode attention: one query per sequence over its block table.
+"""Computes attention in decode, with one query per sequence over the sequence's block table.
 
 On the C++ path, results are reproducible: the key axis is divided into KV splits of 256 keys at absolute positions. A
 row's reductions inside a split have a fixed order, and splits are merged in ascending order, so a row's bits depend

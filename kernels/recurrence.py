@@ -112,7 +112,7 @@ class Recurrence:
 
 
 def recurrence(inputs: Recurrence, states: Tensor, batch: StateBatch) -> Tensor:
-    """Updates S [H, N, P] token by token and answers queries: S = decay * S + key (x) value; out = query S [T, H, P].
+    """Updates S [H, N, P] token by token, S = decay * S + key (x) value, and returns query S [T, H, P].
     `Recurrence` describes how `beta` and `rates` change this.
 
     states: fp32 [num_blocks, H * N * P], strided. They are updated.

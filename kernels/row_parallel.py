@@ -1,6 +1,7 @@
-"""A linear layer on a CPU whose inputs are divided into parts: y = x @ W^T + bias as a tree of the parts' fp32 sums.
-Other processes, the *ranks* of a worker, may compute some of the parts, and exchange their sums. The order of additions
-depends only on the number of parts, so bits do not depend on the number of ranks (kernels/cpu/row_parallel.cpp).
+"""A linear layer on a CPU whose inputs are divided into parts. It computes y = x @ W^T + bias as a tree of the parts'
+fp32 sums. Other processes, the *ranks* of a worker, may compute some of the parts, and exchange their sums. The order
+of additions depends only on the number of parts, so bits do not depend on the number of ranks
+(kernels/cpu/row_parallel.cpp).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types of the CPU and GPU samplers: columns of numbers, and log-probabilities."""
+"""Types that the CPU and GPU samplers share, for columns of numbers and for log-probabilities."""
 
 from __future__ import annotations
 

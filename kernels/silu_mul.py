@@ -1,5 +1,5 @@
-"""The elementwise half of SwiGLU: silu(gate) * up. Values are rounded after silu and after the product, as in Hugging
-Face's Llama.
+"""Computes the elementwise half of SwiGLU, silu(gate) * up. Values are rounded after silu and after the product, as in
+Hugging Face's Llama.
 """
 
 from __future__ import annotations

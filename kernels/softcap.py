@@ -1,4 +1,4 @@
-"""The softcap that Gemma 2 applies to logits: cap * tanh(x / cap), in fp32."""
+"""Computes the softcap that Gemma 2 applies to logits, cap * tanh(x / cap), in fp32."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _stretched(rope: dict[str, Any], length: int) -> int:
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
-    """Returns the parameters of the rotary positions: one entry for all layers, or one for each type of layer."""
+    """Returns the parameters of the rotary positions, with one entry for all layers or one for each type of layer."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [value for value in rope.values() if isinstance(value, dict)] or [rope]
 

@@ -31,8 +31,8 @@ def steady_rope(model: nn.Module, max_len: int) -> None:
 
 
 def _frequencies(module: nn.Module, kind: str, layer_type: LayerType, length: int | Tensor) -> tuple[Tensor, float]:
-    """Returns the frequencies for sequences of `length` tokens, fp32 [D/2] for an int or [L, D/2] for int64 [L, 1], and
-    the factor by which cosine and sine are multiplied.
+    """Returns the frequencies for sequences of `length` tokens, and the factor by which cosine and sine are multiplied.
+    The frequencies are fp32 [D/2] if `length` is an int, and [L, D/2] if it is int64 [L, 1].
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,1 +1,1 @@
-"""The native model definitions: one decoder for all families except OPT, and one for OPT."""
+"""The native model definitions. There is one decoder for all families except OPT, and one for OPT."""

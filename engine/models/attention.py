@@ -1,4 +1,4 @@
-"""Computes a layer's attention: rotates q and k, writes K and V to their slots, and attends to the blocks."""
+"""Computes a layer's attention. This rotates q and k, writes K and V to their slots, and attends to the blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Projection = PackedLinear | RowParallelLinear
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """The part of a step that concerns one KV group: the slots that its layers write, and the blocks that they read."""
+    """The part of a step that concerns one KV group, namely the slots that its layers write and the blocks that they
+    read.
+    """
 
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
     batch: AttentionBatch
@@ -96,8 +98,8 @@ class Attention:
         layer: int,
         cos_sin: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Writes the step's K and V, and returns attention over the K and V in the blocks: [T, H * D]. If `cos_sin` is
-        given, q is rotated in place.
+        """Writes the step's K and V, and returns the attention [T, H * D] over the K and V in the blocks. If `cos_sin`
+        is given, q is rotated in place.
         """
         q, k, v = qkv
         provider, group = step.of_layer(layer)

@@ -28,8 +28,8 @@ from kernels.softcap import softcap_
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The parameters of one layer. Sizes: h hidden, q = heads * head_dim, kv = kv_heads * head_dim, i intermediate. A
-    rank has its share of q, kv and i.
+    """The parameters of one layer. h is the hidden size, q is heads * head_dim, kv is kv_heads * head_dim, and i is the
+    intermediate size. A rank has its share of q, kv and i.
     """
 
     input_norm: torch.Tensor  # [h]

@@ -14,8 +14,8 @@ from engine.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Returns the rotations of positions 0..max_len-1: fp32 [max_len, D], with D/2 cosines followed by D/2 sines. D is
-    the number of rotated dimensions. Cosines and sines are multiplied by `attention_factor`.
+    """Returns the rotations of positions 0..max_len-1 as fp32 [max_len, D], with D/2 cosines followed by D/2 sines. D
+    is the number of rotated dimensions. Cosines and sines are multiplied by `attention_factor`.
     """
     positions, width = torch.arange(max_len, dtype=torch.float32), rope.rotated(head_dim)
     if rope.kind == "dynamic":

@@ -124,8 +124,8 @@ class Seat:
         return result
 
     def _owners(self, wanted: Wanted) -> range:
-        """Returns the ranks whose results make up the step's result: for logits, all ranks of the last stage, and for
-        hidden states, its first rank.
+        """Returns the ranks whose results make up the step's result. For logits, these are all ranks of the last stage;
+        for hidden states, it is the first rank of the last stage.
         """
         last = self.place.ranks_of(self.place.stage.count - 1)
         return last if wanted.has_head else last[:1]

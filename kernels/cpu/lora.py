@@ -42,7 +42,7 @@ class Product(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The C structure `LoraStep`: the adapters of a step, and the rows that use each of them."""
+    """The C structure `LoraStep`, which contains the adapters of a step, and the rows that use each of them."""
 
     _fields_ = [("adapters", PTR), ("tiles", PTR), ("num_tiles", I64)]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 class Ranks(ctypes.Structure):
-    """The C structure of a rank's connections: a stream socket to each rank (the socket at this rank's own index is not
-    used), the number of ranks, and this rank. If `rehearses` is set, nothing is exchanged, and this rank's sum is used
-    for every peer.
+    """The C structure of a rank's connections. It contains a stream socket to each rank (the socket at this rank's own
+    index is not used), the number of ranks, and the index of this rank. If `rehearses` is set, nothing is exchanged,
+    and this rank's sum is used for every peer.
     """
 
     _fields_ = [("sockets", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("size", "rank", "rehearses")]

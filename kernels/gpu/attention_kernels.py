@@ -1,15 +1,15 @@
-"""The Triton kernels of paged attention: one kernel for decode and prefill, and the merge of split keys. A program
-computes ROWS rows of scores: some queries of one sequence, and for each query the GROUP heads that share a KV head
+"""The Triton kernels of paged attention. One kernel computes decode and prefill, and one merges split keys. A program
+of the former computes ROWS rows of scores, for some queries of one sequence and the GROUP heads that share a KV head
 (packed GQA). It iterates over that head's keys in tiles of TILE keys. The block of every key is looked up separately,
 so a tile may span several blocks. Softmax is online and in base 2 (Dao et al. 2023); sums are fp32.
 
 The key axis of a sequence is divided into splits that begin at multiples of TILE:
-- PIECE 0, fast: tiles are distributed evenly over the splits of the launch, so bits depend on the number of splits;
-- PIECE > 0, deterministic: pieces of PIECE keys at absolute positions, merged in ascending order. In decode a split is
-  one piece; in prefill a program walks all pieces of its rows. Both use the same `walk` and `fold` with the same ROWS,
-  TILE and warps, so a row's bits depend only on its own query, keys and values. A tile in which a row sees no key does
-  not change the row's sums (factors are exactly 1, and added sums exactly 0). Launches turn off the contraction of
-  a * b + c, which may differ from kernel to kernel.
+- If PIECE is 0 (fast), tiles are distributed evenly over the splits, so bits depend on the number of splits.
+- If PIECE > 0 (deterministic), a piece has PIECE keys at absolute positions, and pieces are merged in ascending order.
+  In decode, a split is one piece; in prefill, a program walks all pieces of its rows. Both use the same `walk` and
+  `fold` with the same ROWS, TILE and warps, so a row's bits depend only on its own query, keys and values. A tile in
+  which a row sees no key does not change the row's sums (factors are exactly 1, and added sums exactly 0). Launches
+  turn off the contraction of a * b + c, which may differ from kernel to kernel.
 
 WIDE is for the interpreter, whose `tl.dot` is wrong for bf16. Operands are rounded as on the chip, and then made fp32.
 """
@@ -167,11 +167,11 @@ def attention_kernel(
     VARLEN: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Computes attention. Grid: (num_seqs, num_kv_heads, num_splits); with VARLEN: (total_q // (ROWS // GROUP) +
-    num_seqs, num_kv_heads, 1).
+    """Computes attention. The grid is (num_seqs, num_kv_heads, num_splits) or, with VARLEN, (total_q // (ROWS // GROUP)
+    + num_seqs, num_kv_heads, 1).
 
     With VARLEN, cu_seqlens_q is read; otherwise sequence i has the single query i. With DIRECT, num_splits is 1, and
-    `out` is written instead of the partial sums. WIDTH: HEAD_DIM rounded up to a power of two.
+    `out` is written instead of the partial sums. WIDTH is HEAD_DIM rounded up to a power of two, at least 16.
     """
     head = tl.program_id(1)
     if VARLEN:
@@ -263,7 +263,8 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the key splits. Grid: (num_seqs, num_heads). SPLITS: a power of two >= num_splits, unused if PIECE > 0."""
+    """Merges the key splits. The grid is (num_seqs, num_heads). SPLITS is a power of two >= num_splits (if PIECE is 0).
+    """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     keys_to = tl.load(context_lens + sequence)

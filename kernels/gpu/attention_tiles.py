@@ -144,8 +144,8 @@ def num_splits(tiling: Tiling, programs: int, max_keys: int, chip: Chip) -> int:
 
 
 def num_pieces(max_keys: int, window: int | None) -> int:
-    """Returns the number of splits in deterministic mode: the largest number of pieces in which the last query of a
-    sequence can see a key.
+    """Returns the number of splits in deterministic mode, which is the largest number of pieces in which the last query
+    of a sequence can see a key.
 
     A table of 128 Ki keys needs 256 programs per sequence and KV head. Nearly all of them return at once if sequences
     are short. This cost has not been measured.

@@ -68,8 +68,8 @@ def sample(
 
 
 def log_softmax_top(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
-    """Implements the contract of `kernels.sampling.log_softmax_top`, except that token ids are not range-checked: the
-    log-probability of an out-of-range id is NaN.
+    """Implements the contract of `kernels.sampling.log_softmax_top`, except that token ids are not checked. The
+    log-probability of an id that is out of range is NaN.
     """
     batch, vocab = logits.shape
     logits, device = _packed_rows(logits), logits.device

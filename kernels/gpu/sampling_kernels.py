@@ -77,7 +77,7 @@ def best_of(best_ptr, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def top_of(best, heat):
-    """Returns (the row's highest logit divided by the temperature, whether a token is drawn at random)."""
+    """Returns the row's highest logit divided by the temperature, and whether a token is drawn at random."""
     top = tl.div_rn(value_of((best >> 32).to(tl.int32)), heat)
     return top, (heat > 0.0) & (tl.abs(top) < float("inf"))
 
@@ -88,7 +88,8 @@ def weigh_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Writes x = logit / temperature and the weight e^(x - max) of each token, and the sum and count of weights > 0 of
-    each tile. A token that min_p drops, or whose weight underflows to 0, gets x = -inf and weight 0.
+    each tile. Skips rows without a random draw. A token that min_p drops, or whose weight underflows to 0, gets x =
+    -inf and weight 0.
     """
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     heat = tl.load(temperature_ptr + row)
@@ -229,7 +230,7 @@ def filter_kernel(
 
 @triton.jit
 def uniform(seed, sample, position):
-    """Returns the same number as `kernels.sampling.uniform`: 53 bits of Philox-4x32-10 in [0, 1)."""
+    """Returns the same number in [0, 1) as `kernels.sampling.uniform`."""
     mask: tl.constexpr = 0xFFFFFFFF
     high, low, _, _ = tl.philox(
         seed,

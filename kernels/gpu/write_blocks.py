@@ -79,8 +79,8 @@ def write_blocks_kernel(
     Q_GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_COLS: tl.constexpr,
     HALF: tl.constexpr, HALF_COLS: tl.constexpr, REST_COLS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rotates q, and writes k and v. Grid: (token, group). The first Q_GROUPS groups rotate HEADS heads of q each; the
-    remaining groups write k and v.
+    """Rotates q, and writes k and v. The grid is (tokens, groups). The first Q_GROUPS groups rotate HEADS heads of q
+    each; the remaining groups write k and v.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = tl.arange(0, HEADS)[:, None]

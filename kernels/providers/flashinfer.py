@@ -53,7 +53,7 @@ class FlashInferAttention:
         return flash_objection(spec)
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Plans the step. A padding row has no blocks, and its result is zeros."""
+        """Plans the step. A padding row has no blocks in the plan."""
         spec = self._spec
         starts, blocks, last_lens = (torch.from_numpy(a) for a in ragged(batch.host, spec.block_size))
         common = {
