@@ -1,5 +1,5 @@
-"""Sequences, and the arrays of the steps that compute them. A sequence's tokens are its prompt and
-its outputs. The KV of position p is in block table[p // block_size], slot p % block_size. The KV of the first
+"""Sequences, and the arrays of the steps that compute the sequences. A sequence's tokens are its prompt and its
+outputs. The KV of position p is in block table[p // block_size], slot p % block_size. The KV of the first
 `num_computed` positions is computed, and the first `num_sealed` blocks are sealed. A sequence has one table for each KV
 group.
 

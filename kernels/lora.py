@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): out += scale * (x A^T) B^T for the rows of a step that have an adapter.
+"""Applies low-rank adapters (LoRA, Hu et al. 2021), out += scale * (x A^T) B^T, to the rows of a step that have an
+adapter.
 
 A *site* is a packed linear layer of the model, such as the layer of q, k and v. An adapter corrects up to three
 projections of a site. On a CPU, a row's bits depend neither on the other rows nor on their adapters, and a row without

@@ -1,8 +1,8 @@
 """The first rank of a worker. It starts the other ranks, sends them every step, and detects the loss of a rank. The
-other ranks are child processes (`engine.ranks.follower`). They only run forward passes over the same arena; this
-process handles blocks, references, sampling and RPC. In addition to the sockets between ranks, each follower has a
-socket for messages, and a socket on which it sends a beat twice a second. If the socket for beats closes, the other
-side has ended.
+other ranks are child processes (`engine.ranks.follower`). They run forward passes over the same arena; the first rank
+handles blocks, references, sampling and RPC. In addition to the sockets between ranks, each follower has a socket for
+messages, and a socket on which it sends a beat twice a second. If the socket for beats closes, the other side has
+ended.
 """
 
 from __future__ import annotations
