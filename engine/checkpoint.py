@@ -67,9 +67,9 @@ def convert(directory: Path) -> str:
 
 
 def fingerprint(directory: str | Path, dtype: str, load_format: str, seed: int = 0) -> str:
-    """Returns a hex SHA-256 that identifies the weights. It covers config.json (without the fields that vary
-    between copies), the dtype, and the name, header and sampled content of every weight file, or the seed of dummy
-    weights. Copies of a model in different directories have equal fingerprints.
+    """Returns a hex SHA-256 by which different weights can be told apart without reading all of them. It covers
+    config.json (without two fields that vary between copies), the dtype, and the name, header and sampled content of
+    every weight file, or the seed of dummy weights. Copies of a model in different directories have equal fingerprints.
     """
     path = Path(directory)
     config = read_json(path / "config.json")

@@ -43,9 +43,9 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def profile(runner: ModelRunner, max_num_batched_tokens: int, max_num_seqs: int, *, graphs: bool = False) -> int:
-    """Returns the peak bytes of activations, on all ranks together, over the largest steps. They are a prefill step of
-    at most `max_num_batched_tokens` tokens and a decode step of `max_num_seqs` sequences with every sampling filter,
-    both with logits for every row. With `graphs`, the result includes an estimate of the memory that
+    """Returns the peak bytes of activations, on all ranks together, over the largest steps, with logits for every row.
+    These include a prefill step of at most `max_num_batched_tokens` tokens, and a decode step of `max_num_seqs`
+    sequences with every sampling filter. With `graphs`, the result includes an estimate of the memory that
     `capture(max_num_seqs)` will need.
 
     All block tables name one scratch block, so KV takes little memory. To keep startup short, PROFILE_MAX_KEYS limits

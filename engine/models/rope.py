@@ -45,7 +45,8 @@ def inverse_frequencies(rope: RopeConfig, width: int, max_len: int) -> torch.Ten
 
 def attention_factor(rope: RopeConfig) -> float:
     """Returns the factor by which cosine and sine are multiplied. For YaRN (eq. 22 of arXiv 2309.00071) and LongRoPE
-    (sec. 3.3 of arXiv 2402.13753), it is the configured factor, or else that of the paper. Otherwise, it is 1.
+    (sec. 3.3 of arXiv 2402.13753), it is the configured factor or, if none is configured, computed from the scaling.
+    Otherwise, it is 1.
     """
     if rope.kind not in ("yarn", "longrope"):
         return 1.0

@@ -263,8 +263,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, PIECE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merges the key splits. The grid is (num_seqs, num_heads). If PIECE is 0, SPLITS is a power of two >= num_splits.
-    """
+    """Merges key splits. The grid is (num_seqs, num_heads). If PIECE is 0, SPLITS is a power of two >= num_splits."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     keys_to = tl.load(context_lens + sequence)

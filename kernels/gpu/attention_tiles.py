@@ -1,4 +1,5 @@
-"""Tile sizes, warps, stages and key splits of paged attention. They do not depend on the values in any tensor.
+"""Tile sizes, warps, stages and key splits of paged attention. They depend on the mode, shapes, dtypes, the window, the
+longest chunk and the chip.
 
 This code has not run on a GPU yet. The tables follow from the compiler's reports of registers, spills and shared memory
 (checked by `tests/kernels/gpu/test_compile_attention.py`) and from a model of memory traffic. `python -m

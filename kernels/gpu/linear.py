@@ -2,7 +2,7 @@
 
 cuBLAS chooses an algorithm, and with it an order of summation, according to the number of rows. Here, the tile depends
 only on the weight's shape, the inner dimension is never split, and its tiles are added in ascending order to one fp32
-accumulator. A row therefore has the same bits in a batch of 1 and in a prompt of 8192. In return, a decode step
+accumulator. A row therefore has the same bits in a batch of 1 and in a prompt of 8192. As a consequence, a decode step
 computes at least _BLOCK_M rows. This code has not run on a GPU yet, so neither the cost nor the equality of bits has
 been measured.
 """
