@@ -51,9 +51,11 @@ def lasting_secret(path: Path) -> str:
         raise StartupError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def write_secret(path: Path) -> str:
-    """Writes a random secret to a new file with mode 600. Raises FileExistsError if `path` exists."""
-    secret = secrets.token_hex(32)
+def write_secret(path: Path, given: str | None = None) -> str:
+    """Writes the given secret, or else a random one, to a new file with mode 600, and returns it. Raises
+    FileExistsError if `path` exists.
+    """
+    secret = given or secrets.token_hex(32)
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secret + "\n", encoding="ascii")
     return secret

@@ -35,7 +35,7 @@ START_S = 120.0
 NOTES = "LOOSELEAF_CHAOS_NOTES"
 """The environment variable with the directory of the files that control a `testing.chaos.faulty_store`."""
 _SUBNET = f"10.77.{os.getpid() % 256}"  # so that two test processes can run at the same time
-_LINK = (f"{_SUBNET}.1", f"{_SUBNET}.2")  # A, B
+LINK = (f"{_SUBNET}.1", f"{_SUBNET}.2")  # A, B
 _FRONT = (f"{_SUBNET}.5", f"{_SUBNET}.6")  # the test, A
 
 
@@ -61,6 +61,17 @@ class Namespace:
         _run(*self.enter, "ip", "addr", "add", f"{address}/30", "dev", interface)
         _run(*self.enter, "ip", "link", "set", interface, "up")
 
+    def kill_all(self) -> None:
+        """Sends SIGKILL to every process of the namespace, as a loss of power would end them."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def pids(self) -> set[int]:
+        """Returns the ids of the processes that have been started in the namespace."""
+        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
+        return set(map(int, listed.stdout.split())) - {self._holder.pid}
+
     def close(self) -> None:
         self._holder.kill()
         self._holder.wait()
@@ -76,6 +87,24 @@ def namespaces_work() -> bool:
         return False
     _run("ip", "netns", "del", probe)
     return True
+
+
+def joined_namespaces() -> tuple[Namespace, Namespace]:
+    """Returns two namespaces that are joined by a link, with the addresses LINK. The calling process reaches both."""
+    a, b = Namespace("a"), Namespace("b")
+    for left, right in (("lla", "llb"), ("llt", "llf")):
+        _run("ip", "link", "add", f"{left}{os.getpid()}", "type", "veth", "peer", "name", f"{right}{os.getpid()}")
+    a.take(f"lla{os.getpid()}", LINK[0])
+    b.take(f"llb{os.getpid()}", LINK[1])
+    a.take(f"llf{os.getpid()}", _FRONT[1])
+    _run("ip", "addr", "add", f"{_FRONT[0]}/30", "dev", f"llt{os.getpid()}")
+    _run("ip", "link", "set", f"llt{os.getpid()}", "up")
+    # The calling process also reaches B, through A.
+    _run("ip", "route", "add", f"{LINK[1]}/32", "via", _FRONT[1])
+    _run("ip", "route", "add", f"{LINK[0]}/32", "via", _FRONT[1])
+    _run(*a.enter, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+    _run(*b.enter, "ip", "route", "add", f"{_FRONT[0]}/32", "via", LINK[0])
+    return a, b
 
 
 class Process:
@@ -146,26 +175,11 @@ class TwoHosts:
         self.processes: dict[str, Process] = {}
         try:
             if namespaces:
-                self._make_spaces()
+                self.spaces = joined_namespaces()
             self._start()
         except BaseException:
             self.close()
             raise
-
-    def _make_spaces(self) -> None:
-        a, b = self.spaces = Namespace("a"), Namespace("b")
-        for left, right in (("lla", "llb"), ("llt", "llf")):
-            _run("ip", "link", "add", f"{left}{os.getpid()}", "type", "veth", "peer", "name", f"{right}{os.getpid()}")
-        a.take(f"lla{os.getpid()}", _LINK[0])
-        b.take(f"llb{os.getpid()}", _LINK[1])
-        a.take(f"llf{os.getpid()}", _FRONT[1])
-        _run("ip", "addr", "add", f"{_FRONT[0]}/30", "dev", f"llt{os.getpid()}")
-        _run("ip", "link", "set", f"llt{os.getpid()}", "up")
-        # The test also reaches B, through A.
-        _run("ip", "route", "add", f"{_LINK[1]}/32", "via", _FRONT[1])
-        _run("ip", "route", "add", f"{_LINK[0]}/32", "via", _FRONT[1])
-        _run(*a.enter, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        _run(*b.enter, "ip", "route", "add", f"{_FRONT[0]}/32", "via", _LINK[0])
 
     def _start(self) -> None:
         for name in ("store-a", "store-b", "prefill-a", "decode-b"):
@@ -192,7 +206,7 @@ class TwoHosts:
         return self.processes[name]
 
     def _flags(self, kind: str, host: str) -> dict[str, object]:
-        address = "127.0.0.1" if self.spaces is None else _LINK["ab".index(host)]
+        address = "127.0.0.1" if self.spaces is None else LINK["ab".index(host)]
         store = later(self._root / f"store-{host}.ready", 0)
         if kind == "store":
             return {

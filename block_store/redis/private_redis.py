@@ -48,19 +48,22 @@ class PrivateServer:
         directory: Path,
         *,
         confined: bool = True,
+        tcp: tuple[str, int] | None = None,
         may_restart: Callable[[], bool] = lambda: True,
         tell: Callable[[str], object] = _LOG.error,
     ) -> None:
         """Starts a server with its socket in `directory`, and returns when it answers. If `confined` is True, clients
         with the password may use only the commands that services need. (Tests set it to False, for example to empty a
-        server.) `may_restart` is called when the server has ended, unless this object is being closed, and `tell` is
-        called with log lines. Raises RedisUnusable if no server can be found or started.
+        server.) With `tcp`, an address and a port, the server also listens there. `may_restart` is called when the
+        server has ended, unless this object is being closed, and `tell` is called with log lines. Raises RedisUnusable
+        if no server can be found or started.
         """
         password = _password(directory / _PASSWORD_NAME)
         self.url = f"unix://:{password}@{directory.resolve() / _SOCKET_NAME}"
         self._user = f"user default reset on >{password} {CONFINED if confined else _ALL}\n"
         self.process: subprocess.Popen[bytes] | None = None
         self._binary, self.origin = find_server()
+        self._tcp = tcp
         self.failure: RedisUnusable | None = None
         """The reason why the server was not started, or not restarted; otherwise None."""
         self._directory = directory
@@ -96,7 +99,7 @@ class PrivateServer:
     def _keep(self) -> None:
         while not self._closing.is_set():
             try:
-                self.process = _start(self._binary, self._directory, self._user)
+                self.process = _start(self._binary, self._directory, self._user, self._tcp)
             except (RedisUnusable, OSError) as error:
                 if not self._first_try.is_set():
                     self.failure = RedisUnusable(str(error))
@@ -143,14 +146,15 @@ def _password(path: Path) -> str:
         return read_secret(path, "the password file")
 
 
-def _start(binary: str, directory: Path, user: str) -> subprocess.Popen[bytes]:
+def _start(binary: str, directory: Path, user: str, tcp: tuple[str, int] | None) -> subprocess.Popen[bytes]:
     socket = directory.resolve() / _SOCKET_NAME
     if len(str(socket)) > _SOCKET_PATH_LIMIT:
         raise RedisUnusable(f"socket path {socket} is longer than {_SOCKET_PATH_LIMIT} bytes; use a shorter directory")
     log = directory / _LOG_NAME
     socket.unlink(missing_ok=True)  # a server that was killed leaves this file behind
+    network = ["--port", "0"] if tcp is None else ["--bind", tcp[0], "--port", str(tcp[1])]
     command = [
-        binary, "-", "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
+        binary, "-", *network, "--unixsocket", str(socket), "--unixsocketperm", "600", "--save", "",
         "--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(directory), "--logfile", str(log),
     ]  # fmt: skip
     # On stdout, the server writes only that it reads its configuration from stdin. It writes other lines to its log.

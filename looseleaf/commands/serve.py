@@ -22,6 +22,10 @@ _SAMPLE_TOKENS = 24
 
 
 def run(argv: Sequence[str]) -> int:
+    if "--ray" in argv:
+        from looseleaf.commands import up
+
+        return up.serve([word for word in argv if word != "--ray"])
     started = time.monotonic()
     settings = ServeSettings.load(argv)
     if None not in (settings.model, settings.model_directory) and settings.model != settings.model_directory:
@@ -34,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
             addresses = launcher.start()
             stop.raise_if_set()
             print(banner(addresses, time.monotonic() - started), flush=True)
-            print(sample(addresses, first_key, settings.tls_ca), flush=True)
+            print(sample(addresses.grpc, first_key, settings.tls_ca, is_tls=addresses.is_tls), flush=True)
         except Interrupted:
             return 0
         supervise(launcher, stop.event)
@@ -103,13 +107,15 @@ def banner(addresses: Addresses, seconds: float) -> str:
     )
 
 
-def sample(addresses: Addresses, api_key: str | None, tls_ca: str | None) -> str:
-    """Returns a line of generated text without characters that a terminal would interpret."""
-    if addresses.is_tls and tls_ca is None:
+def sample(address: str, api_key: str | None, tls_ca: str | None, *, is_tls: bool) -> str:
+    """Returns a line of generated text without characters that a terminal would interpret. `address` is that of the
+    gateway's gRPC.
+    """
+    if is_tls and tls_ca is None:
         return "  says  nothing yet: verifying the gateway's certificate needs --tls-ca"
     from looseleaf.client import Client  # imported here, so that services are started before gRPC is loaded
 
-    with Client(addresses.grpc, api_key=api_key, timeout=60.0, tls_ca=tls_ca if addresses.is_tls else None) as client:
+    with Client(address, api_key=api_key, timeout=60.0, tls_ca=tls_ca if is_tls else None) as client:
         completion = client.generate(_SAMPLE_PROMPT, max_tokens=_SAMPLE_TOKENS, temperature=0.0, ignore_eos=True)
     return f"  says  {one_line(_SAMPLE_PROMPT + completion.text)}"
 

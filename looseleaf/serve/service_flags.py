@@ -58,13 +58,18 @@ def switch_of(settings: ServeSettings, name: str) -> list[str]:
     return [f"--{prefix}{name.replace('_', '-')}"] if name in settings.model_fields_set else []
 
 
-def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -> list[str]:
-    """Returns the flags of `python -m block_store`."""
+def store_flags(
+    settings: ServeSettings, directory: Path, source: ModelSource, *, host: str = "127.0.0.1", pulls: bool = False
+) -> list[str]:
+    """Returns the flags of `python -m block_store`. `host` is the address on which it listens. With `pulls`, it copies
+    blocks from the stores of other hosts.
+    """
     tiny_default = _TINY_BLOCKS if source.is_tiny and settings.memory_budget is None else None
     return flags_of(
         {
-            "host": "127.0.0.1",
+            "host": host,
             "port": 0,
+            "pull_blocks": pulls,
             "directory": directory,
             "expect_workers": settings.prefill + settings.decode,
             "memory_budget": settings.memory_budget,
@@ -76,13 +81,15 @@ def store_flags(settings: ServeSettings, directory: Path, source: ModelSource) -
     ) + passed_on(settings, "block_store", ("gpu_memory_utilization", *_LOG_SETTINGS))
 
 
-def worker_flags(settings: ServeSettings, source: ModelSource, block_store: str, package: str) -> list[str]:
-    """Returns the flags of a worker. `block_store` is the store's address."""
+def worker_flags(
+    settings: ServeSettings, source: ModelSource, block_store: str, package: str, *, host: str = "127.0.0.1"
+) -> list[str]:
+    """Returns the flags of a worker, which listens on the address `host`. `block_store` is the store's address."""
     return (
         flags_of(
             {
                 "model": source.directory,
-                "host": "127.0.0.1",
+                "host": host,
                 "port": 0,
                 "block_store": block_store,
                 "num_threads": threads_per_worker(settings),
@@ -111,8 +118,10 @@ def role_flags(settings: ServeSettings, package: str) -> list[str]:
     return flags_of(flags)
 
 
-def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str) -> list[str]:
-    """Returns the flags of `python -m gateway`. `block_store` is the store's address."""
+def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str | None) -> list[str]:
+    """Returns the flags of `python -m gateway`. `block_store` is the address of the only store, or None if there are
+    several.
+    """
     names = (
         "host",
         "port",

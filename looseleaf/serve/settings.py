@@ -32,6 +32,8 @@ class ServeSettings(VllmGrpcSettings):
 
     A flag or variable of `serve` overrides the services' own variables (LOOSELEAF_GATEWAY_*, LOOSELEAF_PREFILL_*,
     LOOSELEAF_DECODE_*, LOOSELEAF_WORKER_*, LOOSELEAF_BLOCK_STORE_*), and these override the defaults of `serve`.
+
+    With --ray, the services run on the nodes of a Ray cluster. --ray --help shows the flags for this.
     """
 
     model_config = settings_config("LOOSELEAF_SERVE_", "looseleaf serve")
