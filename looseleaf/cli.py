@@ -1,6 +1,10 @@
 """The command `looseleaf`. A command's module is imported only when the command runs.
 
     looseleaf serve [MODEL]             start everything on this machine
+    looseleaf up FILE                   start a deployment on the nodes of a Ray cluster
+    looseleaf status                    show the nodes, hosts and workers of that deployment, or their logs
+    looseleaf scale decode=3            change its numbers of workers
+    looseleaf down                      drain and end it
     looseleaf complete "Once upon"      stream a continuation
     looseleaf chat ["message"]          answer a message, or hold a conversation turn by turn
     looseleaf health [ADDRESS]          exit status 0 if the service there is ready
@@ -26,6 +30,10 @@ from importlib import import_module
 
 _COMMANDS = {
     "serve": "looseleaf.commands.serve",
+    "up": "looseleaf.commands.up",
+    "status": "looseleaf.commands.cluster:status",
+    "scale": "looseleaf.commands.cluster:scale",
+    "down": "looseleaf.commands.cluster:down",
     "complete": "looseleaf.commands.complete",
     "chat": "looseleaf.commands.chat",
     "health": "looseleaf.commands.health",
@@ -39,6 +47,7 @@ _COMMANDS = {
     "secrets": "looseleaf.commands.secrets",
     "certs": "looseleaf.commands.certs",
 }
+"""The module of each command, and the name of its function if it is not `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,12 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _guarded(_COMMANDS[name], words[1:])
 
 
-def _guarded(module: str, argv: Sequence[str]) -> int:
-    """Runs a command's module and returns the exit status. Prints the message of an expected failure to stderr."""
+def _guarded(command: str, argv: Sequence[str]) -> int:
+    """Runs a command and returns the exit status. Prints the message of an expected failure to stderr."""
     from common.errors import LooseleafError, StartupError
 
     try:
-        run: Callable[[Sequence[str]], int] = import_module(module).run
+        module, _, function = command.partition(":")
+        run: Callable[[Sequence[str]], int] = getattr(import_module(module), function or "run")
         return run(argv)
     except (LooseleafError, StartupError) as error:
         print(f"looseleaf: {error}", file=sys.stderr)

@@ -1,0 +1,196 @@
+"""Two Ray nodes in two network namespaces: a deployment comes up, workers and a node are killed, and its numbers of
+workers change. No token differs from the oracle's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.types import SamplingParams, StoppingParams
+from engine.model_runner import ModelRunner, RunnerSettings
+from looseleaf import AsyncClient
+from looseleaf.explanation import Explanation
+from testing.oracle import Oracle
+from testing.ray_nodes import RayNodes, obstacle
+from testing.system import prompts, wait_for
+from testing.two_hosts import LINK
+
+NUM_TOKENS = 160
+BACK_S = 150.0
+GREEDY = SamplingParams(temperature=0.0)
+Groups = dict[str, dict[str, Any]]
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[RayNodes]:
+    """Two Ray nodes with a deployment of two hosts, each with a prefill and a decode worker."""
+    if (why := obstacle()) is not None:
+        pytest.skip(why)
+    file = tmp_path_factory.mktemp("ray") / "cluster.yaml"
+    file.write_text(
+        f"model: {checkpoint}\nhosts: 2\nprefill: 2\ndecode: 2\nthreads: 1\nspare: 0\nhost: 0.0.0.0\n"
+        "num_blocks: 1024\nmax_model_len: 1024\nmax_num_batched_tokens: 128\n"
+    )
+    with RayNodes(num_cpus=5) as running:
+        assert "\n  says  " in running.looseleaf("up", str(file))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    settings = RunnerSettings(model=str(checkpoint), max_model_len=1024, num_threads=1, deterministic=True)
+    return Oracle(ModelRunner(settings))
+
+
+class Traffic:
+    """Requests that run at the same time, and the tokens that they must have."""
+
+    def __init__(self, nodes: RayNodes, oracle: Oracle, seed: int) -> None:
+        self.prompts = prompts(10, seed=seed, lengths=(20, 120))
+        self.right = [tuple(oracle.generate(p, GREEDY, StoppingParams(max_tokens=NUM_TOKENS))) for p in self.prompts]
+        _, grpc_port = (address.rpartition(":")[2] for address in nodes.groups()["front"]["addresses"])
+        self._address = f"{LINK[0]}:{grpc_port}"
+        self.first_tokens = 0
+
+    async def run(self, disturb: Callable[[], object] | None = None) -> list[Explanation]:
+        """Streams all requests, checks their tokens, and returns their explanations. Calls `disturb` when half of the
+        streams have their first tokens.
+        """
+        async with AsyncClient(self._address) as client:
+            streams = [asyncio.create_task(self._stream(client, prompt)) for prompt in self.prompts]
+            if disturb is not None:
+                while self.first_tokens < len(streams) // 2:
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(disturb)
+            assert await asyncio.gather(*streams) == self.right
+            return list(await client.explain(limit=len(streams)))
+
+    async def _stream(self, client: AsyncClient, prompt: list[int]) -> tuple[int, ...]:
+        tokens: list[int] = []
+        stream = client.stream(prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, timeout=BACK_S)
+        async for delta in stream:
+            self.first_tokens += not tokens
+            tokens += delta.token_ids
+        return tuple(tokens)
+
+
+def are_ready(groups: Groups, num_hosts: int = 2) -> bool:
+    states = [group["state"] for group in groups.values()]
+    services = [state for group in groups.values() for state in group.get("services", {}).values()]
+    return len(groups) == num_hosts + 1 and set(states) | set(services) == {"ready"}
+
+
+def wait_ready(nodes: RayNodes, good: Callable[[Groups], bool] = are_ready) -> Groups:
+    return wait_for(
+        nodes.groups, lambda groups: are_ready(groups, len(groups) - 1) and good(groups), BACK_S, "not back"
+    )
+
+
+def actor_pid(nodes: RayNodes, kind: str, host: int = 0) -> int:
+    """Returns the process id of the only Ray actor of this class on a node."""
+    [pid] = [
+        pid for pid in nodes.pids(host) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"ray::{kind}".encode())
+    ]
+    return pid
+
+
+def on_node(groups: Groups, host: int) -> str:
+    """Returns the name of the group of a block store with its workers on this node."""
+    [name] = [n for n, group in groups.items() if n != "front" and group["node"] == LINK[host]]
+    return name
+
+
+async def test_each_host_has_a_node_and_all_tokens_are_right(nodes: RayNodes, oracle: Oracle) -> None:
+    groups = nodes.groups()
+    assert {group["node"] for name, group in groups.items() if name != "front"} == set(LINK)
+    assert all(group["plan"]["cpus"] == 2 for name, group in groups.items() if name != "front")
+    found = await Traffic(nodes, oracle, seed=80).run()
+    hosts = {attempt.decode_worker.rpartition("-decode")[0] for done in found for attempt in done.attempts}
+    assert hosts == {"host-0", "host-1"}
+    again = nodes.run("up", "/dev/null")
+    assert again.returncode == 1 and "already there" in again.stderr
+
+
+async def test_a_killed_worker_comes_back_on_its_node(nodes: RayNodes, oracle: Oracle) -> None:
+    before = nodes.groups()
+    victim = on_node(before, 1)
+    pid = before[victim]["pids"]["decode-0"]
+    found = await Traffic(nodes, oracle, seed=81).run(lambda: os.kill(pid, signal.SIGKILL))
+    assert any(len(done.attempts) > 1 for done in found), "the kill hit no stream"
+    after = wait_ready(nodes, lambda groups: groups[victim]["pids"]["decode-0"] != pid)
+    assert after[victim]["node"] == LINK[1]
+    assert after[victim]["pids"]["block_store"] == before[victim]["pids"]["block_store"]
+    assert "was killed by signal 9; starting it again" in nodes.looseleaf("status", "--logs", victim)
+
+
+async def test_workers_are_added_and_removed_while_requests_run(nodes: RayNodes, oracle: Oracle) -> None:
+    await Traffic(nodes, oracle, seed=82).run(lambda: nodes.looseleaf("scale", "decode=3"))
+    groups = wait_ready(nodes, lambda groups: len(groups) == 4)
+    assert set(groups["host-2"]["pids"]) == {"block_store", "decode-0"}
+    os.kill(actor_pid(nodes, "Deployment"), signal.SIGKILL)
+    assert wait_ready(nodes, lambda groups: len(groups) == 4)["host-2"]["plan"] == groups["host-2"]["plan"]
+    found = await Traffic(nodes, oracle, seed=83).run(lambda: nodes.looseleaf("scale", "decode=2"))
+    assert any(attempt.decode_worker == "host-2-decode-0" for done in found for attempt in done.attempts)
+    wait_ready(nodes, lambda groups: len(groups) == 3)
+    refused = nodes.run("scale", "decode=9")
+    assert refused.returncode == 1 and "no node has 1 free CPUs for another worker" in refused.stderr
+    assert are_ready(nodes.groups())
+
+
+async def test_an_actor_that_is_killed_is_started_again_by_ray(nodes: RayNodes, oracle: Oracle) -> None:
+    victim = on_node(before := nodes.groups(), 1)
+    pid = before[victim]["pids"]["decode-0"]
+    await Traffic(nodes, oracle, seed=84).run(lambda: os.kill(actor_pid(nodes, "HostActor", 1), signal.SIGKILL))
+    wait_ready(nodes, lambda groups: groups[victim].get("pids", {}).get("decode-0", pid) != pid)
+
+
+async def test_a_killed_front_comes_back_with_the_same_addresses(nodes: RayNodes, oracle: Oracle) -> None:
+    before = nodes.groups()
+    os.kill(actor_pid(nodes, "FrontActor"), signal.SIGKILL)
+    pids = before["front"]["pids"]
+    after = wait_ready(nodes, lambda groups: groups["front"]["pids"] != pids)
+    assert after["front"]["addresses"] == before["front"]["addresses"]
+    assert {name: after[name]["pids"] for name in after if name != "front"} == {
+        name: before[name]["pids"] for name in before if name != "front"
+    }
+    await Traffic(nodes, oracle, seed=87).run()
+
+
+async def test_the_replicas_of_a_lost_node_come_back_on_the_other(nodes: RayNodes, oracle: Oracle) -> None:
+    before = nodes.groups()
+    lost, kept = on_node(before, 1), on_node(before, 0)
+    killed = time.monotonic()
+    found = await Traffic(nodes, oracle, seed=85).run(lambda: nodes.kill_node(1))
+    answered_s = time.monotonic() - killed
+    own = {f"{kept}-prefill-0", f"{kept}-decode-0"}
+    firsts = [done.attempts[0] for done in found]
+    on_kept = [
+        done for done, first in zip(found, firsts, strict=True) if {first.prefill_worker, first.decode_worker} == own
+    ]
+    assert 0 < len(on_kept) < len(found), "the other streams used the lost node"
+    assert all(len(done.attempts) == 1 for done in on_kept), "streams of the surviving host are not disturbed"
+    assert any(len(done.attempts) > 1 for done in found), "the kill hit no stream"
+    after = wait_ready(nodes, lambda groups: groups[lost].get("node") == LINK[0])
+    print(json.dumps({"answered_s": round(answered_s, 1), "back_s": round(time.monotonic() - killed, 1)}))
+    assert after[kept]["pids"] == before[kept]["pids"]
+    found = await Traffic(nodes, oracle, seed=86).run()
+    assert {attempt.decode_worker for done in found for attempt in done.attempts} >= {f"{lost}-decode-0"}
+
+
+async def test_down_ends_every_process(nodes: RayNodes) -> None:
+    pids = [pid for group in nodes.groups().values() for pid in group["pids"].values()]
+    assert len(pids) == 7
+    nodes.looseleaf("down")
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    gone = nodes.run("status")
+    assert gone.returncode == 1 and "no deployment 'looseleaf' in this Ray cluster; there are none" in gone.stderr
