@@ -16,6 +16,7 @@ from prefill_svc.disk_prefixes import DiskPrefixes
 from prefill_svc.requests import RequestLimits
 from prefill_svc.scheduler import PrefillScheduler
 from prefill_svc.service import PrefillServicer
+from prefill_svc.step_limit import StepLimit
 from prefill_svc.worker import PrefillWorker
 from protos.v1 import prefill_pb2_grpc
 from worker.adapters import pool_of
@@ -47,6 +48,13 @@ def join(runner: ModelRunner, settings: WorkerSettings) -> PrefillRole:
     return PrefillRole(runner, needs, attached, settings, turns)
 
 
+def limit_of(settings: WorkerSettings, turns: AnyFairLock | None) -> StepLimit | None:
+    """Returns the limit on the duration of a step, or None if decode does not wait for prefill's steps."""
+    if turns is None or settings.max_itl == 0.0:
+        return None
+    return StepLimit(settings.max_itl / 1e3, lambda: turns.waited_s)
+
+
 class PrefillRole(WorkerRole):
     """The prefill role of a worker's process, with its model, blocks, queue, step thread and gRPC service."""
 
@@ -63,6 +71,7 @@ class PrefillRole(WorkerRole):
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_queue=settings.max_queue,
+            limit=limit_of(settings, turns),
         )
         worker = PrefillWorker(runner, attached, scheduler, domain_of(runner))
         record = record_of(needs, attached, runner, settings)

@@ -8,7 +8,7 @@ no chunk for lack of blocks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import ResourceExhausted
@@ -16,6 +16,7 @@ from common.line_fit import LineFit
 from common.types import WorkerLoad
 from engine.sequence import Chunk
 from prefill_svc.job import Job
+from prefill_svc.step_limit import StepBudget, StepLimit
 
 
 @dataclass(order=True, slots=True)
@@ -28,8 +29,11 @@ class _Waiting:
 class PrefillScheduler:
     """A scheduler with a queue of waiting prompts, and a list of running prompts in the order of their admission."""
 
-    def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int, max_queue: int) -> None:
-        self._budget = max_num_batched_tokens
+    def __init__(
+        self, *, max_num_batched_tokens: int, max_num_seqs: int, max_queue: int, limit: StepLimit | None = None
+    ) -> None:
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._limit = limit
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._waiting: list[_Waiting] = []
@@ -53,39 +57,38 @@ class PrefillScheduler:
         blocks, all or none, and returns whether it succeeded. `grow(chunk)` does so for blocks that are allocated chunk
         by chunk. A prompt without its blocks waits.
         """
-        budget = self._budget
+        budget = StepBudget(self._max_num_batched_tokens, self._limit)
         plan: list[tuple[Job, Chunk]] = []
         is_short = False
         for running in self._running:
-            taken = self._take(running.job, budget, plan, grow)
-            is_short |= taken == 0 < budget
-            budget -= taken
+            is_short |= not self._take(running.job, budget, plan, grow)
         places = self._max_num_seqs - self._num_running
-        while budget > 0 and places > 0 and not is_short:
+        while not budget.is_spent and places > 0 and not is_short:
             head = self._head()
             if head is None or head.width > places or not admit(head):
                 break
             self._running.append(heapq.heappop(self._waiting))
             places -= head.width
-            taken = self._take(head, budget, plan, grow)
-            is_short = taken == 0
-            budget -= taken
+            is_short = not self._take(head, budget, plan, grow)
         return plan
 
-    def _take(self, job: Job, budget: int, plan: list[tuple[Job, Chunk]], grow: Callable[[Chunk], bool]) -> int:
-        """Adds chunks of the job's sequences to `plan`, and returns their number of tokens. Sequences other than the
-        trunk begin in the step that completes the trunk, or later. A step writes the K and V of a layer before it reads
-        them, so the blocks that these sequences share with the trunk are ready.
+    def _take(self, job: Job, budget: StepBudget, plan: list[tuple[Job, Chunk]], grow: Callable[[Chunk], bool]) -> bool:
+        """Adds chunks of the job's sequences to `plan`. Returns False if there is no chunk for lack of blocks.
+
+        Sequences other than the trunk begin in the step that completes the trunk, or later. A step writes the K and V
+        of a layer before it reads them, so the blocks that these sequences share with the trunk are ready.
         """
         taken = 0
         for sequence in job.sequences:
-            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget - taken)
+            start = sequence.num_computed
+            num_tokens = min(sequence.num_tokens - start, budget.most_tokens(start))
             if num_tokens > 0:
                 if not grow(chunk := Chunk(sequence, num_tokens)):
-                    break
+                    return taken > 0
                 plan.append((job, chunk))
+                budget.take(start, num_tokens)
                 taken += num_tokens
-        return taken
+        return True
 
     def give_way(self, *, even_alone: bool = False) -> Job | None:
         """Moves the prompt that was admitted last back to its place in the queue, so that other prompts can get its
@@ -123,9 +126,13 @@ class PrefillScheduler:
     def idle(self) -> bool:
         return not self._running and self._head() is None
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of a step, for the rate in `load`."""
-        self._steps.note(num_tokens, seconds)
+    def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Records the duration of a step, for the rate in `load` and for the limit. Each chunk is its first position
+        and its number of tokens.
+        """
+        self._steps.note(sum(num_tokens for _, num_tokens in chunks), seconds)
+        if self._limit is not None:
+            self._limit.note_step(chunks, seconds)
 
     def load(self) -> WorkerLoad:
         num_waiting = waiting_tokens = 0

@@ -111,10 +111,11 @@ class PrefillWorker:
         else:
             self._num_stuck = 0
         plan, began = self._constrained(planned), time.monotonic()
+        chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in plan]
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
         if plan:
-            self._scheduler.note_step(sum(chunk.num_tokens for _, chunk in plan), time.monotonic() - began)
+            self._scheduler.note_step(chunks, time.monotonic() - began)
         return bool(plan)
 
     def _guarded(self, plan: Plan, run: Callable[[Plan], None]) -> None:

@@ -30,6 +30,8 @@ class FairLock:
         self._changed = threading.Condition()
         self._asked = 0
         self._served = 0
+        self.waited_s = 0.0
+        """Time in seconds that the thread which has the lock waited for it."""
 
     @property
     def num_waiting(self) -> int:
@@ -38,10 +40,12 @@ class FairLock:
             return max(0, self._asked - self._served - 1)
 
     def __enter__(self) -> None:
+        began = time.monotonic()
         with self._changed:
             mine = self._asked
             self._asked += 1
             self._changed.wait_for(lambda: self._served == mine)
+            self.waited_s = time.monotonic() - began
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,6 +70,8 @@ class FairFileLock:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._patience_s = patience_s
         self._has_turn = False
+        self.waited_s = 0.0
+        """Time in seconds that this process waited for its latest turn, or for `patience_s` to pass."""
         self._passed_by_at: int | None = None
         """Number of turns given back by all processes when this process last stepped out of turn, or None if it has had
         its turn since then.
@@ -75,9 +81,10 @@ class FairFileLock:
 
     def __enter__(self) -> None:
         stuck = self._passed_by_at == self._num_given_back()
-        deadline = time.monotonic() + (0.0 if stuck else self._patience_s)
+        deadline = (began := time.monotonic()) + (0.0 if stuck else self._patience_s)
         self._has_turn = self._lock(_NEXT, deadline) and self._lock(_TURN, deadline)
         self._unlock(_NEXT)
+        self.waited_s = time.monotonic() - began
         if self._has_turn:
             self._passed_by_at = None
             return

@@ -7,17 +7,21 @@ Prompts are random token ids, so every server computes the same number of tokens
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import httpx
 
 SHORT_LEN, WARM_TOKENS = 64, 24
 AFTER_S = 0.25
+Follow = Callable[[Sequence[int], int, list[float]], Coroutine[Any, Any, None]]
+"""Sends a prompt that asks for a number of tokens, and appends the time of each event of the answer to the list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,14 @@ async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
         stamps.append(at)
 
 
-async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
+async def http_gaps(url: str, streams: int, prompt_len: int, seed: int) -> Gaps:
+    """Measures the server at `url` as `gaps` does."""
+    timeout, limits = httpx.Timeout(600.0), httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
+        return await gaps(functools.partial(follow, client), streams, prompt_len, seed)
+
+
+async def gaps(follow: Follow, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
     """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens when each stream has WARM_TOKENS tokens. Raises
     RuntimeError if the server rejects a request, or if a stream has `most_tokens` tokens before the measurement ends.
     """
@@ -64,19 +75,17 @@ async def gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: 
 
     stamps: list[list[float]] = [[] for _ in range(streams)]
     answered: list[float] = []
-    timeout, limits = httpx.Timeout(600.0), httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
-        tasks = [asyncio.create_task(follow(client, prompt(SHORT_LEN), most_tokens, seen)) for seen in stamps]
-        try:
-            await reached(stamps, tasks, lambda seen: len(seen) >= WARM_TOKENS)
-            sent = time.perf_counter()
-            await follow(client, prompt(prompt_len), 1, answered)
-            first = answered[0]
-            await reached(stamps, tasks, lambda seen: bool(seen) and seen[-1] > first + AFTER_S)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    tasks = [asyncio.create_task(follow(prompt(SHORT_LEN), most_tokens, seen)) for seen in stamps]
+    try:
+        await reached(stamps, tasks, lambda seen: len(seen) >= WARM_TOKENS)
+        sent = time.perf_counter()
+        await follow(prompt(prompt_len), 1, answered)
+        first = answered[0]
+        await reached(stamps, tasks, lambda seen: bool(seen) and seen[-1] > first + AFTER_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return summarise(stamps, sent, first)
 
 
@@ -103,4 +112,4 @@ def summarise(stamps: Sequence[Sequence[float]], sent: float, first: float) -> G
 
 
 def measure(url: str, streams: int, prompt_len: int, seed: int) -> Gaps:
-    return asyncio.run(gaps(url, streams, prompt_len, seed))
+    return asyncio.run(http_gaps(url, streams, prompt_len, seed))

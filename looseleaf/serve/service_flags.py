@@ -15,7 +15,8 @@ from looseleaf.serve.service_variables import is_set
 from looseleaf.serve.settings import ServeSettings
 
 _WORKER_SETTINGS = (
-    "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "seed",
+    "dtype", "load_format", "max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_itl",
+    "seed",
     "attention_backend", "attention_library", "deterministic", "enforce_eager", "kv_cache_dtype",
     "gpu_memory_utilization", "model_impl", "allow_variant_numerics", "quantization", "enable_lora", "max_loras",
     "max_lora_rank",

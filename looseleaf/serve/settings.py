@@ -12,6 +12,7 @@ from common.settings import (
     KV_CACHE_DTYPE,
     KV_DISK_DIR,
     LOG_FORMAT,
+    MAX_ITL,
     PIPELINE_PARALLEL_SIZE,
     REDUCTION_PARTS,
     TENSOR_PARALLEL_SIZE,
@@ -131,6 +132,7 @@ class ServeSettings(VllmGrpcSettings):
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
+    max_itl: float = Field(200.0, ge=0, description=MAX_ITL)
     max_queue: int | None = Field(
         None, ge=1, description="maximum number of sequences admitted at once; default: the gateway's"
     )

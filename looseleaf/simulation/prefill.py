@@ -26,6 +26,7 @@ class PrefillWorker(Worker):
         )
         self._running: dict[Job, Running] = {}
         self._plan: list[tuple[Job, Chunk]] = []
+        self._chunks: list[tuple[int, int]] = []
         self._seconds = 0.0
 
     def submit(self, running: Running, priority: int) -> asyncio.Future[str]:
@@ -46,8 +47,8 @@ class PrefillWorker(Worker):
         self._plan = self.scheduler.plan(self._admit)
         if not self._plan:
             return None
-        chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in self._plan]
-        self._seconds = self.costs.prefill_s(chunks)
+        self._chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in self._plan]
+        self._seconds = self.costs.prefill_s(self._chunks)
         return self._seconds
 
     def _admit(self, job: Job) -> bool:
@@ -72,7 +73,7 @@ class PrefillWorker(Worker):
         return True
 
     def end_step(self, now: float) -> None:
-        self.scheduler.note_step(sum(chunk.num_tokens for _, chunk in self._plan), self._seconds)
+        self.scheduler.note_step(self._chunks, self._seconds)
         for job, chunk in self._plan:
             running = self._running[job]
             chunk.sequence.num_computed = chunk.end

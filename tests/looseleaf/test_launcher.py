@@ -53,7 +53,7 @@ def test_workers_take_what_a_launch_gives_them(gpu: None, service: type[Settings
         "device": "cuda", "dtype": "float16", "attention_backend": "fa3", "attention_library": "/lib/fa3.so",
         "deterministic": True, "enforce_eager": True, "kv_cache_dtype": "fp8_e4m3", "gpu_memory_utilization": 0.5,
         "load_format": "dummy", "max_model_len": 99, "block_size": 32, "max_num_seqs": 7, "max_num_batched_tokens": 77,
-        "seed": 3, "model_impl": "native", "allow_variant_numerics": True,
+        "seed": 3, "model_impl": "native", "allow_variant_numerics": True, "max_itl": 50.0,
     }  # fmt: skip
     taken = service.load(worker_flags(settled(ServeSettings(**given)), SOURCE, "127.0.0.1:1", "decode_svc"))  # type: ignore[arg-type]
     assert {name: getattr(taken, name) for name in given} == given

@@ -1,0 +1,125 @@
+"""Limits how long a prefill step takes where prefill and decode take turns on the same cores. Between two tokens of a
+stream there is one prefill step, so the limit bounds the inter-token latency. The module reads no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_DECAY = 0.8
+"""Factor by which a step multiplies the weights of all earlier ones, so that about the last five count."""
+_MOST_GROWTH = 2.0
+"""A step counts as at most this many times as long as expected, so that a pause of the machine is soon forgotten."""
+_SAME_SHAPE = 1e-3
+"""Steps have the same shape if the determinant of the fit is below this part of the product of its diagonal."""
+_LEAST_SHARE = 0.25
+"""The part of the limit that a prefill step may take even if decode steps take more than the rest."""
+_OTHERS_WEIGHT = 0.3
+LEAST_CHUNK = 16
+"""Number of tokens that a step may compute even if they are expected to take longer than the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCost:
+    """A chunk costs `token_s` seconds per token, and `pair_s` seconds per pair of a token and a position that it
+    attends to.
+    """
+
+    token_s: float
+    pair_s: float
+
+    def seconds(self, start: int, num_tokens: int) -> float:
+        """Returns the time of a chunk of `num_tokens` tokens that begins at position `start`."""
+        return self.token_s * num_tokens + self.pair_s * num_pairs(start, num_tokens)
+
+    def most_tokens(self, start: int, seconds: float) -> float:
+        """Returns the number of tokens of a chunk at `start` that takes `seconds`."""
+        linear = self.token_s + self.pair_s * start
+        both = linear + math.sqrt(linear * linear + 2 * self.pair_s * seconds)
+        return 2 * seconds / both if both else math.inf
+
+
+def num_pairs(start: int, num_tokens: int) -> float:
+    """Returns the approximate number of pairs of one of a chunk's tokens and a position at or before it."""
+    return num_tokens * (start + num_tokens / 2)
+
+
+class StepLimit:
+    """A limit on the duration of prefill steps, and the cost of a chunk, fitted by least squares to recent steps."""
+
+    def __init__(self, max_itl_s: float, waited_s: Callable[[], float]) -> None:
+        """`max_itl_s` is the time in seconds that a prefill step and a decode step may take together. `waited_s`
+        returns how long the step thread waited for its present turn, which is about the time of a decode step.
+        """
+        self._max_itl_s = max_itl_s
+        self._waited_s = waited_s
+        self._others_s = 0.0
+        self._sums = [0.0] * 5
+        """The sums of tokens, pairs, pairs² / tokens, seconds and pairs * seconds / tokens. Dividing by the number of
+        tokens gives every token the same weight.
+        """
+
+    def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Records a step's duration. Each chunk is its first position and its number of tokens."""
+        self._others_s += _OTHERS_WEIGHT * (self._waited_s() - self._others_s)
+        if expected := sum(self.cost.seconds(*chunk) for chunk in chunks):
+            seconds = min(seconds, _MOST_GROWTH * expected)
+        tokens = sum(num_tokens for _, num_tokens in chunks)
+        pairs = sum(num_pairs(*chunk) for chunk in chunks)
+        seen = (tokens, pairs, pairs * pairs / tokens, seconds, pairs * seconds / tokens)
+        self._sums = [_DECAY * value + new for value, new in zip(self._sums, seen, strict=True)]
+
+    @property
+    def cost(self) -> ChunkCost:
+        """The fitted cost, neither part of which is negative. Both are 0.0 before the first step. If all steps had the
+        same shape, the whole time counts as time per token.
+        """
+        tt, tp, pp, ty, py = self._sums
+        if tt == 0.0:
+            return ChunkCost(0.0, 0.0)
+        determinant = tt * pp - tp * tp
+        if determinant > _SAME_SHAPE * tt * pp:
+            token_s, pair_s = (pp * ty - tp * py) / determinant, (tt * py - tp * ty) / determinant
+            if token_s < 0.0:
+                return ChunkCost(0.0, py / pp)
+            if pair_s > 0.0:
+                return ChunkCost(token_s, pair_s)
+        return ChunkCost(ty / tt, 0.0)
+
+    @property
+    def step_s(self) -> float:
+        """The time in seconds that the next prefill step may take."""
+        return max(self._max_itl_s - self._others_s, _LEAST_SHARE * self._max_itl_s)
+
+
+class StepBudget:
+    """What is left of a step while it is planned: a number of tokens, and a time if there is a limit on it."""
+
+    def __init__(self, tokens: int, limit: StepLimit | None = None) -> None:
+        self._tokens = tokens
+        self._cost = None if limit is None else limit.cost
+        self._seconds = 0.0 if limit is None else limit.step_s
+        self._least = LEAST_CHUNK
+
+    def most_tokens(self, start: int) -> int:
+        """Returns the number of tokens that a chunk at position `start` may have. The step's first chunk may have at
+        least LEAST_CHUNK tokens.
+        """
+        if self._cost is None:
+            return self._tokens
+        in_time = self._cost.most_tokens(start, max(0.0, self._seconds))
+        return int(min(self._tokens, max(self._least, in_time)))
+
+    def take(self, start: int, num_tokens: int) -> None:
+        """Subtracts a chunk."""
+        self._tokens -= num_tokens
+        self._least = 0
+        if self._cost is not None:
+            self._seconds -= self._cost.seconds(start, num_tokens)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether not even a chunk at position 0 fits."""
+        return self.most_tokens(0) == 0

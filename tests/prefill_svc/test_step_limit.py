@@ -1,0 +1,157 @@
+"""The limit on the duration of prefill steps, with steps whose times are computed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.types import SamplingParams, StoppingParams
+from engine.sequence import Sequence
+from prefill_svc.job import Job
+from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.step_limit import LEAST_CHUNK, ChunkCost, StepLimit
+
+TOKEN_S, PAIR_S = 2e-4, 5e-8
+"""The cost of a model of 125M parameters on two slow cores: 0.2 s for the first 1,000 tokens, 0.25 s at 1,000."""
+DECODE_S = 0.02
+
+
+def job(num_tokens: int) -> Job:
+    return Job([Sequence([1] * num_tokens, [], SamplingParams(), StoppingParams())], 0)
+
+
+def duration(chunks: list[tuple[int, int]], cost: ChunkCost, fixed_s: float = 0.0) -> float:
+    return fixed_s + sum(cost.seconds(*chunk) for chunk in chunks)
+
+
+class Worker:
+    """The real scheduler and limit, with a clock of its own."""
+
+    def __init__(self, max_itl_s: float, cost: ChunkCost, decode_s: float = DECODE_S, budget: int = 2048) -> None:
+        self._cost = cost
+        self._limit = StepLimit(max_itl_s, lambda: decode_s)
+        self.scheduler = PrefillScheduler(
+            max_num_batched_tokens=budget, max_num_seqs=8, max_queue=64, limit=self._limit
+        )
+
+    def step(self) -> tuple[list[tuple[Job, int]], float]:
+        plan = self.scheduler.plan(lambda _: True)
+        chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in plan]
+        seconds = duration(chunks, self._cost)
+        self.scheduler.note_step(chunks, seconds)
+        for item, chunk in plan:
+            chunk.sequence.num_computed = chunk.end
+            if item.is_computed:
+                self.scheduler.remove(item)
+        return [(item, num_tokens) for (item, _), (_, num_tokens) in zip(plan, chunks, strict=True)], seconds
+
+    def run(self) -> list[float]:
+        seconds = []
+        while not self.scheduler.idle:
+            seconds.append(self.step()[1])
+        return seconds
+
+
+def test_a_step_of_a_long_prompt_takes_no_longer_than_the_limit_at_any_position() -> None:
+    worker = Worker(0.2, ChunkCost(TOKEN_S, PAIR_S))
+    worker.scheduler.add(job(65_536))
+    first, *later = worker.run()
+    assert first > 0.2  # before the first step, nothing is known
+    assert max(later[4:]) < 0.2 - DECODE_S + 0.01
+    assert min(later[4:-1]) > 0.15  # the time is used
+
+
+def test_without_a_limit_the_same_prompt_has_longer_and_longer_steps() -> None:
+    """What the other tests show is the effect of the limit."""
+    worker = Worker(1e9, ChunkCost(TOKEN_S, PAIR_S))
+    worker.scheduler.add(job(65_536))
+    seconds = worker.run()
+    assert len(seconds) == 32
+    assert seconds[-1] > 5.0
+
+
+@given(
+    st.floats(1e-5, 1e-2),
+    st.floats(0.0, 1e-6),
+    st.floats(0.05, 1.0),
+    st.lists(st.integers(1, 5000), min_size=1, max_size=8),
+)
+def test_every_prompt_is_computed_whatever_the_cost(
+    token_s: float, pair_s: float, max_itl_s: float, lengths: list[int]
+) -> None:
+    """Even if LEAST_CHUNK tokens take longer than the limit, a step computes them."""
+    worker = Worker(max_itl_s, ChunkCost(token_s, pair_s))
+    for length in lengths:
+        worker.scheduler.add(job(length))
+    steps = 0
+    while not worker.scheduler.idle:
+        plan, _ = worker.step()
+        assert plan
+        steps += 1
+    assert steps <= sum(-(-length // LEAST_CHUNK) for length in lengths)
+
+
+def test_prompts_keep_their_order_and_short_ones_share_a_step() -> None:
+    worker = Worker(0.2, ChunkCost(TOKEN_S, 0.0))
+    worker.scheduler.add(job(2048))
+    worker.run()  # the cost is known afterwards
+    long, short, last = job(1000), job(50), job(60)
+    for item in (long, short, last):
+        worker.scheduler.add(item)
+    plan, _ = worker.step()
+    while not worker.scheduler.idle and plan[-1][0] is not last:
+        assert plan[0][0] is long
+        plan, seconds = worker.step()
+        assert seconds < 0.2
+    assert [item for item, _ in plan] == [long, short, last]
+
+
+def test_decode_steps_longer_than_the_limit_leave_prefill_a_quarter_of_it() -> None:
+    worker = Worker(0.2, ChunkCost(TOKEN_S, 0.0), decode_s=5.0)
+    worker.scheduler.add(job(20_000))
+    seconds = worker.run()
+    assert seconds[-2] == pytest.approx(0.05, abs=0.001)
+
+
+def test_a_pause_of_the_machine_is_forgotten() -> None:
+    limit = StepLimit(0.2, lambda: DECODE_S)
+    cost = ChunkCost(TOKEN_S, PAIR_S)
+    for start in range(0, 8192, 512):
+        limit.note_step([(start, 512)], duration([(start, 512)], cost))
+    limit.note_step([(8192, 512)], 30.0)
+    assert limit.cost.most_tokens(8192, 0.18) < 0.95 * cost.most_tokens(8192, 0.18)
+    start = 8192
+    for _ in range(30):
+        num_tokens = max(LEAST_CHUNK, int(limit.cost.most_tokens(start, limit.step_s)))
+        limit.note_step([(start, num_tokens)], duration([(start, num_tokens)], cost))
+        start += num_tokens
+    assert limit.cost.most_tokens(start, 0.18) == pytest.approx(cost.most_tokens(start, 0.18), rel=0.05)
+
+
+def test_a_machine_that_becomes_ten_times_slower_is_noticed_within_a_few_steps() -> None:
+    limit = StepLimit(0.2, lambda: DECODE_S)
+    for scale in (1, 10):
+        slow = ChunkCost(scale * TOKEN_S, scale * PAIR_S)
+        for start in range(0, 8192, 512):
+            limit.note_step([(start, 512)], slow.seconds(start, 512))
+        assert limit.cost.most_tokens(8192, 0.18) == pytest.approx(slow.most_tokens(8192, 0.18), rel=0.2)
+
+
+@given(
+    st.sampled_from((0.0, 1e-6, 1e-2)),
+    st.sampled_from((0.0, 1e-9, 1e-6)),
+    st.integers(0, 300_000),
+    st.floats(1e-3, 10.0),
+)
+def test_the_most_tokens_take_the_given_time(token_s: float, pair_s: float, start: int, seconds: float) -> None:
+    cost = ChunkCost(token_s, pair_s)
+    num_tokens = cost.most_tokens(start, seconds)
+    if math.isinf(num_tokens):
+        assert token_s + pair_s * start == 0.0
+    elif num_tokens > 1:
+        n = int(num_tokens)
+        assert cost.seconds(start, n) <= seconds * 1.0001
+        assert cost.seconds(start, n + 1) >= seconds * 0.9999
