@@ -50,7 +50,9 @@ def names(label: str, count: int) -> list[bytes]:
 
 
 def measure(directory: Path, layout: KvLayout, num_bytes: int, rounds: int) -> dict[str, Any]:
-    """Copies `num_bytes` bytes once per round, and then single blocks. Returns the medians."""
+    """Pulls `num_bytes` bytes in each round, and then pulls and reads single blocks. Returns the medians of the rates,
+    CPU costs and times.
+    """
     num_blocks = num_bytes // layout.block_bytes
     a = Host(directory / "a", 2 * num_blocks, layout=layout)
     b = Host(directory / "b", 2 * num_blocks, "--pull-blocks", layout=layout)

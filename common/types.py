@@ -1,7 +1,6 @@
 """Defines types that several packages share, mostly frozen dataclasses (long: many small types).
 
-The types do not depend on protobuf (see `common.convert`), torch or Redis. Lengths are in tokens and sizes in bytes.
-Times are in nanoseconds or seconds, according to their names.
+The types do not depend on protobuf (see `common.convert`), torch or Redis. Lengths and `block_size` are in tokens.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def read(raw: dict[str, Any], family: Family) -> ModelConfig:
 
 
 def _decoder(raw: dict[str, Any], family: Family) -> ModelConfig:
-    """Reads the fields that all families except OPT share, without rotary positions."""
+    """Reads the fields that all families except OPT share, except those for rotary positions."""
     default, heads, hidden = DEFAULTS[family], int(raw["num_attention_heads"]), int(raw["hidden_size"])
     return ModelConfig(
         family=family,

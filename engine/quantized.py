@@ -42,7 +42,7 @@ class Matrix:
 
 
 class WeightFormat(Protocol):
-    """The interface of a storage format of matrices."""
+    """The interface of a storage format for matrices."""
 
     def read(self, tensors: RawTensors, matrix: Matrix) -> QuantizedWeight | Tensor | None:
         """Returns the weight [out, in], as floats if it is stored in FP8, or None if the caller must read it as floats.

@@ -38,9 +38,9 @@ def our_provider(dtype: torch.dtype, n_in: int = amx.DEPTH) -> Provider:
 class RowParallelLinear:
     """A prepacked linear layer whose inputs are divided into parts.
 
-    weight: [out, in], bf16 or fp32, the inputs of this rank; bias: [out] or None, the same on every rank. num_parts:
-    the number of equal parts of these inputs. The number of parts and the number of ranks are powers of two up to 8.
-    ranks: None if there is a single rank.
+    `weight` is [out, in], in bf16 or fp32, and has only this rank's inputs. `bias` is [out], the same on every rank, or
+    None. `num_parts` is the number of equal parts into which this rank's inputs are divided. The number of parts and
+    the number of ranks are powers of two up to 8. `ranks` is None if there is a single rank.
     """
 
     __slots__ = ("addresses", "bias", "how", "in_features", "num_parts", "out_features", "packed", "ranks", "site")

@@ -27,8 +27,8 @@ class RequestLimits:
 
 
 def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
-    """Returns a job for the request, with the current time as its arrival. If a check fails, raises InvalidArgument,
-    which names the field.
+    """Returns a job for the request, with the current time as its arrival time. Raises InvalidArgument, which names the
+    field, if a check fails.
     """
     prompt = list(request.prompt_token_ids)
     branches = [convert.branch_from_pb(branch) for branch in request.branches]

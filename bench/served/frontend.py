@@ -258,7 +258,7 @@ class Measurement:
         }
 
     def floor(self, kind: str) -> dict[str, Any]:
-        """Measures a server that only sends messages, at the same rate."""
+        """Measures a server that only sends messages, at `settings.rate` messages per second and stream."""
         stack = self._stack
         stack.floor.ask(f"rate {self._settings.rate}")
         with stack.clients(kind, stack.floor_addresses[kind]) as clients:

@@ -10,8 +10,9 @@ from gateway.intake.wanted import Wanted
 
 
 def check_structured(checker: Checker, wanted: Wanted) -> None:
-    """Adds the violations to `checker`. Refuses a beam search, which would need a grammar state for every beam, and
-    `ignore_eos`, which would continue the output after the grammar's end.
+    """Adds to `checker` the violations in a request for structured output. Such a request may not be a beam search,
+    which would need a grammar state for every beam, or set `ignore_eos`, which would continue the output after the
+    grammar's end.
     """
     structured, name = wanted.structured, wanted.structured_field
     if structured is None and wanted.structured_after is None:

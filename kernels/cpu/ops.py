@@ -33,7 +33,7 @@ def raise_for(code: int) -> None:
 
 
 def _call(name: str, *arguments: int | float | None) -> None:
-    """Calls a C function. Floats are passed as float, and other arguments as a 64-bit integer or pointer."""
+    """Calls a C function. Passes floats as C `float`, and other arguments as 64-bit integers or pointers."""
     library = selection().library
     assert library is not None, "operators are registered only when a library is selected"
     raise_for(_entry(library, name)(*arguments))

@@ -95,7 +95,7 @@ class Setting:
 
 
 class Worker(ABC):
-    """A worker that steps while it has work."""
+    """A simulated worker, which runs steps while it has work."""
 
     def __init__(self, setting: Setting) -> None:
         self.record, self.arena, self.holder = setting.record, setting.arena, setting.holder
@@ -105,7 +105,7 @@ class Worker(ABC):
         self._work = asyncio.Event()
 
     async def run(self) -> None:
-        """Steps whenever there is work, until the task is cancelled."""
+        """Runs steps whenever there is work, until the task is cancelled."""
         clock = asyncio.get_running_loop()
         while True:
             await self._work.wait()

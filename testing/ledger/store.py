@@ -1,5 +1,5 @@
-"""Provides a real block store (arena, Redis and ledger) for tests, in this process or in a separate one, and helper
-functions.
+"""Provides tests with a real block store (arena, Redis and ledger), in this process or in a separate one, and with
+helper functions.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def commit() -> str:
-    """Returns the environment variable COMMIT if it is set, otherwise the commit of the checkout, or "unknown" without
-    git or history.
+    """Returns the environment variable COMMIT if it is set, and otherwise the commit of the checkout. Returns "unknown"
+    if git is not installed or does not find a commit.
     """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]

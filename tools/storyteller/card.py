@@ -144,8 +144,8 @@ class Samples:
 def write_card(
     out: Path, parameters: int, stages: list[dict[str, Any]], samples: Samples, sampling: dict[str, float]
 ) -> None:
-    """Writes README.md of the model directory. `stages` are the facts of each training stage, as in training.json.
-    `sampling` has the temperature, top_p and limit (new tokens) of the samples.
+    """Writes the model directory's README.md. `stages` are the facts of each training stage, as in training.json.
+    `sampling` has the temperature, the top_p and the limit on new tokens with which the samples were drawn.
     """
     shape, completions = Shape(), samples.completions
     text = _CARD.format(
