@@ -237,8 +237,7 @@ def _narrow(row: torch.Tensor, allowed: Seq[int]) -> None:
 
 
 def _copy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy. On a CPU, numpy makes the copy, because starting torch's threads would take longer.
-    """
+    """Returns a contiguous copy. On a CPU, numpy makes it, because starting torch's threads would take longer."""
     if logits.device.type == "cpu":
         return torch.from_numpy(np.array(logits.numpy(), order="C"))
     return logits.clone(memory_format=torch.contiguous_format)
