@@ -197,7 +197,9 @@ def structured_to_pb(wanted: StructuredOutput) -> pb.StructuredOutput:
 
 
 def structured_from_pb(message: pb.StructuredOutput) -> StructuredOutput:
-    """Converts a grammar. A message without a grammar becomes a choice without options, which matches nothing."""
+    """Converts the message of a structured output. A message without a grammar becomes a choice without options, which
+    matches nothing.
+    """
     kind: GrammarKind = message.WhichOneof("grammar") or "choice"
     source = "" if kind in ("choice", "json_object") else getattr(message, kind)
     return StructuredOutput(kind, source, tuple(message.choice.options))

@@ -44,8 +44,8 @@ class GrammarError(Exception):
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int) -> LLTokenizer:
-    """Returns the tokenizer of a model's directory, for logits of `vocab_size` columns. Token ids that are missing in
-    the tokenizer are not allowed by any grammar. Raises GrammarError if the tokenizer cannot be loaded.
+    """Returns the tokenizer of a model's directory, for logits of `vocab_size` columns. No grammar allows token ids
+    that are missing from the tokenizer. Raises GrammarError if the tokenizer cannot be loaded.
     """
     path = Path(directory)
     try:

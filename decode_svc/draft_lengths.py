@@ -18,7 +18,7 @@ LEAST_GAIN = 0.05
 
 
 class Option(NamedTuple):
-    """A sequence of a step for which there is a prediction."""
+    """A sequence whose next tokens have been predicted, as one of the sequences of a step."""
 
     place: int
     """The sequence's place in the step."""

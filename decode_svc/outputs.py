@@ -37,7 +37,7 @@ class Rejection(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The record of a group on this worker until `now_ns`. Times are nanoseconds of `time.monotonic_ns`."""
+    """The record of a group's time on this worker, up to `now_ns`. Times are values of `time.monotonic_ns`."""
 
     arrived_ns: int
     claimed_ns: int

@@ -117,7 +117,7 @@ class DecodeScheduler:
         return group if self._has_room(group) else None
 
     def resume(self, group: Group) -> None:
-        """Moves a preempted group, which has its blocks again, to the running groups."""
+        """Moves a preempted group to the running groups. The group must have its blocks again."""
         self._run(self._preempted, group)
 
     def latest_waiting(self) -> Group | None:

@@ -51,8 +51,8 @@ class Connection:
         return Reply(status, headers.get("retry-after"), head_s, first_s, time.perf_counter() - started)
 
     async def _read_body(self, headers: dict[str, str], started: float) -> float:
-        """Reads the body. Returns the arrival of its first chunk or, if the body is not chunked, of its end, in seconds
-        since `started`.
+        """Reads the body. Returns the time in seconds from `started` until its first chunk or, if the body is not
+        chunked, its end had arrived.
         """
         if headers.get("transfer-encoding") != "chunked":
             await self._reader.readexactly(int(headers.get("content-length", "0")))

@@ -103,8 +103,8 @@ class OutageCalls:
             self.fallbacks.note("release not acknowledged", str(error))
 
     def contradicted(self, reason: str) -> None:
-        """Requests a rebuild, because the ledger contradicts the arena's header. The caller must not write to the
-        blocks in question. Raises Fenced if the lease has ended.
+        """Requests a rebuild, because the ledger contradicts the arena's header. The caller must not write to its
+        blocks. Raises Fenced if the lease has ended.
         """
         self.is_unsure = True
         self.holder.contradict(reason)

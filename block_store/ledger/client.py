@@ -134,7 +134,7 @@ class LedgerClient:
 
     def hand_over(self, refs: Sequence[BlockRef], attempt: Attempt, ticket_lease_s: float = TICKET_LEASE_S) -> TicketId:
         """Returns a ticket that holds `refs`. The holder keeps its own references to these blocks. Raises Stale if a
-        block is not sealed or has a different generation, and NotHolder if the holder does not have one of `refs`.
+        block is not sealed or has a different generation, and NotHolder if the holder lacks any of `refs`.
         After LedgerUnavailable, the call may be repeated with the same `attempt`.
         """
         while attempt.ticket is None or attempt.num_answered * CHUNK < len(refs):

@@ -149,7 +149,9 @@ def _available() -> Iterator[None]:
 
 
 def _whole(seen: Inspection, blocks: BlockMap) -> Inspection:
-    """Returns `seen` with the map of blocks. Raises ValueError, IndexError or struct.error if the map is damaged."""
+    """Returns `seen`, completed with the blocks of the map. Raises ValueError, IndexError or struct.error if the map is
+    damaged.
+    """
     sides = {int(block): _epochs(side) for block, side in blocks.entries("refs")}
     views = tuple(_block(fields, sides.get(i, ())) for i, fields in enumerate(blocks.records()))
 

@@ -25,7 +25,7 @@ from common.types import CacheQuota
 
 
 class Pulls:
-    """The entry point of pulls into one store's arena. All pulls use one puller."""
+    """The entry point for pulls into a store's arena. All pulls share one puller."""
 
     def __init__(self, owner: ArenaOwner, trust: Trust) -> None:
         self._owner = owner

@@ -69,7 +69,7 @@ def _by_position(module: nn.Module, tables: Mapping[LayerType, Tensor]) -> Calla
 
 
 def _prefix(layer_type: LayerType) -> str:
-    """Returns the prefix of the names of a module's attributes for one type of layers."""
+    """Returns the prefix that a module's attribute names have for a type of layer."""
     return "" if layer_type is None else f"{layer_type}_"
 
 

@@ -29,7 +29,7 @@ Part = tuple["Kind", int]
 
 
 class Interval(NamedTuple):
-    """A phase and its times, in nanoseconds of `time.monotonic_ns`."""
+    """A phase and its times, in nanoseconds, as `time.monotonic_ns` returns them."""
 
     kind: Kind
     attempt: int

@@ -17,8 +17,8 @@ _DATA = frozenset(("enum", "const", "required", "dependentRequired", "type"))
 
 
 def object_schema(parameters: Mapping[str, Any]) -> str:
-    """Returns the schema of a function's arguments on one line. A schema without `type`, `$ref`, `anyOf`, `oneOf` and
-    `allOf` becomes the schema of an object.
+    """Returns the schema of a function's arguments as one line. A schema that has none of `type`, `$ref`, `anyOf`,
+    `oneOf` and `allOf` becomes the schema of an object.
     """
     schema = without_notes(parameters)
     if not any(key in schema for key in ("type", "$ref", "anyOf", "oneOf", "allOf")):

@@ -59,7 +59,7 @@ class Costs:
         return at(self.prefill, tokens) + self.prefill_position_s * positions
 
     def decode_s(self, num_sequences: int, num_positions: int) -> float:
-        """Returns the time of a decode step. `num_positions` is the sum over its sequences."""
+        """Returns the time of a decode step. `num_positions` is the total number of positions of its sequences."""
         return at(self.decode, num_sequences) + self.decode_position_s * num_positions
 
     def save(self, path: Path) -> None:

@@ -261,7 +261,9 @@ def disturbed(draw: random.Random, right: Any) -> Any:
 
 
 def body(draw: random.Random, path: str) -> bytes:
-    """Returns a request body. If BODIES contains the path, about half of the results are variants of its bodies."""
+    """Returns a request body. If BODIES contains the path, about half of the results are variants of the bodies listed
+    there.
+    """
     if draw.random() < 0.15:
         return draw.choice((b"", b"{", b"[" * 3000, b"null", b'"' + b"\\u0000" * 50 + b'"', draw.randbytes(200)))
     if draw.random() < 0.6:

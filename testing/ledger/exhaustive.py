@@ -36,7 +36,7 @@ for i = 1, #ARGV, 2 do redis.call('RESTORE', ARGV[i], 0, ARGV[i + 1]) end
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A holder's incarnation, and whether it has been reaped."""
+    """A record of a holder's incarnation and of whether the incarnation has been reaped."""
 
     slot: int
     epoch: Epoch

@@ -344,7 +344,7 @@ class LedgerWalk:
         self.successes["gap"] += 1
 
     def flushed(self) -> None:
-        """Deletes the ledger and rebuilds it. The live holders then assert their blocks."""
+        """Deletes the ledger and rebuilds it. The live holders then register their blocks again."""
         self.ledger.forget()
         self._build_anew()
         self.successes["rebuild"] += 1

@@ -179,7 +179,7 @@ CURRICULUM = (
 
 
 def drill_row(rng: np.random.Generator, length: int, vocab_size: int) -> np.ndarray:
-    """Returns a drill [length + 1]: <s> and a random sequence of 4 to 64 ordinary tokens, repeated."""
+    """Returns a drill [length + 1]: <s>, followed by repetitions of a random sequence of 4 to 64 ordinary tokens."""
     period = int(rng.integers(4, 65))
     tokens = rng.integers(len(SPECIAL_TOKENS), vocab_size, period)
     row = np.concatenate([[BOS_ID], np.tile(tokens, length // period + 1)])
