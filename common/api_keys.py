@@ -84,6 +84,8 @@ def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, Tena
     if len(words) < 2:
         raise ValueError("must be a tenant's name and a key")
     tenant, key, *settings = words
+    if _is_limit(key):
+        raise ValueError(f"word 2 is a limit; the key of {tenant} is missing")
     if key in tenants:
         raise ValueError(f"the key of {tenant} is given twice")
     tenants[key] = tenant
@@ -95,13 +97,17 @@ def _read_line(words: list[str], tenants: dict[str, str], limits: dict[str, Tena
         limits[tenant] = replace(limits[tenant], **{name: value})
 
 
+def _is_limit(word: str) -> bool:
+    return word.partition("=")[0] in (field.name for field in fields(TenantLimits)) and "=" in word
+
+
 def _limit(setting: str, place: int) -> tuple[str, int]:
     """Returns the name and the value of a limit, which is word number `place` of its line. Raises ValueError if the
     limit is unknown or its value is out of range. The message does not quote an unknown limit, which may be a key.
     """
-    name, separator, text = setting.partition("=")
-    known = [f.name for f in fields(TenantLimits)]
-    if not separator or name not in known:
+    name, _, text = setting.partition("=")
+    if not _is_limit(setting):
+        known = [f.name for f in fields(TenantLimits)]
         raise ValueError(
             f"word {place} is not a limit; the key may be followed by {', '.join(f'{k}=...' for k in known)}"
         )

@@ -251,17 +251,6 @@ async def wait_for_signal(failed: asyncio.Event) -> bool:
     return failed.is_set()
 
 
-async def check_health(address: str, *, service: str = "", timeout_s: float = 2.0) -> bool:
-    """Returns whether the health service at `address` reports SERVING within `timeout_s`."""
-    async with open_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
 def reachable_address(host: str, port: int) -> str:
     """Returns the address to announce for a server that is bound to `host`. If the server listens on every interface,
     the address contains this machine's name.

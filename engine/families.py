@@ -29,18 +29,19 @@ class Defaults:
     theta: float = 10_000.0
     eps: float = 1e-6
     tied: bool = False
+    window: int | None = None
 
 
-GEMMA = Defaults(131_072, kv_heads=4, head_dim=256, tied=True)
+GEMMA = Defaults(131_072, kv_heads=4, head_dim=256, tied=True, window=4096)
 DEFAULTS: dict[Family, Defaults] = {
     "llama": Defaults(2048),
-    "mistral": Defaults(131_072, kv_heads=8),
-    "qwen2": Defaults(kv_heads=32),
-    "qwen3": Defaults(kv_heads=32, head_dim=128),
+    "mistral": Defaults(131_072, kv_heads=8, window=4096),
+    "qwen2": Defaults(kv_heads=32, window=4096),
+    "qwen3": Defaults(kv_heads=32, head_dim=128, window=4096),
     "gemma2": replace(GEMMA, length=8192),
     "gemma3_text": GEMMA,
     "phi3": Defaults(4096, eps=1e-5),
-    "qwen3_moe": Defaults(kv_heads=4),
+    "qwen3_moe": Defaults(kv_heads=4, window=4096),
     "mixtral": Defaults(131_072, kv_heads=8, theta=1e6, eps=1e-5),
 }
 
@@ -97,7 +98,7 @@ def _llama_like(raw: dict[str, Any], family: Family) -> ModelConfig:
         o_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        **_windows(_kinds(raw, family, config.num_layers), raw.get("sliding_window")),
+        **_windows(_kinds(raw, family, config.num_layers), raw.get("sliding_window", DEFAULTS[family].window)),
     )
 
 
@@ -142,7 +143,7 @@ def _gemma(raw: dict[str, Any], family: Family, pattern: int) -> ModelConfig:
         softmax_scale=float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
         qkv_bias=bias,
         o_bias=bias,
-        **_windows(kinds, raw.get("sliding_window", 4096)),
+        **_windows(kinds, raw.get("sliding_window", DEFAULTS[family].window)),
     )
 
 
@@ -218,7 +219,7 @@ def _opt(raw: dict[str, Any]) -> ModelConfig:
 
 def _kinds(raw: dict[str, Any], family: Family, num_layers: int) -> Sequence[str]:
     """Returns the kind of attention of each layer of a Llama-like family."""
-    windowed = bool(raw.get("sliding_window")) and family != "llama"
+    windowed = bool(raw.get("sliding_window", DEFAULTS[family].window)) and family != "llama"
     if family in ("mistral", "mixtral"):
         return [SLIDING if windowed else FULL] * num_layers
     if not (windowed and raw.get("use_sliding_window", False)):

@@ -105,8 +105,12 @@ class Metrics:
         self._pulls = self._counter("pulls", "Tickets whose blocks were copied to another host")
         self._pulled_blocks = self._counter("pulled_blocks", "Blocks copied between hosts")
         self._pulled_bytes = self._counter("pulled_bytes", "Bytes of blocks copied between hosts")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Time from arrival to the first token", _SECONDS)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Time from arrival to the end", _SECONDS)
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Time from when a request was read and checked to its first token", _SECONDS
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "Time from when a request was read and checked to its end", _SECONDS
+        )
         self._queue = self._histogram("request_queue_time_seconds", "Time spent waiting for prefill", _SECONDS)
         self._prefill = self._histogram(
             "request_prefill_time_seconds", "Time from the first prefill step to the first token", _SECONDS

@@ -112,6 +112,7 @@ class Record:
         self.first_s, self.last_s = min(self.first_s, now_s), max(self.last_s, now_s)
         yield self.total
         yield self._cell(now_s)
+        self._fit()
 
     def _cell(self, now_s: float) -> Tally:
         return self.cells.setdefault(int(now_s // self.width_s) * self.width_s, Tally())
@@ -134,14 +135,15 @@ class Record:
             tally = Tally.of(cell)
             self.total.merge(tally)
             self._cell(start).merge(tally)
-        while len(self.cells) > MOST_CELLS:
-            self._widen()
+        self._fit()
 
-    def _widen(self) -> None:
-        self.width_s *= 2
-        cells, self.cells = self.cells, {}
-        for start, cell in cells.items():
-            self._cell(start).merge(cell)
+    def _fit(self) -> None:
+        """Widens the intervals until there are at most MOST_CELLS."""
+        while len(self.cells) > MOST_CELLS:
+            self.width_s *= 2
+            cells, self.cells = self.cells, {}
+            for start, cell in cells.items():
+                self._cell(start).merge(cell)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Helpers for tests of a running system: seeded prompts, checks of held blocks, and waiting."""
+"""Helpers for tests of a running system: seeded prompts, checks of held blocks and of health, and waiting."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from block_store import operator_file
-from common.rpc import open_blocking_channel
+from common.rpc import open_blocking_channel, open_channel
 from common.trust import NO_TRUST, Trust
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
@@ -73,3 +75,14 @@ def wait_for(look: Callable[[], T], good: Callable[[T], bool], within_s: float, 
         assert time.monotonic() < deadline, f"{otherwise}: {value}"
         time.sleep(0.05)
     return value
+
+
+async def check_health(address: str, *, service: str = "", timeout_s: float = 2.0) -> bool:
+    """Returns whether the health service at `address` reports SERVING within `timeout_s`."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ def last_line(command: Sequence[str]) -> Any:
     line = ""
     for line in process.stdout:
         print(line, end="", flush=True)
-    if process.wait() or not line.startswith(("{", "[")):
-        raise StartupError(f"{command[0]} ended with status {process.returncode} and no result")
-    return json.loads(line)
+    if process.wait() == 0:
+        with suppress(json.JSONDecodeError):
+            return json.loads(line)
+    raise StartupError(f"{command[0]} ended with status {process.returncode} and no result")
 
 
 def shares(kernels: Any) -> Iterator[dict[str, Any]]:

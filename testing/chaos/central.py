@@ -31,7 +31,7 @@ def store_kill(run: Run) -> Report:
     """Kills the store in each trial. In every second trial, also kills a decode worker, whose successor must find the
     new store.
     """
-    with run.stack(Plan(restarted=("block_store", "prefill", "decode"))) as stack:
+    with run.stack(Plan()) as stack:
         return store_kill_on(run, stack)
 
 
@@ -82,7 +82,7 @@ def _num_blocks(stack: Stack) -> int:
 
 def gateway_kill(run: Run) -> Report:
     """Kills the gateway during streams."""
-    with run.stack(Plan(restarted=("gateway", "prefill", "decode"))) as stack:
+    with run.stack(Plan()) as stack:
         return gateway_kill_on(run, stack)
 
 

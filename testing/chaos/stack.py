@@ -23,7 +23,7 @@ from block_store.ledger.scripts import LedgerScripts
 from common.types import Epoch
 from looseleaf import metrics_page
 from looseleaf.llm import serve_settings
-from looseleaf.serve.children import Child, ServiceSpec, wait_ready
+from looseleaf.serve.children import Child, wait_ready
 from looseleaf.serve.launcher import Addresses, Launcher
 from looseleaf.serve.supervisor import Supervisor
 from testing.chaos.redis_process import RedisProcess
@@ -60,10 +60,6 @@ class Plan:
     preemption: Literal["auto", "swap", "give-back"] | None = None
     """The preemption mode, or None for the decode worker's default."""
     spare: int = 0
-    restarted: tuple[str, ...] = ("prefill", "decode")
-    """Prefixes of the names of services that a scenario ends. They have no effect at present: the launcher restarts
-    every service that ends, up to a limit.
-    """
 
 
 class Stack:
@@ -276,9 +272,6 @@ class _Launcher(Launcher):
             at = list(flags).index("--port") + 1
             flags = [*flags[:at], str(next(self._ports)), *flags[at + 1 :]]
         return super()._spawn(name, entry, flags, {**(self._plan.variables or {}), **(extra or {})})
-
-    def _may_restart(self, spec: ServiceSpec) -> bool:
-        return spec.name.startswith(self._plan.restarted)
 
 
 def free_ports(count: int) -> list[int]:

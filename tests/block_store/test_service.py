@@ -29,13 +29,13 @@ from block_store.redis.redis_server import CALL_TIMEOUT_S, open_client
 from block_store.redis.registry import WorkerRegistry
 from block_store.transfer.block_source import BlockSource
 from common import convert
-from common.rpc import check_health
 from common.ticket import TicketId
 from common.types import BlockRef, KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from protos.v1 import types_pb2
 from testing.chaos.redis_process import RedisProcess
 from testing.ledger.store import LAYOUT, StoreProcess, chain, wait_until
+from testing.system import check_health
 
 OTHER_LAYOUT = KvLayout(16, (KvSpec(2, 1, 8, "int8"),))
 

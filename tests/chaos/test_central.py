@@ -16,7 +16,7 @@ pytestmark = pytest.mark.chaos
 
 @pytest.fixture(scope="module")
 def all_restarted(run: Run) -> Iterator[Stack]:
-    with run.stack(Plan(restarted=("block_store", "gateway", "prefill", "decode"))) as running:
+    with run.stack(Plan()) as running:
         yield running
 
 

@@ -34,6 +34,7 @@ def test_keys_and_limits_of_a_setting_and_a_file(tmp_path: Path) -> None:
             "zoo k\nacme secret tokens=5\n",
             "line 2: word 3 is not a limit; the key may be followed by requests",
         ),
+        ("acme requests_per_minute=5\n", "line 1: word 2 is a limit; the key of acme is missing"),
         ("acme secret best_priority\n", "line 1: word 3 is not a limit"),
         ("acme secret requests_per_minute=5 second-secret==\n", "line 1: word 4 is not a limit"),
         ("acme secret requests_per_minute=0\n", "line 1: requests_per_minute must be a whole number from 1 to"),

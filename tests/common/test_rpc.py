@@ -16,10 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common import errors
-from common.rpc import RpcServer, check_health, open_channel
+from common.rpc import RpcServer, open_channel
 from common.status import error_of, status_of
 from protos.v1 import inference_pb2 as pb
 from protos.v1 import inference_pb2_grpc
+from testing.system import check_health
 
 
 class Servicer(inference_pb2_grpc.InferenceServiceServicer):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from common.types import KvKind
-from engine.config import ModelConfig
+from engine.config import Family, ModelConfig
 from engine.errors import ModelError, UnsupportedModel
 from engine.models.rope import attention_factor, cos_sin_table, inverse_frequencies
 from engine.tiny import hf_config
@@ -53,6 +54,17 @@ def test_families_differ_where_they_should(tmp_path: Path) -> None:
     assert read(tmp_path, hf_config("qwen2") | {"sliding_window": 64}).window is None
     by_type = {k: v for k, v in hf_config("qwen3").items() if k != "architectures"}
     assert read(tmp_path, by_type).family == "qwen3"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3"])
+def test_a_window_that_is_not_given_is_that_of_transformers(family: Family, tmp_path: Path) -> None:
+    raw = hf_config(family) | {"use_sliding_window": True, "max_window_layers": 0}
+    raw.pop("sliding_window", None)
+    raw.pop("layer_types", None)
+    theirs = getattr(AutoConfig.for_model(**raw), "sliding_window", None)
+    config = read(tmp_path, raw)
+    windows = {config.window} | {memory.window for memory in config.memories or ()}
+    assert windows - {None} == {theirs} - {None}
 
 
 def test_generation_config_wins_for_the_end_of_sequence(tmp_path: Path) -> None:
