@@ -98,7 +98,11 @@ class Attempts:
         done = start.done
         state.explanation.enter(inference_pb2.PHASE_KIND_WORKER)
         with PendingTicket.of(self._workers, done) as pending:
-            isolation = await self._isolation.enter(state.digest, incarnation(start.route.prefill))
+            try:
+                async with asyncio.timeout(state.remaining_s()):
+                    isolation = await self._isolation.enter(state.digest, incarnation(start.route.prefill))
+            except TimeoutError:
+                raise too_late(state.request.timeout_s) from None
             pending.ticket = None
         held.enter_context(isolation)
         isolation.prefilled(is_heard_of=True)

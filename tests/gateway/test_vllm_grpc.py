@@ -27,7 +27,9 @@ from common.rpc import Protection
 from common.status import error_of
 from gateway.api.grpc_service import key_check
 from gateway.fleet.block_catalog import Arenas, CatalogBlock, Changes
+from gateway.fleet.worker_lost import incarnation
 from gateway.intake.salts import Salts
+from gateway.request.isolation import Isolation
 from gateway.settings import GatewaySettings
 from gateway.vllm_grpc import service
 from gateway.vllm_grpc.kv_events import EventBatches
@@ -321,6 +323,24 @@ async def test_a_prefill_that_nobody_continues_gives_its_place_back(serve: Any, 
     message.kv_transfer_params_json = first[0].kv_transfer_params_json
     tokens, _ = await replies(served.decode.Generate(message))
     assert tokens == {0: expected_ids(PROMPT, 8)}
+
+
+async def test_a_continuation_that_waits_for_a_suspect_ends_at_its_deadline(serve: Any) -> None:
+    served = await serve(timeout_s=1.0)
+    message = request()
+    _, first = await replies(served.prefill.Generate(as_prefill(message)))
+    message.kv_transfer_params_json = first[0].kv_transfer_params_json
+    isolation: Isolation = served.rig.runner._isolation
+    isolation.died(b"suspect", "p9@0")
+    worker = incarnation(served.rig.records[0])
+    with await isolation.enter(b"suspect", worker) as suspect:
+        assert suspect.alone
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await replies(served.decode.Generate(message))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert served.rig.gate.num_running == 0 and not served.rig.script.submitted
+    tokens, _ = await halves(served, request())
+    assert tokens == expected_ids(PROMPT, 8)
 
 
 @pytest.mark.parametrize("fault", [Fault("die"), Fault("reject", rejection=decode_pb2.REJECTION_LOST)])
