@@ -16,7 +16,8 @@ from block_store.redis.password import with_password
 from block_store.redis.redis_server import RedisHandle
 from block_store.server.arena_owner import ArenaOwner, DirectoryLock
 from block_store.server.pulls import Pulls
-from block_store.server.service import BlockStoreServicer, source_of
+from block_store.server.service import BlockStoreServicer
+from block_store.server.sources import source_of
 from block_store.settings import BlockStoreSettings
 from block_store.transfer import frames
 from block_store.transfer.byte_server import ByteServer

@@ -48,6 +48,7 @@ POLICY: Mapping[str, Access] = {
     "/looseleaf.v1.BlockStoreService/ReadBlocks": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/KeepTicket": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/Pull": Access.INTERNAL,
+    "/looseleaf.v1.BlockStoreService/PullEarly": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/Restore": Access.INTERNAL,
     "/looseleaf.v1.PrefillService/Prefill": Access.INTERNAL,
     "/looseleaf.v1.DecodeService/Session": Access.INTERNAL,

@@ -80,7 +80,10 @@ async def main(settings: GatewaySettings) -> None:
     keys = read_keys(settings.api_key, settings.api_key_file)
     authenticator = Authenticator(keys.tenants, WrongKeys(settings.wrong_keys_per_minute))
     limits = LivenessLimits(settings.silence_s, settings.stall_s)
-    workers = Workers(limits, trust, settings.restarts_file, await_workers=settings.await_workers)
+    workers = Workers(
+        limits, trust, settings.restarts_file, await_workers=settings.await_workers,
+        early_tokens=settings.early_pull_tokens,
+    )  # fmt: skip
     tenants, gate = Tenants(keys.limits, time.monotonic()), Gate(workers.gate_capacity)
     admission = Admission(
         settings.max_queue, settings.max_queue_wait, gate, tenants, lambda reason: metrics.refused(reason)

@@ -20,9 +20,9 @@ from common.types import DraftCounts
 from gateway.admission.admission import Reason
 from gateway.draft_counts import DraftCollector
 from gateway.fleet.block_counts import BlockCounts
+from gateway.pull_counts import PullCounts
 from gateway.request.delta import Summary
 from gateway.token_tally import TokenTally
-from protos.v1 import block_store_pb2
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -102,9 +102,7 @@ class Metrics:
         self._given_back = self._counter("requests_given_back", "Requests preempted by decode and prefilled again")
         self._hand_overs = self._counter("hand_overs", "Tickets submitted to decode workers")
         self._handed_tokens = self._counter("handed_over_tokens", "Token positions handed from prefill to decode")
-        self._pulls = self._counter("pulls", "Tickets whose blocks were copied to another host")
-        self._pulled_blocks = self._counter("pulled_blocks", "Blocks copied between hosts")
-        self._pulled_bytes = self._counter("pulled_bytes", "Bytes of blocks copied between hosts")
+        self.pulls = PullCounts(self._registry, model_name)
         self._ttft = self._histogram(
             "time_to_first_token_seconds", "Time from when a request was read and checked to its first token", _SECONDS
         )
@@ -210,11 +208,6 @@ class Metrics:
     def handed_over(self, num_tokens: int) -> None:
         self._hand_overs.inc()
         self._handed_tokens.inc(num_tokens)
-
-    def pulled(self, pulled: block_store_pb2.PullResponse) -> None:
-        self._pulls.inc()
-        self._pulled_blocks.inc(pulled.num_pulled)
-        self._pulled_bytes.inc(pulled.num_bytes)
 
     def retried(self, reason: str) -> None:
         """Counts a lost attempt under the reason for the loss."""

@@ -74,6 +74,13 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
     max_attempts: int = Field(
         3, ge=1, le=100, description="maximum number of times that a request is sent to workers if some are lost"
     )
+    early_pull_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="if a prompt will be decoded on another host than it is prefilled on, its KV is copied while later "
+        "tokens are computed, at least this many tokens at a time; 0: only after prefill; default: as many as take as "
+        "long to copy as the fixed part of a copy",
+    )
     recover_s: float = Field(
         30.0, ge=0, description="time in seconds that a request whose workers have been lost waits for other workers"
     )

@@ -14,9 +14,10 @@ from engine.beam_search import Candidates
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """Reports that a step has computed a part of the prompt."""
+    """Reports that a step has computed a part of the prompt, or that there is an early ticket."""
 
     num_computed_tokens: int
+    early_ticket: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from prefill_svc.pooling import Pool
 
 if TYPE_CHECKING:
     from engine.sampler import Sampled
+    from prefill_svc.early_tickets import EarlyTickets
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,8 @@ class Job:
     candidates: Candidates | None = None
     """First candidates of a beam search."""
     hand_over: Attempt = field(default_factory=Attempt)
+    early: EarlyTickets | None = None
+    """The early tickets that the request asks for, or None."""
     pool: Pool | None = None
     """The accumulator of the embedding, or None if the job draws tokens."""
 

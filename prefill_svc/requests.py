@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from common import convert
 from common.errors import InvalidArgument
 from common.types import Branch, CacheQuota, SamplingParams, StoppingParams
+from prefill_svc.early_tickets import EarlyTickets
 from prefill_svc.job import Job
 from prefill_svc.pooling import Pool
 from protos.v1 import prefill_pb2 as pb
@@ -40,6 +41,11 @@ def job_of(request: pb.PrefillRequest, limits: RequestLimits) -> Job:
         raise InvalidArgument.of("public_tokens", f"must be at most the prompt's length, {len(prompt)}")
     _check_ids(prompt, branches, sampling, stopping, limits.vocab_size)
     job = Job.of(prompt, branches, sampling, stopping)
+    if request.HasField("early_tickets"):
+        asked = request.early_tickets
+        if asked.first_token > len(prompt):
+            raise InvalidArgument.of("early_tickets.first_token", f"must be at most the prompt's length, {len(prompt)}")
+        job.early = EarlyTickets.of(asked.first_token, asked.min_tokens, job.trunk.num_tokens)
     if request.HasField("cache_quota"):
         quota = _quota(request.cache_quota)
         for sequence in job.sequences:

@@ -81,6 +81,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             with events:
                 while isinstance(event, ChunkDone):
                     if not (news := await events.get()):
+                        event = replace(event, early_ticket=None)
                         yield _response(event)  # a heartbeat repeats the last progress
                     for event in news or ():
                         trace.note(event)
@@ -112,7 +113,9 @@ def _response(event: Event) -> pb.PrefillResponse:
     if isinstance(event, LooseleafError):
         raise event
     if isinstance(event, ChunkDone):
-        return pb.PrefillResponse(progress=pb.PrefillProgress(num_computed_tokens=event.num_computed_tokens))
+        ticket = None if event.early_ticket is None else convert.ticket_to_pb(event.early_ticket)
+        progress = pb.PrefillProgress(num_computed_tokens=event.num_computed_tokens, early_ticket=ticket)
+        return pb.PrefillResponse(progress=progress)
     return pb.PrefillResponse(done=_done(event))
 
 

@@ -3,7 +3,8 @@
 prefill                    from the request's arrival to its last event
   prefill.queue            until its blocks were found and allocated
     ledger.acquire         the calls that found and allocated them
-  prefill.compute          the steps; each step but the last is an event `chunk` of `prefill`
+  prefill.compute          the steps; each step but the last is an event `chunk` of `prefill`, and each early ticket is
+                           an event `early ticket`
   ledger.hand_over         the call that moved the blocks to the ticket
 """
 
@@ -27,7 +28,9 @@ class JobTrace:
 
     def note(self, event: Event) -> None:
         """Records an event of the job. Do not pass an event that is repeated as a heartbeat."""
-        if isinstance(event, ChunkDone):
+        if isinstance(event, ChunkDone) and event.early_ticket is not None:
+            self._span.event("early ticket", time.monotonic_ns(), {})
+        elif isinstance(event, ChunkDone):
             self._num_chunks += 1
             self._span.event("chunk", time.monotonic_ns(), {"looseleaf.computed_tokens": event.num_computed_tokens})
 

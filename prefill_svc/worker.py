@@ -22,6 +22,7 @@ from engine.model_runner import ModelRunner
 from engine.sampler import Sampled
 from engine.sequence import Sequence, Step, lay_out
 from engine.step import StepInput
+from prefill_svc.early_tickets import hand_out
 from prefill_svc.events import ChunkDone, Done, Emit, FirstToken
 from prefill_svc.first_tokens import draw, take_prompt_logprobs
 from prefill_svc.group_blocks import GroupBlocks, Plan
@@ -112,6 +113,7 @@ class PrefillWorker:
             self._num_stuck = 0
         plan, began = self._constrained(planned), time.monotonic()
         chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in plan]
+        hand_out(self._attached, dict.fromkeys(job for job, _ in plan), self._emits)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
         if plan:

@@ -91,13 +91,14 @@ class HeldBlocks:
         return self._counts.get(ref, 0)
 
     @locked
-    def alloc(self, num_blocks: int) -> list[BlockRef]:
+    def alloc(self, num_blocks: int, spare: int = 0) -> list[BlockRef]:
         """Returns blocks to write into, with raised header generations (writer rule).
 
-        Raises Exhausted if too few blocks are available, LedgerUnavailable if the reserve is too small and the ledger
-        cannot be used, and ArenaLost if the arena is lost. After an error, the reserve still has its blocks.
+        Raises Exhausted if too few blocks are available, or if the reserve is too small and `spare` more blocks could
+        not be allocated afterwards. Raises LedgerUnavailable if the reserve is too small and the ledger cannot be used,
+        and ArenaLost if the arena is lost. After an error, the reserve still has its blocks.
         """
-        refs = self._reserve.take(num_blocks)
+        refs = self._reserve.take(num_blocks, spare)
         self._counts.update(refs)
         return refs
 

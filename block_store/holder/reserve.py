@@ -40,13 +40,14 @@ class Reserve:
     def __contains__(self, ref: object) -> bool:
         return ref in self._refs
 
-    def take(self, num_blocks: int) -> list[BlockRef]:
+    def take(self, num_blocks: int, spare: int = 0) -> list[BlockRef]:
         """Returns `num_blocks` blocks from the reserve, which is refilled first if it has too few. Raises Exhausted if
-        too few blocks are available, LedgerUnavailable if the reserve is too small and the ledger cannot be used, and
-        ArenaLost if the arena is lost. After an error, the reserve still has its blocks.
+        too few blocks are available, or if a refill would leave fewer than `spare` available. Raises LedgerUnavailable
+        if the reserve is too small and the ledger cannot be used, and ArenaLost if the arena is lost. After an error,
+        the reserve still has its blocks.
         """
         if num_blocks > len(self._refs):
-            self._refill(num_blocks)
+            self._refill(num_blocks, spare)
         self._calls.check_fence()
         refs = list(islice(self._refs, num_blocks))
         for ref in refs:
@@ -89,7 +90,7 @@ class Reserve:
         """Removes all blocks without releasing them, because the holder has ended."""
         self._refs.clear()
 
-    def _refill(self, num_blocks: int) -> None:
+    def _refill(self, num_blocks: int, spare: int) -> None:
         """Allocates the blocks that are missing for `num_blocks` and, if there is room, `_least` more. Allocates at
         most CHUNK blocks unless more are missing; the next beat allocates the rest.
         """
@@ -99,16 +100,16 @@ class Reserve:
         if wanted <= 0:
             return
         try:
-            self._fetch(min(wanted, max(missing, CHUNK)))
+            self._fetch(min(wanted, max(missing, CHUNK)), spare)
         except Exhausted:
             if missing <= 0 or missing == wanted:
                 raise
-            self._fetch(missing)
+            self._fetch(missing, spare)
 
-    def _fetch(self, num_blocks: int) -> None:
+    def _fetch(self, num_blocks: int, spare: int = 0) -> None:
         """Allocates blocks and records them in the header at once, so that a rebuild sees their owner."""
         calls, arena, holder = self._calls, self._calls.arena, self._calls.holder
-        refs = calls.call(lambda: holder.alloc(num_blocks))
+        refs = calls.call(lambda: holder.alloc(num_blocks, spare))
         holder.lease.num_available -= num_blocks
         if arena.rebuild_count != calls.rebuild_count:
             raise LedgerUnavailable("the ledger is being rebuilt")

@@ -97,17 +97,18 @@ class LedgerClient:
         """The breaker. While it is open, calls in the lane fail at once."""
         return self.lane.breaker
 
-    def alloc(self, num_blocks: int) -> list[BlockRef]:
+    def alloc(self, num_blocks: int, spare: int = 0) -> list[BlockRef]:
         """Returns RESERVED blocks. The caller must raise their header generations before it writes into them.
 
-        If this method raises Exhausted, no blocks remain allocated. After LedgerUnavailable, `holdings` may contain
+        Raises Exhausted if `spare` more blocks could not be allocated afterwards. If this method raises Exhausted, no
+        blocks remain allocated. After LedgerUnavailable, `holdings` may contain
         blocks that were allocated but not returned.
         """
         refs: list[BlockRef] = []
         try:
             while (wanted := num_blocks - len(refs)) > 0:
                 refs += self.lane.call(
-                    lambda call, wanted=wanted: self.ledger.alloc(call, min(CHUNK, wanted), wanted)  # type: ignore[misc]
+                    lambda call, wanted=wanted: self.ledger.alloc(call, min(CHUNK, wanted), wanted + spare)  # type: ignore[misc]
                 )
         except Exhausted:
             self.release(refs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from block_store.arena.arena import Arena
 from block_store.arena.header import Memory
@@ -43,6 +44,17 @@ class Pulls:
         """
         puller = await self._puller_of(self._owner.arena, self._owner.ledger)
         return await puller.pull(ticket, source, quota, public_tokens)
+
+    @asynccontextmanager
+    async def early(
+        self, ticket: Ticket, source: str, quota: CacheQuota | None = None, public_tokens: int = 0
+    ) -> AsyncIterator[int]:
+        """Copies and holds blocks of a prompt that is still being computed (`Puller.early`). Raises the errors of
+        `pull` and of `Puller.early`.
+        """
+        puller = await self._puller_of(self._owner.arena, self._owner.ledger)
+        async with puller.early(ticket, source, quota, public_tokens) as num_tokens:
+            yield num_tokens
 
     async def close(self) -> None:
         """Ends the holder of pulled blocks."""

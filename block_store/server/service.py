@@ -7,35 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from typing import Any
 
-from block_store.arena.header import Memory
 from block_store.arena.placement import place_name
 from block_store.disk.restore import Prefix
-from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder, Stale, StaleDataset
+from block_store.errors import BlockStoreError, LedgerUnavailable, StaleDataset
 from block_store.ledger.prefix_hash import HASH_BYTES
 from block_store.ledger.scripts import TICKET_LEASE_S
 from block_store.server.arena_owner import ArenaOwner
 from block_store.server.inspect_response import check_named, inspected, is_long
 from block_store.server.pulls import Pulls
 from block_store.server.sizing import CannotSize, WorkerNeeds, granted_floor
-from block_store.transfer.block_source import BlockSource
+from block_store.server.sources import as_statuses, source_of
 from common import convert
 from common.errors import (
-    Aborted,
     FailedPrecondition,
     Internal,
     InvalidArgument,
     LooseleafError,
-    NotFound,
-    PermissionDenied,
     Unavailable,
 )
-from common.ticket import TicketId
+from common.ticket import Ticket, TicketId
 from common.tracing import NO_TRACER, Tracer, traced
-from common.types import Epoch, KvLayout
+from common.types import CacheQuota, Epoch, KvLayout
 from protos.v1 import block_store_pb2 as pb
 
 _LOG = logging.getLogger(__name__)
@@ -133,7 +129,7 @@ class BlockStoreServicer:
         """
         source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
-        with traced(self._tracer, "read_blocks") as span, _as_statuses():
+        with traced(self._tracer, "read_blocks") as span, as_statuses():
             span.set({"looseleaf.blocks": len(refs)})
             frames = source.frames(ticket, refs)
             while (frame := await asyncio.to_thread(next, frames, None)) is not None:
@@ -148,7 +144,7 @@ class BlockStoreServicer:
         """
         source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
         refs = convert.table_from_pb(request.table)
-        with traced(self._tracer, "keep_ticket"), _as_statuses():
+        with traced(self._tracer, "keep_ticket"), as_statuses():
             hashes = await asyncio.to_thread(source.keep, ticket, refs)
         lease_ms = round(TICKET_LEASE_S * 1000)
         return pb.KeepTicketResponse(prefix_hashes=hashes, lease_ms=lease_ms, byte_port=self._byte_port())
@@ -159,21 +155,23 @@ class BlockStoreServicer:
         Fails with INVALID_ARGUMENT if the request is invalid, FAILED_PRECONDITION if this store cannot pull, ABORTED if
         the source no longer has the blocks, and UNAVAILABLE if the source or the ledger does not answer.
         """
-        if self._pulls is None:
-            raise FailedPrecondition("this block store does not pull blocks; start it with --pull-blocks")
-        try:
-            ticket = convert.ticket_from_pb(request.ticket)
-            quota = convert.quota_from_pb(request.cache_quota) if request.HasField("cache_quota") else None
-        except ValueError as error:
-            raise InvalidArgument.of("ticket or cache_quota", str(error)) from None
         with traced(self._tracer, "pull") as span:
-            pulled = await self._pulls.pull(ticket, request.source, quota, request.public_tokens)
+            pulled = await self._able_to_pull().pull(*_asked(request))
             counts = {"blocks": pulled.num_pulled, "blocks_found": pulled.num_found, "bytes": pulled.num_bytes}
             span.set({f"looseleaf.pulled.{name}": count for name, count in counts.items()})
         return pb.PullResponse(
             ticket=convert.ticket_to_pb(pulled.ticket), num_pulled=pulled.num_pulled, num_found=pulled.num_found,
-            num_bytes=pulled.num_bytes, num_tokens=pulled.num_tokens,
+            num_bytes=pulled.num_bytes, num_tokens=pulled.num_tokens, num_early_tokens=pulled.num_early_tokens,
         )  # fmt: skip
+
+    async def PullEarly(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullEarlyResponse]:
+        """Copies blocks of a prompt that is still being computed, and holds them until the caller ends the call.
+
+        Fails with RESOURCE_EXHAUSTED if there is too little room, and for the reasons for which `Pull` fails.
+        """
+        async with self._able_to_pull().early(*_asked(request)) as num_tokens:
+            yield pb.PullEarlyResponse(num_tokens=num_tokens)
+            await asyncio.Event().wait()
 
     async def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.RestoreResponse:
         """Copies blocks of a prompt's prefix from disk into the arena.
@@ -191,6 +189,11 @@ class BlockStoreServicer:
             raise InvalidArgument.of("cache_quota", str(error)) from None
         prefix = Prefix(request.prefix_hashes, quota, request.num_public_blocks)
         return pb.RestoreResponse(num_blocks=await disk.restore(prefix))
+
+    def _able_to_pull(self) -> Pulls:
+        if self._pulls is None:
+            raise FailedPrecondition("this block store does not pull blocks; start it with --pull-blocks")
+        return self._pulls
 
     @property
     def _num_holders(self) -> int:
@@ -247,31 +250,14 @@ class BlockStoreServicer:
         made.set_exception(error)
 
 
-def source_of(owner: ArenaOwner, arena_id: str) -> BlockSource:
-    """Returns the blocks of `arena_id` for other hosts. Raises NotFound if this store does not serve that arena, and
-    FailedPrecondition if its blocks are in a worker's device memory.
-    """
-    arena, ledger = owner.arena, owner.ledger
-    if arena is None or ledger is None or arena_id != arena.arena_id:
-        raise NotFound(f"arena_id {arena_id} is not served here")
-    if arena.placement.memory is Memory.WORKER_DEVICE:
-        raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
-    return BlockSource(arena, ledger)
-
-
-@contextmanager
-def _as_statuses() -> Iterator[None]:
-    """Translates errors about a ticket's blocks into errors with a gRPC status."""
+def _asked(request: pb.PullRequest) -> tuple[Ticket, str, CacheQuota | None, int]:
+    """Returns the arguments of a pull. Raises InvalidArgument if the ticket or the quota is invalid."""
     try:
-        yield
-    except NotHolder as error:
-        raise PermissionDenied(f"the ticket does not hold the requested blocks: {error}") from error
-    except Gone as error:
-        raise Aborted("the ticket no longer exists") from error
-    except Stale as error:
-        raise Aborted(str(error)) from error
-    except BlockStoreError as error:
-        raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
+        ticket = convert.ticket_from_pb(request.ticket)
+        quota = convert.quota_from_pb(request.cache_quota) if request.HasField("cache_quota") else None
+    except ValueError as error:
+        raise InvalidArgument.of("ticket or cache_quota", str(error)) from None
+    return ticket, request.source, quota, request.public_tokens
 
 
 def _ticket_id(request: pb.ReadBlocksRequest | pb.KeepTicketRequest) -> TicketId:

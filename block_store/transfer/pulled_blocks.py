@@ -37,12 +37,15 @@ class Pulled:
     ticket: Ticket
     """A ticket of this arena."""
     num_pulled: int
-    """Number of blocks that were copied."""
+    """Number of blocks that were copied, by this pull or by early pulls that still hold them."""
     num_found: int
-    """Number of blocks that this arena already contained."""
+    """Number of other blocks, which this arena already contained."""
     num_bytes: int
+    """Number of bytes of the `num_pulled` blocks."""
     num_tokens: int
     """Number of token positions that were copied, for at least one KV group."""
+    num_early_tokens: int
+    """Number of those positions that early pulls copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,10 @@ class Taken(Generic[Name]):
     """For each other block of the source, the local block that receives its bytes."""
 
 
-def take(held: HeldBlocks, hashes: dict[Name, bytes]) -> Taken[Name] | None:
+def take(held: HeldBlocks, hashes: dict[Name, bytes], spare: int = 0) -> Taken[Name] | None:
     """Takes references to the blocks that are already in this arena's prefix index, and allocates the others. Returns
-    None, and takes nothing, if there is no room. `hashes` maps the name of each block at the source to its prefix hash,
-    which is empty for a partial block.
+    None, and takes nothing, if there is no room for the others and for `spare` more. `hashes` maps the name of each
+    block at the source to its prefix hash, which is empty for a partial block.
     """
     full = [name for name, one in hashes.items() if one]
     present = held.present([hashes[name] for name in full])
@@ -68,7 +71,7 @@ def take(held: HeldBlocks, hashes: dict[Name, bytes]) -> Taken[Name] | None:
             [refs] = held.acquire([[hashes[name] for name in run]])
             found.update(zip(run, refs, strict=False))
         missing = [name for name in hashes if name not in found]
-        return Taken(found, dict(zip(missing, held.alloc(len(missing)), strict=True)))
+        return Taken(found, dict(zip(missing, held.alloc(len(missing), spare), strict=True)))
     except BaseException as error:
         release_each(held, list(found.values()))
         if isinstance(error, Exhausted):
@@ -88,12 +91,18 @@ class Delivery:
     arrive.
     """
 
-    def __init__(self, held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem]) -> None:
-        """Creates a delivery. `ticket` is the source's ticket. `items` describes `taken.fresh`, in the same order."""
+    def __init__(
+        self, held: HeldBlocks, ticket: Ticket, taken: Taken[BlockRef], items: Sequence[SealItem],
+        early: Collection[BlockRef] = (),
+    ) -> None:  # fmt: skip
+        """Creates a delivery. `ticket` is the source's ticket. `items` describes `taken.fresh`, in the same order.
+        `early` names the blocks of `taken.found` that early pulls have copied.
+        """
         self._held = held
         self._ticket = ticket
         self._taken = taken
         self._items = items
+        self._early = early
         self._local = dict(taken.found)
         """For each of the source's blocks that has been delivered or was found here, the local block."""
         self._digests: list[int] = []
@@ -158,13 +167,16 @@ class Delivery:
         self._delivered_at = time.monotonic()
 
     def _pulled(self) -> Pulled:
-        arena, ticket, copied = self._held.arena, self._ticket, self._taken.fresh
+        arena, ticket, copied = self._held.arena, self._ticket, {*self._taken.fresh, *self._early}
         assert self._attempt.ticket is not None
         tables = tuple(tuple(tuple(self._local[ref] for ref in table) for table in branch) for branch in ticket.tables)
         copies = Ticket(arena.arena_id, self._attempt.ticket, tables, ticket.num_tokens)
-        num_tokens = copied_tokens(ticket, copied.keys(), arena.layout.block_size)
-        num_found = len(self._taken.found)
-        return Pulled(copies, len(copied), num_found, len(copied) * arena.block_bytes, num_tokens)
+        num_tokens, num_late = (
+            copied_tokens(ticket, refs, arena.layout.block_size) for refs in (copied, self._taken.fresh)
+        )
+        num_found = len(self._taken.found) - len(self._early)
+        num_bytes = len(copied) * arena.block_bytes
+        return Pulled(copies, len(copied), num_found, num_bytes, num_tokens, num_tokens - num_late)
 
 
 def _numbered(table: Sequence[BlockRef], num_tokens: int, block_size: int) -> Iterator[tuple[int, BlockRef]]:

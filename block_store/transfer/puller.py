@@ -8,6 +8,10 @@ read, its lease is extended.
     ask for hashes -> take (found + allocated, all or none) -> copy, and deliver what has arrived to a local ticket
                                                                (keep the source's ticket)
 
+While a prompt is still being computed, early pulls copy its first blocks in the same way. The puller itself keeps the
+local ticket of an early pull, until the caller lets go of the blocks. The pull of the whole prompt finds these blocks,
+and waits for those that are arriving (`arrivals`).
+
 If anything fails, the blocks are released, but those into which the transport may still write stay allocated to the
 puller until the transport is quiescent (`transport`), so that no other holder gets them.
 """
@@ -18,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,17 +30,17 @@ from block_store.errors import BlockStoreError, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.codec import SealItem
+from block_store.transfer.arrivals import Arrivals
+from block_store.transfer.early_tickets import KEEP_S, EarlyTickets
 from block_store.transfer.pulled_blocks import Delivery, Pulled, Taken, leading_blocks, release, take
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy, Transport
-from common.errors import Aborted, LooseleafError, Unavailable
+from common.errors import Aborted, LooseleafError, ResourceExhausted, Unavailable
 from common.ticket import Ticket
 from common.types import BlockRef, CacheQuota
 
 logger = logging.getLogger("pull")
 T = TypeVar("T")
-KEEP_S = 2.0
-"""Interval in seconds at which the lease of the source's ticket is extended."""
 ROOM_POLL_S = 0.02
 MAX_ROOM_POLL_S = 0.25
 MAX_UNANSWERED = 2
@@ -46,6 +50,8 @@ CLOSE_S = 3.0
 """Maximum number of seconds to wait at the end for running pulls and for writes into blocks."""
 MAX_PULLS = 16
 """Maximum number of pulls that copy at the same time, which bounds the memory of received frames."""
+MAX_EARLY_PULLS = 8
+"""Maximum number of early pulls among them, so that pulls for which a decode worker waits find a place."""
 
 
 @dataclass(slots=True)
@@ -69,6 +75,9 @@ class Puller:
         self._room = asyncio.Lock()
         """Held while a pull waits for room, so that pulls are served in the order of their arrival."""
         self._copying = asyncio.Semaphore(MAX_PULLS)
+        self._copying_early = asyncio.Semaphore(MAX_EARLY_PULLS)
+        self._arrivals = Arrivals()
+        self._early = EarlyTickets()
         self._num_pulls = 0
         self._withheld: list[tuple[Copy, Delivery]] = []
         """Failed copies to whose destination the transport may still write."""
@@ -88,12 +97,43 @@ class Puller:
         blocks, if the bytes are wrong, or if a local block was reallocated. Raises Unavailable if the source or the
         ledger does not answer, or if the holder of pulled blocks is fenced.
         """
+        pulled = await self._counted(ticket, source, quota, public_tokens)
+        assert pulled is not None
+        return pulled
+
+    @asynccontextmanager
+    async def early(
+        self, ticket: Ticket, source: str, quota: CacheQuota | None = None, public_tokens: int = 0
+    ) -> AsyncIterator[int]:
+        """Copies the blocks of a ticket for a prompt that is still being computed, and yields the number of copied
+        token positions. Holds all of the ticket's blocks until the end of the `with` statement, but if none had to be
+        copied, holds none.
+
+        Does not wait for room, and leaves enough room for the largest group, so that early pulls cannot prevent other
+        pulls. If there is less room, or if a pull is waiting for room, raises ResourceExhausted. Also raises the errors
+        of `pull`.
+        """
+        pulled = await self._counted(ticket, source, quota, public_tokens, early=True)
+        if pulled is None:
+            yield 0
+            return
+        try:
+            yield pulled.num_tokens - pulled.num_early_tokens
+        finally:
+            self._early.remove(pulled.ticket.id)
+            with suppress(RuntimeError):  # the puller is closed
+                self._thread.submit(self._attached.held.holder.give_up, pulled.ticket.id)
+
+    async def _counted(
+        self, ticket: Ticket, source: str, quota: CacheQuota | None, public_tokens: int, *, early: bool = False
+    ) -> Pulled | None:
+        """Pulls, and translates the errors of the ledger. Returns None if an early pull has nothing to copy."""
         if self._attached.is_fenced:
             raise Unavailable("the holder of pulled blocks is registering again", retry_after_s=1.0)
         public = leading_blocks(ticket, public_tokens, self._attached.arena.layout.block_size)
         self._num_pulls += 1
         try:
-            return await self._pull(ticket, source, lambda ref: None if ref in public else quota)
+            return await self._pull(ticket, source, lambda ref: None if ref in public else quota, early=early)
         except Fenced as error:
             raise Unavailable("the holder of pulled blocks was fenced", retry_after_s=1.0) from error
         except LedgerUnavailable as error:
@@ -120,6 +160,8 @@ class Puller:
         for copy, delivery in [pair for pair in self._withheld if self._transport.is_quiescent(pair[0])]:
             self._withheld.remove((copy, delivery))
             self._thread.submit(delivery.release_fresh)
+        if self._early.are_due:
+            await self._in_thread(lambda: self._early.keep(self._attached.held.holder.ledger))
         if self._attached.is_fenced and not self._num_pulls and not self._withheld:
             await self._renew()
 
@@ -140,17 +182,38 @@ class Puller:
         await self._transport.close()
         await self._sources.close()
 
-    async def _pull(self, ticket: Ticket, source: str, quota_of: Callable[[BlockRef], CacheQuota | None]) -> Pulled:
+    async def _pull(
+        self, ticket: Ticket, source: str, quota_of: Callable[[BlockRef], CacheQuota | None], *, early: bool
+    ) -> Pulled | None:
         held = self._attached.held
         names = list(dict.fromkeys(ref for branch in ticket.tables for table in branch for ref in table))
         async with self._kept(ticket, source) as lease:
             hashes = dict(zip(names, await self._sources.prefix_hashes(source, ticket, names), strict=True))
-            async with self._copying:
-                taken = await self._take(held, hashes, lease)
+            async with self._copying_early if early else nullcontext(), self._copying:
+                await self._arrivals.wait(source, hashes.values())
+                taken = await (self._take_early(held, hashes) if early else self._take(held, hashes, lease))
+                fresh = frozenset(filter(None, (hashes[ref] for ref in taken.fresh)))
+                if early and not fresh:
+                    self._thread.submit(release, held, taken)
+                    return None
                 items = [SealItem(local, hashes[ref] or None, quota_of(ref)) for ref, local in taken.fresh.items()]
-                delivery = Delivery(held, ticket, taken, items)
-                await self._copy(source, ticket, taken, delivery)
-        return await self._whole(delivery.finish, lambda pulled: held.decline(pulled.ticket))
+                copied = self._early.copied()
+                delivery = Delivery(held, ticket, taken, items, [ref for ref in taken.found if hashes[ref] in copied])
+                with self._arrivals.arriving(source, fresh):
+                    await self._copy(source, ticket, taken, delivery)
+                    pulled = await self._whole(delivery.finish, lambda pulled: held.decline(pulled.ticket))
+                    if early:
+                        self._early.add(pulled.ticket.id, fresh)
+                    return pulled
+
+    async def _take_early(self, held: HeldBlocks, hashes: dict[BlockRef, bytes]) -> Taken[BlockRef]:
+        """Takes the blocks for an early pull, or raises ResourceExhausted (`early`)."""
+        if not self._room.locked():
+            spare = self._attached.floor_blocks
+            taken = await self._whole(lambda: take(held, hashes, spare), lambda late: release(held, late))
+            if taken is not None:
+                return taken
+        raise ResourceExhausted("there is no room for blocks of a prompt that is still being computed")
 
     async def _copy(self, source: str, ticket: Ticket, taken: Taken[BlockRef], delivery: Delivery) -> None:
         """Copies the blocks. The ledger's thread delivers the blocks that have arrived. If the copy fails, its blocks

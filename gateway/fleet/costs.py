@@ -88,6 +88,14 @@ class RouteCosts:
         measured = self._copies.get((source, destination))
         return _usual_copy_s(num_tokens) if measured is None else measured.seconds(num_tokens, now)
 
+    def worthwhile_tokens(self, source: str, destination: str, now: float) -> int:
+        """Returns the number of tokens, at least 1, whose KV takes as long to copy as the part of a copy's time that
+        does not depend on the number of tokens. With fewer tokens at a time, most of the time would be this part.
+        """
+        start_s = self.copy_s(source, destination, 0, now)
+        token_s = (self.copy_s(source, destination, _USUAL_TOKENS, now) - start_s) / _USUAL_TOKENS
+        return max(1, math.ceil(start_s / token_s)) if token_s > 0.0 else 1
+
     def decode_s(self, share: float) -> float:
         """Returns the seconds that a group loses at a decode worker, because it waits for a place and because steps of
         larger batches take longer. `share` is the fraction of the batch that is occupied; above 1.0, sequences are

@@ -22,9 +22,11 @@ from gateway.fleet.liveness import Liveness, LivenessLimits
 from gateway.fleet.worker_lost import WorkerLost, incarnation, internal, is_death, queue_full
 from protos.v1 import prefill_pb2 as pb
 from protos.v1 import prefill_pb2_grpc
+from protos.v1 import types_pb2 as types_pb
 
 logger = logging.getLogger("prefill_client")
 OnLoad = Callable[[str, WorkerLoad], None]
+OnEarly = Callable[[types_pb.Ticket], None]
 OnUnread = Callable[[pb.PrefillResponse], None]
 _Call: TypeAlias = "grpc.aio.UnaryStreamCall[pb.PrefillRequest, pb.PrefillResponse]"
 _LOST = {grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
@@ -45,13 +47,15 @@ class PrefillClient:
         self._trust = trust
         self._channels = ChannelPool(trust)
 
-    async def prefill(self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float) -> pb.PrefillDone:
-        """Prefills a prompt on a worker. Cancelling this coroutine cancels the call. Raises WorkerLost if the request
-        may be sent to a worker again, DeadlineExceeded after `timeout_s`, and otherwise the error that the worker
-        reported.
+    async def prefill(
+        self, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float, on_early: OnEarly | None = None
+    ) -> pb.PrefillDone:
+        """Prefills a prompt on a worker. `on_early` receives the early tickets that the request asks for. Cancelling
+        this coroutine cancels the call. Raises WorkerLost if the request may be sent to a worker again,
+        DeadlineExceeded after `timeout_s`, and otherwise the error that the worker reported.
         """
         with self._channels.use(worker.address) as channel:
-            return await self._prefill(channel, worker, request, timeout_s)
+            return await self._prefill(channel, worker, request, timeout_s, on_early)
 
     async def keep(self, addresses: Iterable[str]) -> None:
         """Closes idle channels that lead to other addresses or use old certificates."""
@@ -61,8 +65,9 @@ class PrefillClient:
         await self._channels.close()
 
     async def _prefill(
-        self, channel: grpc.aio.Channel, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float
-    ) -> pb.PrefillDone:
+        self, channel: grpc.aio.Channel, worker: WorkerRecord, request: pb.PrefillRequest, timeout_s: float,
+        on_early: OnEarly | None,
+    ) -> pb.PrefillDone:  # fmt: skip
         stub = prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
         metadata = (*self._trust.metadata, *CURRENT.get().metadata)
         call, accepted = stub.Prefill(request, timeout=timeout_s, metadata=metadata), False
@@ -76,6 +81,8 @@ class PrefillClient:
                         return done
                     if response.HasField("queued"):
                         self._on_load(worker.worker_id, convert.load_from_pb(response.queued.load))
+                    if on_early is not None and response.progress.HasField("early_ticket"):
+                        on_early(response.progress.early_ticket)
         except grpc.aio.AioRpcError as error:
             raise _translated(error, accepted, worker) from None
         finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -17,6 +19,8 @@ from protos.v1 import block_store_pb2 as pb
 from protos.v1 import block_store_pb2_grpc
 
 logger = logging.getLogger("pull_client")
+NO_ROOM = "pull_no_room"
+"""The reason for which an early pull is refused if the destination has too little room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,26 @@ class PullClient:
             except grpc.aio.AioRpcError as error:
                 raise _translated(error, store) from None
 
+    @asynccontextmanager
+    async def early(self, store: str, request: pb.PullRequest, timeout_s: float) -> AsyncIterator[int]:
+        """Makes the block store at the address `store` copy blocks of a prompt that is still being computed, and
+        yields the number of copied token positions. The store holds the blocks until the end of the `with` statement.
+        Raises the errors of `pull`, and if there is too little room, WorkerLost with the reason NO_ROOM.
+        """
+        with self._channels.use(store) as channel:
+            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            metadata = (*self._trust.metadata, *CURRENT.get().metadata)
+            call = stub.PullEarly(request, timeout=timeout_s, metadata=metadata)
+            try:
+                response = await call.read()
+                if response is grpc.aio.EOF:
+                    raise WorkerLost("pull_ended", suspect=False)
+                yield response.num_tokens
+            except grpc.aio.AioRpcError as error:
+                raise _translated(error, store) from None
+            finally:
+                call.cancel()
+
     async def keep(self) -> None:
         """Closes the idle channels that use old certificates."""
         await self._channels.keep()
@@ -64,6 +88,8 @@ def _translated(error: grpc.aio.AioRpcError, store: str) -> Exception:
         return DeadlineExceeded("the request timed out while its blocks were pulled to another host")
     if code is grpc.StatusCode.UNAVAILABLE:
         return WorkerLost("pull_unavailable", counted=False, suspect=False, unreachable=True)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return WorkerLost(NO_ROOM, suspect=False)
     if code not in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED):
         logger.error("block store %s refuses a pull: %s %s", store, code.name, error.details())
     return WorkerLost(f"pull_{code.name.lower()}", suspect=False)

@@ -200,6 +200,19 @@ class Router:
         prefill worker's tickets, are `usable` for the group and have loaded the adapter. Returns None if there is no
         such worker.
         """
+        return self._pick(*self._decodes(route, now, usable), route.asked, now)
+
+    def destination(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> str | None:
+        """Returns the arena of the decode worker that `pick_decode` would pick now, or None if there is no worker."""
+        ranked = self._ranked(*self._decodes(route, now, usable), now)
+        return ranked[0].record.arena_id if ranked else None
+
+    def _decodes(
+        self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]
+    ) -> tuple[list[WorkerState], Callable[[WorkerState], float]]:
+        """Returns the decode workers that can continue a route's prefill, and the function that predicts the time in
+        seconds that each of them would take.
+        """
         prefill, asked = route.prefill, route.asked
 
         def cost(decode: WorkerState) -> float:
@@ -207,7 +220,7 @@ class Router:
             copy_s = self.costs.copy_s(prefill.arena_id, destination, asked.missing(destination), now)
             return copy_s + self.costs.decode_s(decode.share(now))
 
-        return self._pick(list(self._partners(prefill, usable, asked.adapter)), cost, asked, now)
+        return list(self._partners(prefill, usable, asked.adapter)), cost
 
     def capacity(self) -> int:
         """Returns the total batch size, in sequences, of the decode workers that are not draining."""
@@ -268,13 +281,18 @@ class Router:
     def _pick(
         self, states: list[WorkerState], cost: Callable[[WorkerState], float], asked: Asked, now: float
     ) -> Pick | None:
-        trusted = [s for s in states if s.suspect_until <= now] or states
-        if not trusted:
+        if not (ranked := self._ranked(states, cost, now)):
             return None
-        best, *others = heapq.nsmallest(MOST_CONSIDERED, trusted, key=lambda s: (cost(s), s.picked))
+        best, *others = ranked
         considered = tuple(
             Considered(s.record.worker_id, cost(s), asked.missing(s.record.arena_id)) for s in (best, *others)
         )
         self._picks += 1
         best.picked = self._picks
         return Pick(best, considered)
+
+    @staticmethod
+    def _ranked(states: list[WorkerState], cost: Callable[[WorkerState], float], now: float) -> list[WorkerState]:
+        """Returns the best workers, best first. Leaves out suspect workers if there are others."""
+        trusted = [s for s in states if s.suspect_until <= now] or states
+        return heapq.nsmallest(MOST_CONSIDERED, trusted, key=lambda s: (cost(s), s.picked))

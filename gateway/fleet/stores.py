@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 from common.trust import NO_TRUST, Trust
 from gateway.fleet.pull_client import PullClient, StoreAddress
@@ -44,21 +45,42 @@ class Stores:
         WorkerLost if one of the two stores is not in the registry, and the errors of `PullClient.pull`. If a store does
         not answer, routing avoids the pair for a while.
         """
-        pair = (request.ticket.arena_id, arena_id)
-        source, destination = map(self._by_arena.get, pair)
-        if source is None or destination is None:
-            raise WorkerLost("pull_no_store", counted=False, suspect=False)
-        request.source = source.address
+        pair, destination = (request.ticket.arena_id, arena_id), self._between(request, arena_id)
         began = time.monotonic()
         try:
-            pulled = await self._client.pull(destination.address, request, timeout_s)
+            pulled = await self._client.pull(destination, request, timeout_s)
         except WorkerLost as lost:
             if lost.unreachable:
                 self._avoid(pair)
             raise
-        now = time.monotonic()
-        self._router.costs.note_copy(*pair, pulled.num_tokens, now - began, now)
+        if not pulled.num_early_tokens:  # otherwise, the time may include a part of an early pull
+            self._note_copy(pair, pulled.num_tokens, time.monotonic() - began)
         return pulled
+
+    @asynccontextmanager
+    async def early(self, request: pb.PullRequest, arena_id: str, timeout_s: float) -> AsyncIterator[None]:
+        """Copies the blocks of an early ticket into the arena `arena_id`, and fills in `request.source`. The
+        destination holds the blocks during the body of the `with` statement. Raises the errors of `pull` and of
+        `PullClient.early`. An error does not affect routing.
+        """
+        began = time.monotonic()
+        async with self._client.early(self._between(request, arena_id), request, timeout_s) as num_tokens:
+            self._note_copy((request.ticket.arena_id, arena_id), num_tokens, time.monotonic() - began)
+            yield
+
+    def _note_copy(self, pair: tuple[str, str], num_tokens: int, seconds: float) -> None:
+        """Records the duration of a copy between two arenas (source, destination), for predictions."""
+        self._router.costs.note_copy(*pair, num_tokens, seconds, time.monotonic())
+
+    def _between(self, request: pb.PullRequest, arena_id: str) -> str:
+        """Fills in the address of the source, and returns that of the destination. Raises WorkerLost if one of the two
+        stores is not in the registry.
+        """
+        source, destination = map(self._by_arena.get, (request.ticket.arena_id, arena_id))
+        if source is None or destination is None:
+            raise WorkerLost("pull_no_store", counted=False, suspect=False)
+        request.source = source.address
+        return destination.address
 
     async def keep(self) -> None:
         """Closes the idle channels that use old certificates."""

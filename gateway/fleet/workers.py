@@ -23,7 +23,7 @@ from gateway.admission.gate import Place
 from gateway.fleet.decode_client import SessionPool
 from gateway.fleet.decode_place import DecodePlace
 from gateway.fleet.liveness import LivenessLimits
-from gateway.fleet.prefill_client import PrefillClient
+from gateway.fleet.prefill_client import OnEarly, PrefillClient
 from gateway.fleet.routing import Asked, Route, Router, WorkerState
 from gateway.fleet.stores import Stores
 from gateway.fleet.worker_lost import WorkerLost
@@ -55,10 +55,13 @@ class Workers:
         restarts_file: Path | None = None,
         *,
         await_workers: bool = False,
+        early_tokens: int | None = None,
     ) -> None:
         """`restarts_file` exists while a launcher restarts a service. `await_workers` says that an orchestrator
-        restarts workers.
+        restarts workers. `early_tokens` is the minimum number of tokens of an early pull: 0 switches early pulls off,
+        and None means the number that measured copies suggest.
         """
+        self._early_tokens = early_tokens
         self._restarts_file = restarts_file
         self._await_workers = await_workers
         self._router = Router()
@@ -166,17 +169,19 @@ class Workers:
         return self._router.failed(worker, time.monotonic())
 
     async def prefill(
-        self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float
-    ) -> prefill_pb2.PrefillDone:
-        """Prefills a prompt. Raises the errors of `PrefillClient.prefill`. For a while after WorkerLost, routing avoids
-        the worker if the error marks it as suspect or unreachable.
+        self, worker: WorkerRecord, request: prefill_pb2.PrefillRequest, timeout_s: float,
+        on_early: OnEarly | None = None,
+    ) -> prefill_pb2.PrefillDone:  # fmt: skip
+        """Prefills a prompt. `on_early` receives the early tickets that the request asks for. Raises the errors of
+        `PrefillClient.prefill`. For a while after WorkerLost, routing avoids the worker if the error marks it as
+        suspect or unreachable.
         """
         state = self._router.workers.get(worker.worker_id)
         num_tokens = len(request.prompt_token_ids) + sum(len(b.output_token_ids) for b in request.branches)
         if state is not None:
             state.dispatched_tokens += num_tokens
         try:
-            return await self._prefills.prefill(worker, request, timeout_s)
+            return await self._prefills.prefill(worker, request, timeout_s, on_early)
         except WorkerLost as lost:
             if lost.unreachable:
                 self._router.unreachable(worker.worker_id, time.monotonic())
@@ -195,6 +200,23 @@ class Workers:
     def _on_unread(self, response: prefill_pb2.PrefillResponse) -> None:
         if response.HasField("done") and response.done.HasField("ticket"):
             self.give_up(response.done.ticket)
+        if response.HasField("progress") and response.progress.HasField("early_ticket"):
+            self.give_up(response.progress.early_ticket)
+
+    def early_tickets(self, route: Route, need: GroupNeed) -> tuple[str, prefill_pb2.EarlyTickets] | None:
+        """Returns the arena to which the blocks of a request should be copied during its prefill, and the early tickets
+        to request for this purpose. Returns None if the request will probably be decoded in the arena in which it is
+        prefilled, or if such copies are switched off or not worthwhile.
+        """
+        now, source, asked = time.monotonic(), route.prefill.arena_id, route.asked
+        arena_id = None if self._early_tokens == 0 else self._router.destination(route, now, self._usable_for(need))
+        if arena_id is None or arena_id == source:
+            return None
+        min_tokens = self._early_tokens or self._router.costs.worthwhile_tokens(source, arena_id, now)
+        if asked.missing(arena_id) <= min_tokens:
+            return None
+        first_token = asked.cached.get(arena_id, 0)
+        return arena_id, prefill_pb2.EarlyTickets(first_token=first_token, min_tokens=min_tokens)
 
     def pick_decode(self, route: Route, need: GroupNeed) -> DecodePlace | None:
         """Returns a place on a decode worker that accepts the tickets of the route's prefill worker, has room for the

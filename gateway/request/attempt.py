@@ -24,6 +24,7 @@ from gateway.fleet.worker_lost import WorkerLost, incarnation, too_late
 from gateway.fleet.workers import Workers
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.metrics import Metrics
+from gateway.request.early_pulls import EarlyPulls
 from gateway.request.group_receiver import GroupReceiver
 from gateway.request.head_start import HeadStart
 from gateway.request.isolation import Isolation, IsolationTicket
@@ -45,6 +46,8 @@ class _Prefilled:
     route: Route
     done: prefill_pb2.PrefillDone
     isolation: IsolationTicket
+    early: EarlyPulls | None = None
+    """The copies that have begun during prefill."""
 
 
 class Attempts:
@@ -72,7 +75,7 @@ class Attempts:
         with ExitStack() as held:
             start, state.head_start = state.head_start, None
             if start is None:
-                prefilled = await self._prefill(state, place, held)
+                prefilled = await self._prefill(state, place, held, decode_follows=True)
             else:
                 prefilled = await self._take_over(state, start, held)
             ticket = held.enter_context(PendingTicket.of(self._workers, prefilled.done))
@@ -111,13 +114,18 @@ class Attempts:
         _account_prefill(state, done)
         return _Prefilled(start.route, done, isolation)
 
-    async def _prefill(self, state: RequestState, place: Place, held: ExitStack) -> _Prefilled:
-        """Prefills the prompt and the accepted tokens. Adds the permission to use the worker to `held`."""
+    async def _prefill(
+        self, state: RequestState, place: Place, held: ExitStack, *, decode_follows: bool = False
+    ) -> _Prefilled:
+        """Prefills the prompt and the accepted tokens. Adds the permission to use the worker to `held` and, if decode
+        follows at once, the early pulls.
+        """
         try:
             async with asyncio.timeout(state.remaining_s()):
                 route, isolation = await self._enter_prefill(state)
                 held.enter_context(isolation)
-                done = await self._call_prefill(state, route)
+                early = EarlyPulls.of(self._workers, self._metrics.pulls, state, route) if decode_follows else None
+                done = await self._call_prefill(state, route, held.enter_context(early) if early else None)
                 if state.attempts == 1:
                     self._gate.waited(place, state.times.queue_ns / 1e9)
         except TimeoutError:
@@ -125,7 +133,7 @@ class Attempts:
         finally:
             self._workers.keep_promise(place)
         isolation.prefilled(is_heard_of=state.is_heard_of)
-        return _Prefilled(route, done, isolation)
+        return _Prefilled(route, done, isolation, early)
 
     async def _enter_prefill(self, state: RequestState) -> tuple[Route, IsolationTicket]:
         """Waits until the request may be sent to a prefill worker. Returns the route and the permission to use the
@@ -158,13 +166,18 @@ class Attempts:
                 raise Unavailable(why or NO_PAIR, retry_after_s=1.0)
             await asyncio.sleep(min(WAIT_FOR_WORKERS_S, state.remaining_s()))
 
-    async def _call_prefill(self, state: RequestState, route: Route) -> prefill_pb2.PrefillDone:
+    async def _call_prefill(
+        self, state: RequestState, route: Route, early: EarlyPulls | None
+    ) -> prefill_pb2.PrefillDone:
         worker, message, again = route.prefill, state.prefill_request(), state.attempts > 0
+        if early is not None:
+            message.early_tickets.CopyFrom(early.tickets)
         state.begin_attempt(route)
         state.explanation.enter(inference_pb2.PHASE_KIND_PREFILL)
         self._metrics.dispatched("prefill", worker.worker_id)
         try:
-            done = await self._workers.prefill(worker, message, state.remaining_s())
+            begin = None if early is None else early.begin
+            done = await self._workers.prefill(worker, message, state.remaining_s(), begin)
         except WorkerLost:
             state.took(prefill_ns=state.explanation.leave())
             raise
@@ -181,12 +194,18 @@ class Attempts:
     async def _decode(
         self, state: RequestState, prefilled: _Prefilled, going: list[Sample], ticket: PendingTicket
     ) -> None:
-        place = self._workers.pick_decode(prefilled.route, state.need)
+        route, early = prefilled.route, prefilled.early
+        if early is not None:
+            early.stop()
+            route = early.known(route)
+        place = self._workers.pick_decode(route, state.need)
         if place is None:
             state.outlet.flush()
             raise WorkerLost("no_decode", counted=self._workers.ready)
         with place:
             await self._bring(state, prefilled.done, place, ticket)
+            if early is not None:
+                early.close()  # the decode worker's ticket holds the blocks
             await self._continue(state, prefilled, going, place, ticket)
 
     async def _bring(
@@ -206,7 +225,7 @@ class Attempts:
             state.took(hand_over_ns=state.explanation.leave())
         state.transferred += pulled.num_tokens
         state.explanation.pulled(pulled.num_tokens)
-        self._metrics.pulled(pulled)
+        self._metrics.pulls.pulled(pulled)
         done.ticket.CopyFrom(pulled.ticket)
 
     async def _continue(

@@ -215,18 +215,26 @@ class PullRequest(_message.Message):
     def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., source: _Optional[str] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., public_tokens: _Optional[int] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("ticket", "num_pulled", "num_found", "num_bytes", "num_tokens")
+    __slots__ = ("ticket", "num_pulled", "num_found", "num_bytes", "num_tokens", "num_early_tokens")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     NUM_PULLED_FIELD_NUMBER: _ClassVar[int]
     NUM_FOUND_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EARLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ticket: _types_pb2.Ticket
     num_pulled: int
     num_found: int
     num_bytes: int
     num_tokens: int
-    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., num_pulled: _Optional[int] = ..., num_found: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    num_early_tokens: int
+    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., num_pulled: _Optional[int] = ..., num_found: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_early_tokens: _Optional[int] = ...) -> None: ...
+
+class PullEarlyResponse(_message.Message):
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
     __slots__ = ("prefix_hashes", "cache_quota", "num_public_blocks")

@@ -61,6 +61,11 @@ class BlockStoreServiceStub:
                 request_serializer=protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_block__store__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.PullEarly = channel.unary_stream(
+                '/looseleaf.v1.BlockStoreService/PullEarly',
+                request_serializer=protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_block__store__pb2.PullEarlyResponse.FromString,
+                _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/looseleaf.v1.BlockStoreService/Restore',
                 request_serializer=protos_dot_v1_dot_block__store__pb2.RestoreRequest.SerializeToString,
@@ -109,6 +114,14 @@ class BlockStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullEarly(self, request, context):
+        """PullEarly copies blocks of a prompt that is still being computed. It sends one message once they have arrived, and
+        holds them until the caller ends the call, so that a later Pull of the whole prompt finds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Restore(self, request, context):
         """Restore copies blocks of a prompt's prefix from disk into the arena, where prefill then finds them.
         """
@@ -143,6 +156,11 @@ def add_BlockStoreServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=protos_dot_v1_dot_block__store__pb2.PullRequest.FromString,
                     response_serializer=protos_dot_v1_dot_block__store__pb2.PullResponse.SerializeToString,
+            ),
+            'PullEarly': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullEarly,
+                    request_deserializer=protos_dot_v1_dot_block__store__pb2.PullRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_block__store__pb2.PullEarlyResponse.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -287,6 +305,33 @@ class BlockStoreService:
             '/looseleaf.v1.BlockStoreService/Pull',
             protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
             protos_dot_v1_dot_block__store__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullEarly(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/looseleaf.v1.BlockStoreService/PullEarly',
+            protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
+            protos_dot_v1_dot_block__store__pb2.PullEarlyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.v1 import types_pb2 as protos_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/prefill.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"\xa3\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ncache_salt\x18\x03 \x01(\x0c\x12\x15\n\rpublic_tokens\x18\t \x01(\r\x12\x32\n\x0b\x63\x61\x63he_quota\x18\n \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12&\n\x08\x62ranches\x18\x05 \x03(\x0b\x32\x14.looseleaf.v1.Branch\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.looseleaf.v1.SamplingParams\x12.\n\x08stopping\x18\x07 \x01(\x0b\x32\x1c.looseleaf.v1.StoppingParams\x12\x15\n\x08priority\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12&\n\x07pooling\x18\x0b \x01(\x0e\x32\x15.looseleaf.v1.Pooling\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0c\x42\x0e\n\x0c_cache_quotaB\x0b\n\t_priority\"\xa7\x01\n\x0fPrefillResponse\x12-\n\x06queued\x18\x01 \x01(\x0b\x32\x1b.looseleaf.v1.PrefillQueuedH\x00\x12\x31\n\x08progress\x18\x02 \x01(\x0b\x32\x1d.looseleaf.v1.PrefillProgressH\x00\x12)\n\x04\x64one\x18\x03 \x01(\x0b\x32\x19.looseleaf.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"7\n\rPrefillQueued\x12&\n\x04load\x18\x01 \x01(\x0b\x32\x18.looseleaf.v1.WorkerLoad\".\n\x0fPrefillProgress\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\"\x95\x01\n\x0b\x42ranchToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12+\n\x07logprob\x18\x03 \x01(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.looseleaf.v1.FinishReason\"\xdb\x02\n\x0bPrefillDone\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.looseleaf.v1.BranchToken\x12,\n\x07sources\x18\x03 \x01(\x0b\x32\x1b.looseleaf.v1.PromptSources\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.looseleaf.v1.Timings\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.looseleaf.v1.WorkerLoad\x12\x35\n\x0f\x62\x65\x61m_candidates\x18\x07 \x01(\x0b\x32\x1c.looseleaf.v1.BeamCandidates\x12\x11\n\tembedding\x18\x08 \x03(\x02\x32Z\n\x0ePrefillService\x12H\n\x07Prefill\x12\x1c.looseleaf.v1.PrefillRequest\x1a\x1d.looseleaf.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/v1/prefill.proto\x12\x0clooseleaf.v1\x1a\x15protos/v1/types.proto\"\xd6\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ncache_salt\x18\x03 \x01(\x0c\x12\x15\n\rpublic_tokens\x18\t \x01(\r\x12\x32\n\x0b\x63\x61\x63he_quota\x18\n \x01(\x0b\x32\x18.looseleaf.v1.CacheQuotaH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12&\n\x08\x62ranches\x18\x05 \x03(\x0b\x32\x14.looseleaf.v1.Branch\x12.\n\x08sampling\x18\x06 \x01(\x0b\x32\x1c.looseleaf.v1.SamplingParams\x12.\n\x08stopping\x18\x07 \x01(\x0b\x32\x1c.looseleaf.v1.StoppingParams\x12\x15\n\x08priority\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12&\n\x07pooling\x18\x0b \x01(\x0e\x32\x15.looseleaf.v1.Pooling\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0c\x12\x31\n\rearly_tickets\x18\r \x01(\x0b\x32\x1a.looseleaf.v1.EarlyTicketsB\x0e\n\x0c_cache_quotaB\x0b\n\t_priority\"7\n\x0c\x45\x61rlyTickets\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\"\xa7\x01\n\x0fPrefillResponse\x12-\n\x06queued\x18\x01 \x01(\x0b\x32\x1b.looseleaf.v1.PrefillQueuedH\x00\x12\x31\n\x08progress\x18\x02 \x01(\x0b\x32\x1d.looseleaf.v1.PrefillProgressH\x00\x12)\n\x04\x64one\x18\x03 \x01(\x0b\x32\x19.looseleaf.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"7\n\rPrefillQueued\x12&\n\x04load\x18\x01 \x01(\x0b\x32\x18.looseleaf.v1.WorkerLoad\"Z\n\x0fPrefillProgress\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12*\n\x0c\x65\x61rly_ticket\x18\x02 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\"\x95\x01\n\x0b\x42ranchToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12+\n\x07logprob\x18\x03 \x01(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.looseleaf.v1.FinishReason\"\xdb\x02\n\x0bPrefillDone\x12$\n\x06ticket\x18\x01 \x01(\x0b\x32\x14.looseleaf.v1.Ticket\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.looseleaf.v1.BranchToken\x12,\n\x07sources\x18\x03 \x01(\x0b\x32\x1b.looseleaf.v1.PromptSources\x12&\n\x07timings\x18\x04 \x01(\x0b\x32\x15.looseleaf.v1.Timings\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.looseleaf.v1.TokenLogprob\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.looseleaf.v1.WorkerLoad\x12\x35\n\x0f\x62\x65\x61m_candidates\x18\x07 \x01(\x0b\x32\x1c.looseleaf.v1.BeamCandidates\x12\x11\n\tembedding\x18\x08 \x03(\x02\x32Z\n\x0ePrefillService\x12H\n\x07Prefill\x12\x1c.looseleaf.v1.PrefillRequest\x1a\x1d.looseleaf.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.v1.prefill_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=65
-  _globals['_PREFILLREQUEST']._serialized_end=484
-  _globals['_PREFILLRESPONSE']._serialized_start=487
-  _globals['_PREFILLRESPONSE']._serialized_end=654
-  _globals['_PREFILLQUEUED']._serialized_start=656
-  _globals['_PREFILLQUEUED']._serialized_end=711
-  _globals['_PREFILLPROGRESS']._serialized_start=713
-  _globals['_PREFILLPROGRESS']._serialized_end=759
-  _globals['_BRANCHTOKEN']._serialized_start=762
-  _globals['_BRANCHTOKEN']._serialized_end=911
-  _globals['_PREFILLDONE']._serialized_start=914
-  _globals['_PREFILLDONE']._serialized_end=1261
-  _globals['_PREFILLSERVICE']._serialized_start=1263
-  _globals['_PREFILLSERVICE']._serialized_end=1353
+  _globals['_PREFILLREQUEST']._serialized_end=535
+  _globals['_EARLYTICKETS']._serialized_start=537
+  _globals['_EARLYTICKETS']._serialized_end=592
+  _globals['_PREFILLRESPONSE']._serialized_start=595
+  _globals['_PREFILLRESPONSE']._serialized_end=762
+  _globals['_PREFILLQUEUED']._serialized_start=764
+  _globals['_PREFILLQUEUED']._serialized_end=819
+  _globals['_PREFILLPROGRESS']._serialized_start=821
+  _globals['_PREFILLPROGRESS']._serialized_end=911
+  _globals['_BRANCHTOKEN']._serialized_start=914
+  _globals['_BRANCHTOKEN']._serialized_end=1063
+  _globals['_PREFILLDONE']._serialized_start=1066
+  _globals['_PREFILLDONE']._serialized_end=1413
+  _globals['_PREFILLSERVICE']._serialized_start=1415
+  _globals['_PREFILLSERVICE']._serialized_end=1505
 # @@protoc_insertion_point(module_scope)

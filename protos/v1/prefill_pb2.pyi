@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "pooling", "adapter")
+    __slots__ = ("request_id", "attempt", "cache_salt", "public_tokens", "cache_quota", "prompt_token_ids", "branches", "sampling", "stopping", "priority", "pooling", "adapter", "early_tickets")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class PrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    EARLY_TICKETS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     cache_salt: bytes
@@ -33,7 +34,16 @@ class PrefillRequest(_message.Message):
     priority: int
     pooling: _types_pb2.Pooling
     adapter: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., pooling: _Optional[_Union[_types_pb2.Pooling, str]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
+    early_tickets: EarlyTickets
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., public_tokens: _Optional[int] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., branches: _Optional[_Iterable[_Union[_types_pb2.Branch, _Mapping]]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., priority: _Optional[int] = ..., pooling: _Optional[_Union[_types_pb2.Pooling, str]] = ..., adapter: _Optional[bytes] = ..., early_tickets: _Optional[_Union[EarlyTickets, _Mapping]] = ...) -> None: ...
+
+class EarlyTickets(_message.Message):
+    __slots__ = ("first_token", "min_tokens")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    min_tokens: int
+    def __init__(self, first_token: _Optional[int] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("queued", "progress", "done")
@@ -52,10 +62,12 @@ class PrefillQueued(_message.Message):
     def __init__(self, load: _Optional[_Union[_types_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
-    __slots__ = ("num_computed_tokens",)
+    __slots__ = ("num_computed_tokens", "early_ticket")
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EARLY_TICKET_FIELD_NUMBER: _ClassVar[int]
     num_computed_tokens: int
-    def __init__(self, num_computed_tokens: _Optional[int] = ...) -> None: ...
+    early_ticket: _types_pb2.Ticket
+    def __init__(self, num_computed_tokens: _Optional[int] = ..., early_ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ...) -> None: ...
 
 class BranchToken(_message.Message):
     __slots__ = ("sample_index", "token_id", "logprob", "finish_reason")

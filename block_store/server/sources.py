@@ -1,0 +1,39 @@
+"""The blocks of a store's arena as a source for other hosts, and the statuses of errors about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from block_store.arena.header import Memory
+from block_store.errors import BlockStoreError, Gone, NotHolder, Stale
+from block_store.server.arena_owner import ArenaOwner
+from block_store.transfer.block_source import BlockSource
+from common.errors import Aborted, FailedPrecondition, NotFound, PermissionDenied, Unavailable
+
+
+def source_of(owner: ArenaOwner, arena_id: str) -> BlockSource:
+    """Returns the blocks of `arena_id` for other hosts. Raises NotFound if this store does not serve that arena, and
+    FailedPrecondition if its blocks are in a worker's device memory.
+    """
+    arena, ledger = owner.arena, owner.ledger
+    if arena is None or ledger is None or arena_id != arena.arena_id:
+        raise NotFound(f"arena_id {arena_id} is not served here")
+    if arena.placement.memory is Memory.WORKER_DEVICE:
+        raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
+    return BlockSource(arena, ledger)
+
+
+@contextmanager
+def as_statuses() -> Iterator[None]:
+    """Translates errors about a ticket's blocks into errors with a gRPC status."""
+    try:
+        yield
+    except NotHolder as error:
+        raise PermissionDenied(f"the ticket does not hold the requested blocks: {error}") from error
+    except Gone as error:
+        raise Aborted("the ticket no longer exists") from error
+    except Stale as error:
+        raise Aborted(str(error)) from error
+    except BlockStoreError as error:
+        raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
