@@ -153,12 +153,16 @@ class TwoHosts:
     def __init__(
         self, model: Path, *, namespaces: bool, redis_per_host: bool = False, num_blocks: int = 1024,
         max_model_len: int = 1024, packages: Mapping[str, str] | None = None,
+        flags: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:  # fmt: skip
-        """Starts the stack. `packages` maps the names of services' packages to replacements."""
+        """Starts the stack. `packages` maps the names of services' packages to replacements. `flags` contains further
+        settings, by the kind of service ("store", "prefill", "decode" or "gateway").
+        """
         self._scratch = tempfile.TemporaryDirectory(prefix="ll-hosts-")
         self._root = Path(self._scratch.name)
         self._shm = Path(tempfile.mkdtemp(prefix="ll-hosts-", dir="/dev/shm"))
         self._packages = packages or {}
+        self._further = dict(flags or {})
         self.notes = self._root / "notes"
         """The directory of the files that control a `testing.chaos.faulty_store`."""
         self.notes.mkdir()
@@ -187,10 +191,19 @@ class TwoHosts:
         self.block_stores = tuple(self.processes[name].wait_ready()[0] for name in ("store-a", "store-b"))
         for name in ("prefill-a", "decode-b"):
             self.processes[name].wait_ready()
+        self._start_gateway()
+
+    def _start_gateway(self) -> None:
         self.start("gateway-a")
         ports = [line.rpartition(":")[2] for line in self.processes["gateway-a"].wait_ready()]
         front = _FRONT[1] if self.spaces else "127.0.0.1"
         self.http, self.grpc = (f"{front}:{port}" for port in ports)
+
+    def restart_gateway(self, flags: Mapping[str, object]) -> None:
+        """Replaces the gateway with one that has these further settings."""
+        self.processes["gateway-a"].end()
+        self._further["gateway"] = flags
+        self._start_gateway()
 
     def start(self, name: str) -> Process:
         """Starts or restarts a service, without waiting until it is ready."""
@@ -201,6 +214,7 @@ class TwoHosts:
         enter = [] if self.spaces is None else self.spaces["ab".index(host)].enter
         package = self._packages.get(package, package)
         flags = {"secret_file": self._secret, "ready_file": ready, **self._flags(kind, host)}
+        flags |= self._further.get(kind, {})
         command = [*enter, sys.executable, "-m", "looseleaf.serve.child", str(os.getpid()), package, *flags_of(flags)]
         self.processes[name] = Process(name, command, ready, self._root / f"{name}.log", self.environment)
         return self.processes[name]
@@ -247,9 +261,23 @@ class TwoHosts:
         assert self.spaces is not None
         _run(*self.spaces[0].enter, "ip", "link", "set", f"lla{os.getpid()}", "up" if is_up else "down")
 
+    def limit_link(self, mbit_per_s: int) -> None:
+        """Limits the rate of the link from A to B, in Mbit/s. 0: no limit."""
+        assert self.spaces is not None
+        device = f"lla{os.getpid()}"
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _run(*self.spaces[0].enter, "tc", "qdisc", "del", "dev", device, "root")
+        if mbit_per_s:
+            limits = ("rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "100ms")
+            _run(*self.spaces[0].enter, "tc", "qdisc", "add", "dev", device, "root", "tbf", *limits)
+
     def metric(self, name: str) -> float:
         """Returns the sum of the gateway's samples of a metric."""
         return sum(sample.value for sample in metrics_page.read(self.http) if sample.name == name)
+
+    def metric_by(self, name: str, label: str) -> dict[str, float]:
+        """Returns the values of a gateway metric by a label."""
+        return {s.labels[label]: s.value for s in metrics_page.read(self.http) if s.name == name}
 
     def inspect(self, host: int) -> pb.InspectResponse:
         """Returns the counts and the holders of a block store, that of host A (0) or B (1)."""

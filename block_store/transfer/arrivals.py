@@ -42,6 +42,10 @@ class Arrivals:
                 del self._copies[one]
             copy.ended.set_result(failure)
 
+    def include(self, hashes: Collection[bytes]) -> bool:
+        """Returns whether one of these blocks is being copied."""
+        return any(one in self._copies for one in hashes)
+
     async def wait(self, source: str, hashes: Collection[bytes]) -> None:
         """Waits until none of these blocks is being copied. Raises the error of a copy that failed because `source` did
         not answer.

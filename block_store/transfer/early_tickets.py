@@ -7,10 +7,9 @@ import time
 
 from block_store.errors import Gone, LedgerError
 from block_store.ledger.scripts import LedgerScripts
+from block_store.transfer.source_lease import KEEP_S
 from common.ticket import TicketId
 
-KEEP_S = 2.0
-"""Interval in seconds at which the leases are extended."""
 logger = logging.getLogger("pull")
 
 

@@ -23,7 +23,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from block_store.errors import BlockStoreError, Fenced, LedgerUnavailable
@@ -31,11 +30,12 @@ from block_store.holder.attach import Attached
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.codec import SealItem
 from block_store.transfer.arrivals import Arrivals
-from block_store.transfer.early_tickets import KEEP_S, EarlyTickets
+from block_store.transfer.early_tickets import EarlyTickets
 from block_store.transfer.pulled_blocks import Delivery, Pulled, Taken, leading_blocks, release, take
 from block_store.transfer.source_client import SourceClient
+from block_store.transfer.source_lease import SourceLease, kept
 from block_store.transfer.transport import Copy, Transport
-from common.errors import Aborted, LooseleafError, ResourceExhausted, Unavailable
+from common.errors import Aborted, ResourceExhausted, Unavailable
 from common.ticket import Ticket
 from common.types import BlockRef, CacheQuota
 
@@ -43,23 +43,14 @@ logger = logging.getLogger("pull")
 T = TypeVar("T")
 ROOM_POLL_S = 0.02
 MAX_ROOM_POLL_S = 0.25
-MAX_UNANSWERED = 2
-"""Number of consecutive unanswered extensions after which the source counts as lost."""
 UPKEEP_S = 0.25
 CLOSE_S = 3.0
 """Maximum number of seconds to wait at the end for running pulls and for writes into blocks."""
 MAX_PULLS = 16
 """Maximum number of pulls that copy at the same time, which bounds the memory of received frames."""
+NO_ROOM = "there is no room for blocks of a prompt that is still being computed"
 MAX_EARLY_PULLS = 8
 """Maximum number of early pulls among them, so that pulls for which a decode worker waits find a place."""
-
-
-@dataclass(slots=True)
-class _SourceLease:
-    """The state of the lease of the source's ticket."""
-
-    lost: LooseleafError | None = None
-    """The reason why the lease cannot be extended; None while it is extended."""
 
 
 class Puller:
@@ -74,6 +65,8 @@ class Puller:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pull")
         self._room = asyncio.Lock()
         """Held while a pull waits for room, so that pulls are served in the order of their arrival."""
+        self._is_short = False
+        """Whether a pull is waiting for room."""
         self._copying = asyncio.Semaphore(MAX_PULLS)
         self._copying_early = asyncio.Semaphore(MAX_EARLY_PULLS)
         self._arrivals = Arrivals()
@@ -187,11 +180,10 @@ class Puller:
     ) -> Pulled | None:
         held = self._attached.held
         names = list(dict.fromkeys(ref for branch in ticket.tables for table in branch for ref in table))
-        async with self._kept(ticket, source) as lease:
+        async with kept(self._sources, source, ticket) as lease:
             hashes = dict(zip(names, await self._sources.prefix_hashes(source, ticket, names), strict=True))
             async with self._copying_early if early else nullcontext(), self._copying:
-                await self._arrivals.wait(source, hashes.values())
-                taken = await (self._take_early(held, hashes) if early else self._take(held, hashes, lease))
+                taken = await self._take(source, held, hashes, lease, early=early)
                 fresh = frozenset(filter(None, (hashes[ref] for ref in taken.fresh)))
                 if early and not fresh:
                     self._thread.submit(release, held, taken)
@@ -206,14 +198,40 @@ class Puller:
                         self._early.add(pulled.ticket.id, fresh)
                     return pulled
 
-    async def _take_early(self, held: HeldBlocks, hashes: dict[BlockRef, bytes]) -> Taken[BlockRef]:
-        """Takes the blocks for an early pull, or raises ResourceExhausted (`early`)."""
-        if not self._room.locked():
-            spare = self._attached.floor_blocks
-            taken = await self._whole(lambda: take(held, hashes, spare), lambda late: release(held, late))
-            if taken is not None:
-                return taken
-        raise ResourceExhausted("there is no room for blocks of a prompt that is still being computed")
+    async def _take(
+        self, source: str, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: SourceLease, *, early: bool
+    ) -> Taken[BlockRef]:
+        """Waits for blocks that are arriving, and then for its turn to take blocks. Declare the fresh ones as arriving
+        before anything else can run.
+        """
+        while True:
+            await self._arrivals.wait(source, hashes.values())
+            if early and self._is_short:
+                raise ResourceExhausted(NO_ROOM)
+            async with self._room:
+                if not self._arrivals.include(hashes.values()):
+                    return await self._take_in_turn(held, hashes, lease, early=early)
+
+    async def _take_in_turn(
+        self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: SourceLease, *, early: bool
+    ) -> Taken[BlockRef]:
+        """Waits until there is room for the blocks of the whole ticket, and takes them. Holds no blocks while it waits.
+        Raises the error that ended the source's lease. An early pull does not wait, and raises ResourceExhausted.
+        """
+        pause_s, spare = ROOM_POLL_S, self._attached.floor_blocks if early else 0
+        try:
+            while lease.lost is None:
+                taken = await self._whole(lambda: take(held, hashes, spare), lambda late: release(held, late))
+                if taken is not None:
+                    return taken
+                if early:
+                    raise ResourceExhausted(NO_ROOM)
+                self._is_short = True
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_ROOM_POLL_S)
+            raise lease.lost
+        finally:
+            self._is_short = False
 
     async def _copy(self, source: str, ticket: Ticket, taken: Taken[BlockRef], delivery: Delivery) -> None:
         """Copies the blocks. The ledger's thread delivers the blocks that have arrived. If the copy fails, its blocks
@@ -228,21 +246,6 @@ class Puller:
         except BaseException:
             self._undo(copy, delivery)
             raise
-
-    async def _take(self, held: HeldBlocks, hashes: dict[BlockRef, bytes], lease: _SourceLease) -> Taken[BlockRef]:
-        """Waits until there is room for the blocks of the whole ticket, and takes them. Holds no blocks while it waits.
-        Raises the error that ended the source's lease.
-        """
-        pause_s = ROOM_POLL_S
-        async with self._room:
-            while True:
-                if lease.lost is not None:
-                    raise lease.lost
-                taken = await self._whole(lambda: take(held, hashes), lambda late: release(held, late))
-                if taken is not None:
-                    return taken
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_ROOM_POLL_S)
 
     def _undo(self, copy: Copy, delivery: Delivery) -> None:
         """Releases the blocks of a copy that has failed. Blocks that have not been delivered are released once nothing
@@ -259,31 +262,6 @@ class Puller:
             await self._in_thread(self._attached.renew)
         except BlockStoreError as error:
             logger.warning("the holder of pulled blocks cannot register: %s", error)
-
-    @asynccontextmanager
-    async def _kept(self, ticket: Ticket, source: str) -> AsyncIterator[_SourceLease]:
-        """Extends the lease of the source's ticket while the body of the `with` statement runs. Sets the yielded
-        lease's `lost` if the source refuses, or if it fails to answer MAX_UNANSWERED times in a row.
-        """
-        lease = _SourceLease()
-
-        async def keep() -> None:
-            num_unanswered = 0
-            while lease.lost is None:
-                await asyncio.sleep(KEEP_S)
-                try:
-                    await self._sources.keep(source, ticket)
-                    num_unanswered = 0
-                except LooseleafError as error:
-                    num_unanswered += 1
-                    if isinstance(error, Aborted) or num_unanswered >= MAX_UNANSWERED:
-                        lease.lost = error
-
-        keeping = asyncio.create_task(keep())
-        try:
-            yield lease
-        finally:
-            keeping.cancel()
 
     async def _whole(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
         """Runs `work` in the ledger's thread, and returns its result. If the caller is cancelled meanwhile, runs `undo`

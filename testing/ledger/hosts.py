@@ -23,7 +23,10 @@ from testing.ledger.store import LAYOUT, StoreProcess, wait_until
 class Host:
     """A store process, together with a worker in this process that writes and claims the store's blocks."""
 
-    def __init__(self, directory: Path, num_blocks: int, *flags: str, layout: KvLayout = LAYOUT) -> None:
+    def __init__(
+        self, directory: Path, num_blocks: int, *flags: str, layout: KvLayout = LAYOUT, floor: int = 0
+    ) -> None:
+        """Starts the store. `floor` is the worker's floor, which is then also the floor of pulled blocks."""
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.store = StoreProcess(directory, "--num-blocks", str(num_blocks), "--expect-workers", "1", *flags)
         reply = self.store.attach("worker", layout=layout)
@@ -31,7 +34,8 @@ class Host:
         self.arena = Arena.open(reply.directory, layout.fingerprint)
         slot = self.arena.acquire_writer_slot()
         ledger = LedgerScripts.attach(open_client(reply.redis_url, self.arena.fixed.run_id, 60.0), self.arena)
-        self.held = HeldBlocks(LedgerClient.register(ledger, "worker", writer_slot=slot.number), self.arena, slot)
+        holder = LedgerClient.register(ledger, "worker", writer_slot=slot.number, floor=floor)
+        self.held = HeldBlocks(holder, self.arena, slot)
         self._lock = threading.Lock()
         """A lock for `HeldBlocks`, which only one thread at a time may use."""
 
@@ -64,6 +68,17 @@ class Host:
         """Pulls a ticket's blocks to this host."""
         response: pb.PullResponse = self.stub.Pull(self.request(source, ticket), timeout=60)
         return response
+
+    def pull_early(self, source: Host, ticket: Ticket) -> Any:
+        """Copies a ticket's blocks to this host, and ends the ticket. Returns the open call, which holds the copies,
+        and whose attribute `num_tokens` is the number of copied positions. Raises grpc.RpcError if there is no copy.
+        """
+        call = self.stub.PullEarly(self.request(source, ticket), timeout=60)
+        try:
+            call.num_tokens = next(call).num_tokens
+        finally:
+            source.end(ticket)
+        return call
 
     def bytes_of(self, ticket: Ticket) -> list[list[bytes]]:
         """Checks the generations of a ticket's blocks. Returns the bytes of each block, by table."""

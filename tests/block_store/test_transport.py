@@ -88,8 +88,9 @@ class NamedBlocks:
     async def close(self) -> None: ...
 
 
+@pytest.mark.parametrize("early", [False, True])
 async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
-    redis_handle: RedisHandle, store: TestStore, shm: Path
+    redis_handle: RedisHandle, store: TestStore, shm: Path, early: bool
 ) -> None:
     needs = Needs("pull", "pull", LAYOUT, 0, 0, 0, 0)
     attached = await asyncio.to_thread(Attached, store.arena, redis_handle.url, needs)
@@ -97,7 +98,10 @@ async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
     puller = Puller(attached, cast(SourceClient, NamedBlocks()), transport)
     upkeep = asyncio.create_task(puller.run())
     with pytest.raises(Unavailable):
-        await puller.pull(SOURCE, "elsewhere:1")
+        if early:
+            await puller.early(SOURCE, "elsewhere:1").__aenter__()
+        else:
+            await puller.pull(SOURCE, "elsewhere:1")
     assert puller.num_withheld == 2
     worker = store.held("other")
     everything_else = worker.alloc(store.arena.num_blocks - 2)

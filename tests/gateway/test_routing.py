@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from common.group_need import GroupNeed, GroupRoom
 from common.types import WorkerLoad
-from gateway.fleet.costs import USUAL_COPY_TOKEN_S
+from gateway.fleet.costs import USUAL_COPY_START_S, USUAL_COPY_TOKEN_S
 from gateway.fleet.routing import PUBLISHED_S, REPORT_S, SUSPECT_S, Asked, Route, Router, WorkerState
 from testing.gateway.parts import make_record
 
@@ -213,3 +213,23 @@ def test_a_worker_whose_few_steps_were_slow_still_gets_prompts() -> None:
     made.report("prefill y", WorkerLoad(prompt_tokens_per_s=10.0), 0.0)
     made.workers["prefill x"].dispatched_tokens = 1
     assert route_of(made, Asked(100)) == ("y", "y")
+
+
+def test_the_destination_is_predicted_without_a_pick() -> None:
+    made = router(num_prefill=1, num_decode=2)
+    route = Route(made.workers["p0"].record, Asked(100))
+    assert [made.destination(route, 0.0, always) for _ in range(3)] == [route.prefill.arena_id] * 3
+    first, second = (made.pick_decode(route, 0.0, always) for _ in range(2))
+    assert first and second and [first.record.worker_id, second.record.worker_id] == ["d0", "d1"], "turns are not lost"
+    assert made.destination(route, 0.0, lambda record: False) is None
+
+
+def test_a_part_of_a_prompt_is_worth_an_early_pull_if_its_copy_takes_as_long_as_the_start_of_a_copy() -> None:
+    costs = Router().costs
+    assert costs.worthwhile_tokens("a", "b", 0.0) == round(USUAL_COPY_START_S / USUAL_COPY_TOKEN_S)
+    for _ in range(60):
+        for tokens in (100, 1000, 4000):
+            costs.note_copy("a", "b", tokens, 0.02 + tokens * 1e-3, 1.0)  # a slow link
+            costs.note_copy("a", "c", tokens, 0.02 + tokens * 1e-6, 1.0)  # a fast one
+    assert 15 <= costs.worthwhile_tokens("a", "b", 1.0) <= 25
+    assert costs.worthwhile_tokens("a", "c", 1.0) > 10_000, "longer than most prompts"
