@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 from block_store.arena.placement import place_name
@@ -169,7 +169,10 @@ class BlockStoreServicer:
 
         Fails with RESOURCE_EXHAUSTED if there is too little room, and for the reasons for which `Pull` fails.
         """
-        async with self._able_to_pull().early(*_asked(request)) as num_tokens:
+        async with AsyncExitStack() as held:
+            with traced(self._tracer, "pull_early") as span:
+                num_tokens = await held.enter_async_context(self._able_to_pull().early(*_asked(request)))
+                span.set({"looseleaf.pulled.tokens": num_tokens})
             yield pb.PullEarlyResponse(num_tokens=num_tokens)
             await asyncio.Event().wait()
 
