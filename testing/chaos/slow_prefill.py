@@ -32,7 +32,7 @@ def install(notes: Path) -> None:
             time.sleep(float((notes / STEP).read_text()))
         return step(runner, batch)
 
-    ModelRunner.step = slow  # type: ignore[method-assign]
+    ModelRunner.step = slow  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
