@@ -1,6 +1,4 @@
-"""Does the work of a prefill worker's step thread: admits prompts, computes them, seals and hands over their blocks,
-and draws their first tokens.
-"""
+"""Does the work of a prefill worker's step thread, from the admission of prompts to their hand-over."""
 
 from __future__ import annotations
 
@@ -100,8 +98,8 @@ class PrefillWorker:
         return 0.0 if ran else RETRY_ALLOC_S
 
     def work(self) -> bool:
-        """Repeats the hand-overs that the ledger has not accepted yet, and then plans and runs a step. Returns whether
-        a step ran. Unlike `step`, raises the errors of the ledger and the arena (LedgerError, ArenaError).
+        """Repeats hand-overs that the ledger has not accepted, then plans and runs a step. Returns whether a step ran.
+        Unlike `step`, raises the errors of the ledger and the arena (LedgerError, ArenaError).
         """
         for conclude in list(self._parked.values()):
             conclude()
@@ -111,9 +109,9 @@ class PrefillWorker:
             self._make_way()
         else:
             self._num_stuck = 0
+        hand_out(self._attached, dict.fromkeys(job for job, _ in planned), self._emits)
         plan, began = self._constrained(planned), time.monotonic()
         chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in plan]
-        hand_out(self._attached, dict.fromkeys(job for job, _ in plan), self._emits)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
         if plan:
