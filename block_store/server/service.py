@@ -164,7 +164,7 @@ class BlockStoreServicer:
             num_bytes=pulled.num_bytes, num_tokens=pulled.num_tokens, num_early_tokens=pulled.num_early_tokens,
         )  # fmt: skip
 
-    async def PullEarly(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullEarlyResponse]:
+    async def PullEarly(self, request: pb.PullEarlyRequest, context: Any) -> AsyncIterator[pb.PullEarlyResponse]:
         """Copies blocks of a prompt that is still being computed, and holds them until the caller ends the call.
 
         Fails with RESOURCE_EXHAUSTED if there is too little room, and for the reasons for which `Pull` fails.
@@ -253,7 +253,7 @@ class BlockStoreServicer:
         made.set_exception(error)
 
 
-def _asked(request: pb.PullRequest) -> tuple[Ticket, str, CacheQuota | None, int]:
+def _asked(request: pb.PullRequest | pb.PullEarlyRequest) -> tuple[Ticket, str, CacheQuota | None, int]:
     """Returns the arguments of a pull. Raises InvalidArgument if the ticket or the quota is invalid."""
     try:
         ticket = convert.ticket_from_pb(request.ticket)

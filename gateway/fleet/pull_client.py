@@ -55,7 +55,7 @@ class PullClient:
                 raise _translated(error, store) from None
 
     @asynccontextmanager
-    async def early(self, store: str, request: pb.PullRequest, timeout_s: float) -> AsyncIterator[int]:
+    async def early(self, store: str, request: pb.PullEarlyRequest, timeout_s: float) -> AsyncIterator[int]:
         """Makes the block store at the address `store` copy blocks of a prompt that is still being computed, and
         yields the number of copied token positions. The store holds the blocks until the end of the `with` statement.
         Raises the errors of `pull`, and if there is too little room, WorkerLost with the reason NO_ROOM.

@@ -58,7 +58,7 @@ class Stores:
         return pulled
 
     @asynccontextmanager
-    async def early(self, request: pb.PullRequest, arena_id: str, timeout_s: float) -> AsyncIterator[None]:
+    async def early(self, request: pb.PullEarlyRequest, arena_id: str, timeout_s: float) -> AsyncIterator[None]:
         """Copies the blocks of an early ticket into the arena `arena_id`, and fills in `request.source`. The
         destination holds the blocks during the body of the `with` statement. Raises the errors of `pull` and of
         `PullClient.early`. An error does not affect routing.
@@ -72,7 +72,7 @@ class Stores:
         """Records the duration of a copy between two arenas (source, destination), for predictions."""
         self._router.costs.note_copy(*pair, num_tokens, seconds, time.monotonic())
 
-    def _between(self, request: pb.PullRequest, arena_id: str) -> str:
+    def _between(self, request: pb.PullRequest | pb.PullEarlyRequest, arena_id: str) -> str:
         """Fills in the address of the source, and returns that of the destination. Raises WorkerLost if one of the two
         stores is not in the registry.
         """

@@ -120,6 +120,8 @@ class EarlyPulls:
         arrived.set_result(None)
         self._workers.give_up(ticket)
 
-    def _request(self, ticket: types_pb.Ticket) -> block_store_pb2.PullRequest:
+    def _request(self, ticket: types_pb.Ticket) -> block_store_pb2.PullEarlyRequest:
         public_tokens = self._state.request.public_tokens
-        return block_store_pb2.PullRequest(ticket=ticket, cache_quota=self._state.quota, public_tokens=public_tokens)
+        return block_store_pb2.PullEarlyRequest(
+            ticket=ticket, cache_quota=self._state.quota, public_tokens=public_tokens
+        )

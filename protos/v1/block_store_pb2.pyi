@@ -230,6 +230,18 @@ class PullResponse(_message.Message):
     num_early_tokens: int
     def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., num_pulled: _Optional[int] = ..., num_found: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_early_tokens: _Optional[int] = ...) -> None: ...
 
+class PullEarlyRequest(_message.Message):
+    __slots__ = ("ticket", "source", "cache_quota", "public_tokens")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ticket: _types_pb2.Ticket
+    source: str
+    cache_quota: _types_pb2.CacheQuota
+    public_tokens: int
+    def __init__(self, ticket: _Optional[_Union[_types_pb2.Ticket, _Mapping]] = ..., source: _Optional[str] = ..., cache_quota: _Optional[_Union[_types_pb2.CacheQuota, _Mapping]] = ..., public_tokens: _Optional[int] = ...) -> None: ...
+
 class PullEarlyResponse(_message.Message):
     __slots__ = ("num_tokens",)
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]

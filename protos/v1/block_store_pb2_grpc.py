@@ -63,7 +63,7 @@ class BlockStoreServiceStub:
                 _registered_method=True)
         self.PullEarly = channel.unary_stream(
                 '/looseleaf.v1.BlockStoreService/PullEarly',
-                request_serializer=protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
+                request_serializer=protos_dot_v1_dot_block__store__pb2.PullEarlyRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_block__store__pb2.PullEarlyResponse.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
@@ -159,7 +159,7 @@ def add_BlockStoreServiceServicer_to_server(servicer, server):
             ),
             'PullEarly': grpc.unary_stream_rpc_method_handler(
                     servicer.PullEarly,
-                    request_deserializer=protos_dot_v1_dot_block__store__pb2.PullRequest.FromString,
+                    request_deserializer=protos_dot_v1_dot_block__store__pb2.PullEarlyRequest.FromString,
                     response_serializer=protos_dot_v1_dot_block__store__pb2.PullEarlyResponse.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
@@ -330,7 +330,7 @@ class BlockStoreService:
             request,
             target,
             '/looseleaf.v1.BlockStoreService/PullEarly',
-            protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
+            protos_dot_v1_dot_block__store__pb2.PullEarlyRequest.SerializeToString,
             protos_dot_v1_dot_block__store__pb2.PullEarlyResponse.FromString,
             options,
             channel_credentials,

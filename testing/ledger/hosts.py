@@ -69,11 +69,16 @@ class Host:
         response: pb.PullResponse = self.stub.Pull(self.request(source, ticket), timeout=60)
         return response
 
+    def begin_early(self, source: Host, ticket: Ticket) -> Any:
+        """Returns a call that copies a ticket's blocks to this host, and holds the copies while it is open."""
+        request = pb.PullEarlyRequest(ticket=convert.ticket_to_pb(ticket), source=source.store.address)
+        return self.stub.PullEarly(request, timeout=60)
+
     def pull_early(self, source: Host, ticket: Ticket) -> Any:
         """Copies a ticket's blocks to this host, and ends the ticket. Returns the open call, which holds the copies,
         and whose attribute `num_tokens` is the number of copied positions. Raises grpc.RpcError if there is no copy.
         """
-        call = self.stub.PullEarly(self.request(source, ticket), timeout=60)
+        call = self.begin_early(source, ticket)
         try:
             call.num_tokens = next(call).num_tokens
         finally:

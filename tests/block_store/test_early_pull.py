@@ -148,7 +148,7 @@ def test_a_source_that_dies_or_freezes_ends_early_pulls_and_leaves_what_has_arri
         arrived = b.pull_early(a, a.hand_over([[blocks[:3]]]))
         ticket = a.hand_over([[blocks[3:]]])
         a.store.process.send_signal(how)
-        call = b.stub.PullEarly(b.request(a, ticket), timeout=60)
+        call = b.begin_early(a, ticket)
         with pytest.raises(grpc.RpcError) as found:
             next(call)
         assert found.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -165,7 +165,7 @@ def test_a_caller_that_is_gone_holds_nothing(hosts: tuple[Host, Host]) -> None:
     for pause_s in (0.0, 0.002, 0.005, 0.01, 0.1):
         blocks, _ = a.fill(chain(f"{pause_s} gone", 6))
         ticket = a.hand_over([[blocks]])
-        call = b.stub.PullEarly(b.request(a, ticket), timeout=60)
+        call = b.begin_early(a, ticket)
         time.sleep(pause_s)
         call.cancel()
         a.end(ticket)
@@ -180,7 +180,7 @@ def test_no_block_is_copied_twice_at_the_same_time(hosts: tuple[Host, Host]) -> 
         blocks, _ = a.fill(chain(name, 6))
         a.held.share(blocks)
         early, ticket = a.hand_over([[blocks[:5]]]), a.hand_over([[blocks]])
-        call = b.stub.PullEarly(b.request(a, early), timeout=60)
+        call = b.begin_early(a, early)
         pulled = b.pull(a, ticket)
         came_early = next(call).num_tokens
         assert pulled.num_pulled == 6 and pulled.num_early_tokens == came_early in (0, 80)

@@ -105,7 +105,7 @@ class Walk:
 
     def cancel(self, ticket: Ticket) -> None:
         """An early pull is cancelled at a random moment."""
-        call = self.b.stub.PullEarly(self.b.request(self.a, ticket), timeout=60)
+        call = self.b.begin_early(self.a, ticket)
         time.sleep(self.rng.uniform(0.0, 0.01))
         call.cancel()
         self.a.end(ticket)
