@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,10 +78,16 @@ class RayNodes:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs the command `looseleaf` on node A, and returns its status and output."""
-        command = [*self.spaces[0].enter, sys.executable, "-m", "looseleaf", *words]
         return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=_COMMAND_S, check=False
+            self._command(words), env=self.environment, capture_output=True, text=True, timeout=_COMMAND_S, check=False
         )
+
+    def begin(self, *words: str) -> subprocess.Popen[str]:
+        """Starts the command `looseleaf` on node A, with its standard output in a pipe."""
+        return subprocess.Popen(self._command(words), env=self.environment, stdout=subprocess.PIPE, text=True)
+
+    def _command(self, words: Sequence[str]) -> list[str]:
+        return [*self.spaces[0].enter, sys.executable, "-m", "looseleaf", *words]
 
     def looseleaf(self, *words: str) -> str:
         """Runs the command `looseleaf` on node A, and returns what it prints. Raises AssertionError if it fails."""

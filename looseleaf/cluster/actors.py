@@ -102,8 +102,12 @@ class GroupActor(ABC, Generic[G]):
         return list(self._lines)[-most_lines:]
 
     def stop(self) -> None:
-        """Drains and ends the group. Returns when its processes have ended."""
+        """Drains and ends the group. A group that is still starting is ended at once. Returns when its processes have
+        ended.
+        """
         self._ended.set()
+        if (group := self._group) is not None and not self._is_ready:
+            group.kill()  # `start` then fails
         self._thread.join()
 
 

@@ -15,7 +15,6 @@ from looseleaf.cluster.shared import new_shared
 
 _POLL_S = 0.25
 _START_S = 180.0
-_STOP_S = 3700.0 + 60.0  # more than the longest drain delay
 
 
 def create(settings: ClusterSettings) -> Any:
@@ -82,6 +81,6 @@ def scale(name: str, wanted: Mapping[Role, int]) -> None:
 def stop(actor: Any) -> None:
     """Drains and ends the deployment of an actor."""
     try:
-        ray_cluster.call(actor, "stop", timeout_s=_STOP_S)
+        ray_cluster.call(actor, "stop", timeout_s=None)
     finally:
         ray_cluster.kill(actor)

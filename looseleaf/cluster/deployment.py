@@ -14,6 +14,7 @@ from common.errors import StartupError, Unavailable
 from looseleaf.cluster import ray_cluster
 from looseleaf.cluster.actors import FrontActor, HostActor
 from looseleaf.cluster.plan import HostPlan, Role, WorkerCpus, check_nodes, first_plan, scaled
+from looseleaf.cluster.ray_cluster import Dead
 from looseleaf.cluster.shared import Shared
 
 _PLACE_S = 30.0
@@ -47,8 +48,10 @@ class Deployment:
         plans = {host.index: host for host in first_plan(self._settings, self._cpus)}
         for name, plan in ray_cluster.call_all(found, "plan", _STATUS_S).items():
             index = int(name.removeprefix(prefix))
-            if plan is not None or index in plans:
-                self._hosts[index] = plans[index] if plan is None else HostPlan(**plan)
+            if isinstance(plan, dict):
+                self._hosts[index] = HostPlan(**plan)
+            elif index in plans:
+                self._hosts[index] = plans[index]
         self._release_empty()
 
     def start(self) -> None:
@@ -94,7 +97,7 @@ class Deployment:
     def status(self) -> dict[str, Any]:
         """Returns the nodes, the gateway's addresses, and the state and the plan of every group."""
         reports = ray_cluster.call_all(self._actors(), "status", _STATUS_S)
-        groups = {name: report or {"state": _WAITING} for name, report in reports.items()}
+        groups = {name: _group(report) for name, report in reports.items()}
         for name in self._leaving & groups.keys():
             groups[name]["state"] = "draining"
         for index, host in list(self._hosts.items()):
@@ -187,3 +190,10 @@ class Deployment:
                 if (group := ray_cluster.find_group(name)) is not None:
                     ray_cluster.remove_group(group)
             self._hosts.clear()
+
+
+def _group(report: dict[str, Any] | Dead | None) -> dict[str, Any]:
+    """Returns the status of a group. `report` is the answer of its actor."""
+    if isinstance(report, Dead):
+        return {"state": "dead", "failure": report.reason}
+    return report or {"state": _WAITING}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import StartupError, Unavailable
@@ -43,7 +44,7 @@ def disconnect() -> None:
 
 
 def node_address() -> str:
-    """Returns the address of the node of this actor."""
+    """Returns the address of the node on which this process runs."""
     return str(_ray().util.get_node_ip_address())
 
 
@@ -111,9 +112,9 @@ def kill(actor: Any) -> None:
     _ray().kill(actor, no_restart=True)
 
 
-def call(actor: Any, method: str, *arguments: object, timeout_s: float = CALL_S) -> Any:
+def call(actor: Any, method: str, *arguments: object, timeout_s: float | None = CALL_S) -> Any:
     """Returns the result of an actor's method. Raises StartupError for an expected failure of the method, and
-    Unavailable if the actor is not running or does not answer in time.
+    Unavailable if the actor is not running or does not answer in time. None means no time limit.
     """
     ray = _ray()
     try:
@@ -123,11 +124,22 @@ def call(actor: Any, method: str, *arguments: object, timeout_s: float = CALL_S)
             raise StartupError(str(error.cause)) from None
         raise
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-        raise Unavailable(f"the actor of {method!r} does not answer: {type(error).__name__}") from None
+        raise Unavailable(f"the Ray actor does not answer {method!r}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The result of a call to an actor that Ray will not start again, for example because its class cannot be imported
+    on its node.
+    """
+
+    reason: str
 
 
 def call_all(actors: Mapping[str, Any], method: str, timeout_s: float) -> dict[str, Any]:
-    """Returns the results of a method by name, with None for the actors that are not running or do not answer."""
+    """Returns the results of a method by name: `Dead` for the actors that are dead, and None for those that are not
+    running now or do not answer in time.
+    """
     ray = _ray()
     calls = {name: getattr(actor, method).remote() for name, actor in actors.items()}
     if calls:
@@ -136,6 +148,8 @@ def call_all(actors: Mapping[str, Any], method: str, timeout_s: float) -> dict[s
     for name, pending in calls.items():
         try:
             results[name] = ray.get(pending, timeout=0)
+        except ray.exceptions.ActorDiedError as error:
+            results[name] = Dead(str(error))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             results[name] = None
     return results

@@ -5,9 +5,10 @@ workers change. No token differs from the oracle's.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,14 +43,27 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterato
         "num_blocks: 1024\nmax_model_len: 1024\nmax_num_batched_tokens: 128\n"
     )
     with RayNodes(num_cpus=5) as running:
+        began = time.monotonic()
         assert "\n  says  " in running.looseleaf("up", str(file))
+        show("up", began)
         yield running
+
+
+def show(what: str, began: float) -> None:
+    """Prints a duration since `began`, for the log."""
+    print(f"{what}: {time.monotonic() - began:.1f} s")
+
+
+def oracle_of(checkpoint: Path, reduction_parts: int) -> Oracle:
+    settings = RunnerSettings(
+        model=str(checkpoint), max_model_len=1024, num_threads=1, deterministic=True, reduction_parts=reduction_parts
+    )
+    return Oracle(ModelRunner(settings))
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Oracle:
-    settings = RunnerSettings(model=str(checkpoint), max_model_len=1024, num_threads=1, deterministic=True)
-    return Oracle(ModelRunner(settings))
+    return oracle_of(checkpoint, 1)
 
 
 class Traffic:
@@ -117,17 +131,61 @@ async def test_each_host_has_a_node_and_all_tokens_are_right(nodes: RayNodes, or
     found = await Traffic(nodes, oracle, seed=80).run()
     hosts = {attempt.decode_worker.rpartition("-decode")[0] for done in found for attempt in done.attempts}
     assert hosts == {"host-0", "host-1"}
-    again = nodes.run("up", "/dev/null")
-    assert again.returncode == 1 and "already there" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "text,reason",
+    [
+        ("", "name: the deployment 'looseleaf' is already there"),
+        (
+            "name: other\nhosts: 3\nprefill: 2\ndecode: 2\nthreads: 1",
+            "hosts: 3 is more than the nodes with 2 CPUs or more",
+        ),
+        ("name: other\nthreads: 3", "hosts: 1 is more than the nodes with 6 CPUs or more"),
+        ("name: other\nthreads: 1\nmodel: /nowhere", "/nowhere"),
+        ("name: other\nthreads: 1\nport: 0\ngrpc_port: 0", "front: redis_port: port 6390"),
+    ],
+)
+def test_a_deployment_that_cannot_start_says_why_and_leaves_nothing(
+    nodes: RayNodes, tmp_path: Path, text: str, reason: str
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    refused = nodes.run("up", str(file))
+    assert refused.returncode == 1 and reason in refused.stderr
+    other = nodes.run("status", "--name", "other")
+    assert other.returncode == 1 and "the deployments are looseleaf" in other.stderr
+    assert are_ready(nodes.groups())
+
+
+BROKEN = """
+from looseleaf.cluster import ray_cluster
+class Broken:
+    def __init__(self): import a_module_that_this_node_lacks
+    def status(self): return {}
+ray_cluster.connect("auto")
+actor = ray_cluster.create_on_head(Broken, "broken")
+print(ray_cluster.call_all({"host-0": actor}, "status", 60.0))
+ray_cluster.kill(actor)
+"""
+
+
+def test_an_actor_that_its_node_cannot_create_is_dead_and_says_why(nodes: RayNodes) -> None:
+    done = subprocess.run(
+        [*nodes.spaces[0].enter, sys.executable, "-c", BROKEN], env=nodes.environment, capture_output=True, text=True
+    )
+    assert "Dead(reason=" in done.stdout and "a_module_that_this_node_lacks" in done.stdout, done.stderr
 
 
 async def test_a_killed_worker_comes_back_on_its_node(nodes: RayNodes, oracle: Oracle) -> None:
     before = nodes.groups()
     victim = on_node(before, 1)
     pid = before[victim]["pids"]["decode-0"]
+    killed = time.monotonic()
     found = await Traffic(nodes, oracle, seed=81).run(lambda: os.kill(pid, signal.SIGKILL))
     assert any(len(done.attempts) > 1 for done in found), "the kill hit no stream"
     after = wait_ready(nodes, lambda groups: groups[victim]["pids"]["decode-0"] != pid)
+    show("a killed worker is back", killed)
     assert after[victim]["node"] == LINK[1]
     assert after[victim]["pids"]["block_store"] == before[victim]["pids"]["block_store"]
     assert "was killed by signal 9; starting it again" in nodes.looseleaf("status", "--logs", victim)
@@ -171,7 +229,7 @@ async def test_the_replicas_of_a_lost_node_come_back_on_the_other(nodes: RayNode
     lost, kept = on_node(before, 1), on_node(before, 0)
     killed = time.monotonic()
     found = await Traffic(nodes, oracle, seed=85).run(lambda: nodes.kill_node(1))
-    answered_s = time.monotonic() - killed
+    show("a node was killed, and all streams have ended", killed)
     own = {f"{kept}-prefill-0", f"{kept}-decode-0"}
     firsts = [done.attempts[0] for done in found]
     on_kept = [
@@ -181,16 +239,47 @@ async def test_the_replicas_of_a_lost_node_come_back_on_the_other(nodes: RayNode
     assert all(len(done.attempts) == 1 for done in on_kept), "streams of the surviving host are not disturbed"
     assert any(len(done.attempts) > 1 for done in found), "the kill hit no stream"
     after = wait_ready(nodes, lambda groups: groups[lost].get("node") == LINK[0])
-    print(json.dumps({"answered_s": round(answered_s, 1), "back_s": round(time.monotonic() - killed, 1)}))
+    show("the replicas of the killed node are ready on the other", killed)
     assert after[kept]["pids"] == before[kept]["pids"]
     found = await Traffic(nodes, oracle, seed=86).run()
     assert {attempt.decode_worker for done in found for attempt in done.attempts} >= {f"{lost}-decode-0"}
 
 
-async def test_down_ends_every_process(nodes: RayNodes) -> None:
+def test_down_ends_every_process(nodes: RayNodes) -> None:
     pids = [pid for group in nodes.groups().values() for pid in group["pids"].values()]
     assert len(pids) == 7
     nodes.looseleaf("down")
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     gone = nodes.run("status")
     assert gone.returncode == 1 and "no deployment 'looseleaf' in this Ray cluster; there are none" in gone.stderr
+
+
+async def test_serve_on_ray_with_two_ranks_waits_for_a_node_if_the_spread_is_strict(
+    nodes: RayNodes, checkpoint: Path
+) -> None:
+    nodes.run("down")  # unless the tests above have run
+    if not nodes.pids(1):
+        nodes.start_node(1)
+    flags = [
+        "--hosts", "2", "--prefill", "2", "--decode", "2", "--tensor-parallel-size", "2", "--spread", "strict",
+        "--spare", "0", "--host", "0.0.0.0", "--port", "0", "--grpc-port", "0", "--num-blocks", "1024",
+        "--max-model-len", "1024",
+    ]  # fmt: skip
+    with nodes.begin("serve", "--ray", str(checkpoint), *flags) as served:
+        assert served.stdout is not None
+        lines = [served.stdout.readline() for _ in range(4)]
+        assert lines[-1].startswith("  says  Once upon a time"), lines
+        groups = nodes.groups()
+        lost = on_node(groups, 1)
+        assert groups[lost]["plan"] == {"index": groups[lost]["plan"]["index"], "cpus": 4, "prefill": 1, "decode": 1}
+        oracle = oracle_of(checkpoint, 4)
+        await Traffic(nodes, oracle, seed=88).run(lambda: nodes.kill_node(1))
+        waits = "waiting for a node with 4 free CPUs"
+        wait_for(nodes.groups, lambda groups: groups[lost]["state"] == waits, BACK_S, "not waiting")
+        nodes.start_node(1)
+        after = wait_ready(nodes, lambda groups: groups[lost].get("node") == LINK[1])
+        assert after[on_node(after, 0)]["pids"] == groups[on_node(groups, 0)]["pids"]
+        await Traffic(nodes, oracle, seed=89).run()
+        served.send_signal(signal.SIGTERM)
+        assert served.wait(60) == 0
+    assert nodes.run("status").returncode == 1
