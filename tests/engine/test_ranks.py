@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from block_store.arena.writer_slots import WriterSlots
 from engine.config import Family
 from engine.errors import ModelError, RankLost
 from engine.model_runner import ModelRunner, RunnerSettings
-from engine.ranks.leader import Leader
+from engine.ranks.leader import BEAT_S, SILENT_BEATS, Follower, Leader
 from engine.ranks.messages import pack, unpack
 from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
@@ -143,6 +143,37 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     assert isinstance(runner.seat, Leader)
     yield runner
     runner.seat.close()
+
+
+class Waiting(socket.socket):
+    """A socket that adds up the timeouts of its receiving calls that end in one, since the last one that did not."""
+
+    waited_s = 0.0
+
+    def recv(self, *args: int) -> bytes:
+        try:
+            found = super().recv(*args)
+        except TimeoutError:
+            self.waited_s += cast(float, self.gettimeout())
+            raise
+        self.waited_s = 0.0
+        return found
+
+
+def test_a_frozen_rank_is_noticed_after_waits_of_less_than_five_seconds(tmp_path: Path) -> None:
+    """The waits are added up, not measured, so that a pause of this process does not count."""
+    settings = settings_of(make_checkpoint(tmp_path, std=0.1, **HEADS), tensor_parallel_size=2)
+    ours, theirs = socket.socketpair()
+    follower = Follower(1, [theirs, None], asdict(settings))
+    try:
+        follower.loaded()
+        life = follower._life = Waiting(fileno=follower._life.detach())
+        os.kill(follower.process.pid, signal.SIGSTOP)
+        assert follower.watch() == f"rank 1 (process {follower.process.pid}) is frozen: no beat for 4 s"
+    finally:
+        follower.end()
+        ours.close()
+    assert life.waited_s == SILENT_BEATS * BEAT_S < 5.0
 
 
 def test_a_writer_slot_is_locked_until_every_rank_has_dropped_it(together: ModelRunner, tmp_path: Path) -> None:

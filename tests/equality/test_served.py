@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from bench.served.server import Request, WatchedServer, send_all
 from common.group_need import floor_of
 from common.types import StoppingParams
 from engine.model_runner import ModelRunner, RunnerSettings
+from engine.ranks.leader import BEAT_S, SILENT_BEATS
+from engine.tiny import VOCAB_SIZE, make_checkpoint
 from looseleaf import LLM, AsyncClient
 from looseleaf.results import Completion, Delta, join
 from looseleaf.serve.model_source import BUILT_IN, gguf_directory
@@ -80,13 +81,6 @@ async def streamed(address: str, cases: list[Case], flowing: Callable[[], None])
         return await asyncio.gather(*(one(client, case) for case in cases))
 
 
-async def until_found(look: Callable[[], list[int]]) -> list[int]:
-    """Returns the first value of `look` that is not empty."""
-    while not (found := look()):
-        await asyncio.sleep(0.05)
-    return found
-
-
 async def replaced(llm: LLM, pid: int) -> None:
     """Waits until the decode worker is another process than `pid`."""
     while llm.pids["decode"] == pid:
@@ -94,16 +88,29 @@ async def replaced(llm: LLM, pid: int) -> None:
 
 
 async def killed_midway(llm: LLM, cases: list[Case], expected: list[Answer]) -> None:
-    """Runs all cases, and kills the decode worker during the first one. Repeats this until requests have come back to
-    prefill: on a busy machine, the worker may have sent all tokens when the kill arrives.
+    """Kills the decode worker in the middle of a stream."""
+    await lost_midway(llm, cases, expected, lambda worker: worker, signal.SIGKILL)
+
+
+async def lost_midway(
+    llm: LLM, cases: list[Case], expected: list[Answer], part: Callable[[int], int], how: signal.Signals
+) -> int:
+    """Runs all cases. During the first one, sends a signal to `part(pid)`, a process of the decode worker `pid`, whose
+    loss is the loss of the worker. Repeats this until requests have come back to prefill: on a busy machine, the worker
+    may have sent all tokens when the signal arrives. Returns the process that got the last signal.
     """
+    lost: list[int] = []
+
+    def lose() -> None:
+        lost.append(part(llm.pids["decode"]))
+        os.kill(lost[-1], how)
+
     for _ in range(5):
         sent, pid = llm.requests_by_worker().get("prefill", 0), llm.pids["decode"]
-        kill = partial(os.kill, pid, signal.SIGKILL)
-        check(cases, expected, await streamed(llm.addresses.grpc, cases, kill))
-        if llm.requests_by_worker()["prefill"] > sent + len(cases):
-            return
+        check(cases, expected, await streamed(llm.addresses.grpc, cases, lose))
         await replaced(llm, pid)
+        if llm.requests_by_worker()["prefill"] > sent + len(cases):
+            return lost[-1]
     pytest.fail("no request came back")
 
 
@@ -126,38 +133,55 @@ def expected_in_parts(cases: list[Case]) -> list[Answer]:
     return [expect(oracle, case) for case in cases]
 
 
-async def test_served_with_prefill_on_two_ranks_and_decode_on_four(
-    cases: list[Case], expected_in_parts: list[Answer]
-) -> None:
-    """Decode has two stages of two ranks. Blocks are handed over, and found again, between workers with different
-    ranks.
+@pytest.mark.parametrize(("size", "stages"), [(4, 1), (2, 2)])
+async def test_served_with_prefill_on_two_ranks_and_decode_on_four(size: int, stages: int, tmp_path: Path) -> None:
+    """Blocks are handed over, and found again, between workers with different ranks. The KV heads of the built-in model
+    cannot be divided among four ranks.
     """
+    make_checkpoint(tmp_path, std=0.1, num_attention_heads=8, num_key_value_heads=4)
+    how: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "reduction_parts": 4}
+    oracle = Oracle(ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu", **how)))
+    cases = make_cases(VOCAB_SIZE)
+    expected = [expect(oracle, case) for case in cases]
     with LLM(
-        max_model_len=MAX_MODEL_LEN,
+        str(tmp_path),
         num_blocks=1024,
         roles="split",
-        tensor_parallel_size=2,
-        decode_pipeline_parallel_size=2,
+        prefill_tensor_parallel_size=2,
+        decode_tensor_parallel_size=size,
+        decode_pipeline_parallel_size=stages,
+        **how,
     ) as llm:
         assert [len(followers_of(llm.pids[name])) for name in ("prefill", "decode")] == [1, 3]
-        check(cases, expected_in_parts, await answers(llm.addresses.grpc, cases))
+        check(cases, expected, await answers(llm.addresses.grpc, cases))
         again = await answers(llm.addresses.grpc, cases)
-        check(cases, expected_in_parts, again)
+        check(cases, expected, again)
         assert all(done.usage.cached_tokens >= 16 for done in again)
         assert_nothing_held(llm.addresses.block_store)
 
 
-async def test_served_in_two_stages_of_which_one_is_killed_and_then_frozen(
-    cases: list[Case], expected: list[Answer]
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+async def test_served_with_a_rank_of_decode_killed_and_then_frozen_midway(
+    kind: str, cases: list[Case], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Blocks come from a prefill worker with a single rank."""
-    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", decode_pipeline_parallel_size=2) as llm:
-        for how in (signal.SIGKILL, signal.SIGSTOP):
-            before = llm.pids["decode"]
-            [follower] = await until_found(lambda: followers_of(before))  # noqa: B023
-            check(cases, expected, await streamed(llm.addresses.grpc, cases, partial(os.kill, follower, how)))
-            await replaced(llm, before)
+    """Prefill has a single rank. The first rank of decode finds a frozen rank by its missing beats (`test_ranks` tests
+    how many), long before the gateway would find that the worker has made no step.
+    """
+    expected = request.getfixturevalue("expected_in_parts" if kind == "tensor" else "expected")
+    how: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "num_blocks": 1024, f"decode_{kind}_parallel_size": 2}
+    with LLM(verbose=True, roles="split", **how) as llm:
+        killed = await lost_midway(llm, cases, expected, only_follower, signal.SIGKILL)
+        frozen = await lost_midway(llm, cases, expected, only_follower, signal.SIGSTOP)
         assert_nothing_held(llm.addresses.block_store)
+    log = capsys.readouterr().err
+    assert f"rank 1 (process {frozen}) is frozen: no beat for {SILENT_BEATS * BEAT_S:.0f} s" in log
+    assert f"(process {killed}) is frozen" not in log and "has made no step" not in log
+
+
+def only_follower(worker: int) -> int:
+    """Returns the process of the second of a worker's two ranks."""
+    [follower] = followers_of(worker)
+    return follower
 
 
 async def answered_until(
