@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from block_store.errors import BlockStoreError
+from block_store.errors import BlockStoreError, RedisUnusable
 from block_store.redis.adapter_registry import AdapterRegistry
 from block_store.redis.password import with_password
 from block_store.redis.redis_server import open_client
@@ -114,8 +114,8 @@ async def main(settings: GatewaySettings) -> None:
         urls = [with_password(url, settings.redis_password_file) for url in split_urls(settings.redis_url)]
         discovery = Discoveries(urls, settings.poll_s, workers.on_records, workers.stores.on_stores)
         await discovery.check()
-    except ValueError:  # its message may contain a part of a password
-        raise StartupError("--redis-url must be redis://HOST:PORT, rediss://HOST:PORT or unix://PATH") from None
+    except RedisUnusable as error:
+        raise StartupError(f"--redis-url: {error}") from None
     except BlockStoreError as error:
         raise StartupError(f"--redis-url: Redis cannot be reached: {error}") from None
     workers.use_ledgers(discovery.cached_tokens, discovery.end_ticket)

@@ -4,8 +4,9 @@ not contain a password.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote
 
 from common.errors import StartupError
 from common.secret_files import read_secret
@@ -17,9 +18,10 @@ def with_password(url: str, file: Path | None) -> str:
     """
     if file is None:
         return url
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    if ":" in user:
+    scheme, _, rest = url.partition("://")
+    place = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    user, _, hosts = place.rpartition("@")
+    if ":" in user or re.search(r"[?&]password=", url):
         raise StartupError("--redis-url already contains a password, so --redis-password-file cannot be used")
     password = quote(read_secret(file, "--redis-password-file"), safe="")
-    return urlunsplit(parts._replace(netloc=f"{user}:{password}@{host}"))
+    return f"{scheme}://{user}:{password}@{hosts}{rest.removeprefix(place)}"

@@ -17,11 +17,14 @@ import redis
 
 from block_store.errors import RedisUnusable
 from block_store.redis.private_redis import CONNECT_TIMEOUT_S, START_TIMEOUT_S, PrivateServer
+from block_store.redis.urls import NO_CLUSTER, client_of, without_passwords
 
 _LOG = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 1.0
 _LEAST_CONNECT_S = 0.2
 _MIN_VERSION = (6, 2)
+_UNVERIFIED = "CERTIFICATE_VERIFY_FAILED"
+"""OpenSSL's name of the error, which redis-py passes on only as text."""
 
 
 class RedisHandle:
@@ -77,7 +80,7 @@ def connect(url: str | None, directory: str | os.PathLike[str], *, confined: boo
         if private is not None
         else f"redis {handle.version}"
     )
-    _LOG.info("ledger in %s at %s", what, _without_password(where))
+    _LOG.info("ledger in %s at %s", what, without_passwords(where))
     return handle
 
 
@@ -88,10 +91,11 @@ def open_client(
     has that run ID; if `run_id` is a function, it is called for each new connection.
 
     Opens no connection yet. A later call raises redis.ConnectionError if it opens a connection to a different server.
+    Raises RedisUnusable if the URL is unusable (`client_of`).
     """
     expected = (lambda: run_id) if isinstance(run_id, str) else run_id
     # The retries of redis-py are off: a repeated call must carry the same number, which LedgerClient ensures.
-    return redis.Redis.from_url(
+    return client_of(
         url,
         socket_timeout=call_timeout_s,
         socket_connect_timeout=min(CONNECT_TIMEOUT_S, max(call_timeout_s, _LEAST_CONNECT_S)),
@@ -102,13 +106,16 @@ def open_client(
 
 
 def _check(url: str, private: PrivateServer | None) -> RedisHandle:
-    shown = _without_password(url)
+    shown = without_passwords(url)
     try:
         client = open_client(url, call_timeout_s=START_TIMEOUT_S)  # connecting may take CONNECT_TIMEOUT_S
         info: dict[str, Any] = client.info("server")
         policy: dict[str, Any] = client.info("memory")
-    except (redis.RedisError, ValueError, OSError) as error:
-        raise RedisUnusable(f"redis at {shown} does not answer: {error}") from error
+    except (redis.RedisError, OSError) as error:
+        what = "has a certificate that was not accepted" if _UNVERIFIED in str(error) else "does not answer"
+        raise RedisUnusable(f"redis at {shown} {what}: {error}") from error
+    if info["redis_mode"] == "cluster":
+        raise RedisUnusable(f"redis at {shown} is a node of a cluster. {NO_CLUSTER}")
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
         raise RedisUnusable(f"redis at {shown} is {version}; 6.2 or later is needed")
@@ -127,8 +134,3 @@ def _same_server(expected: Callable[[], str]) -> Callable[[Any], None]:
             raise redis.ConnectionError(f"this is not the Redis in which the ledger was built ({run_id})")
 
     return on_connect
-
-
-def _without_password(url: str) -> str:
-    head, at, tail = url.rpartition("@")
-    return f"{head.split('://')[0]}://***@{tail}" if at else url

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from block_store.redis.private_redis import find_server
@@ -18,11 +19,14 @@ START_S = 60.0
 class RedisProcess:
     """A Redis server on a Unix socket, whose path stays the same after a restart."""
 
-    def __init__(self, directory: Path) -> None:
-        """Starts the server, empty. `directory` contains the socket and the snapshots."""
+    def __init__(self, directory: Path, flags: Sequence[str] = (), password: str = "") -> None:
+        """Starts the server, empty. `directory` contains the socket and the snapshots; `flags` are further flags of
+        `redis-server`.
+        """
         self._directory = directory
+        self._flags = [*flags, *(["--requirepass", password] if password else [])]
         self._socket = directory / "redis.sock"
-        self.url = f"unix://{self._socket}"
+        self.url = f"unix://:{password}@{self._socket}" if password else f"unix://{self._socket}"
         self.client = open_client(self.url, call_timeout_s=20.0)
         self._process = self._start()
 
@@ -33,7 +37,7 @@ class RedisProcess:
             [
                 binary, "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no",
                 "--maxmemory-policy", "noeviction", "--dir", str(self._directory), "--dbfilename", "dump.rdb",
-                "--logfile", str(self._directory / "redis.log"),
+                "--logfile", str(self._directory / "redis.log"), *self._flags,
             ],
             stdin=subprocess.DEVNULL,
         )  # fmt: skip

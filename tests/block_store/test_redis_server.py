@@ -34,7 +34,7 @@ def test_an_unreachable_redis_is_named_within_three_seconds(directory: Path) -> 
     took = []
     for _ in range(3):
         started = time.monotonic()
-        for url in ("redis://127.0.0.1:1", f"unix://{directory}/none.sock", "nonsense://x"):
+        for url in ("redis://127.0.0.1:1", f"unix://{directory}/none.sock"):
             with pytest.raises(RedisUnusable, match="does not answer"):
                 redis_server.connect(url, directory)
         took.append(time.monotonic() - started)

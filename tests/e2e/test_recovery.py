@@ -19,6 +19,7 @@ import pytest
 from looseleaf import LLM, AsyncClient
 from looseleaf.llm import serve_settings
 from looseleaf.serve.launcher import Launcher
+from testing.streams import run_streams
 from testing.system import assert_nothing_held, prompts, wait_for
 
 OPTIONS: list[dict[str, Any]] = [
@@ -29,26 +30,7 @@ PROMPTS = prompts(12, seed=21, lengths=(5, 120))
 
 
 async def run(llm: LLM, *, salt: str, disturb: Callable[[], None] = lambda: None) -> list[tuple[int, ...]]:
-    """Runs all prompts at once. Calls `disturb` when every stream has received a few tokens."""
-    started = [asyncio.Event() for _ in PROMPTS]
-
-    async def one(client: AsyncClient, index: int) -> tuple[int, ...]:
-        tokens: list[int] = []
-        stream = client.stream(PROMPTS[index], **OPTIONS[index % 2], cache_salt=salt)
-        async for piece in stream:
-            tokens += piece.token_ids
-            if len(tokens) >= 5:
-                started[index].set()
-        return tuple(tokens)
-
-    async with AsyncClient(llm.addresses.grpc) as client:
-        tasks = [asyncio.create_task(one(client, index)) for index in range(len(PROMPTS))]
-        everybody = asyncio.gather(*tasks)  # raises on the first failure
-        flowing = asyncio.gather(*(event.wait() for event in started))
-        await asyncio.wait([everybody, flowing], return_when=asyncio.FIRST_COMPLETED)
-        if flowing.done():
-            await asyncio.to_thread(disturb)
-        return list(await everybody)
+    return await run_streams(llm.addresses.grpc, PROMPTS, OPTIONS, salt=salt, disturb=disturb)
 
 
 @pytest.mark.parametrize("roles,workers", [("split", 1), ("split", 2), ("both", 1)])

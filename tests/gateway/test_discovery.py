@@ -240,8 +240,9 @@ def test_a_start_that_cannot_be_says_why_in_one_sentence(model: Path, redis_hand
     for given, url, named in [
         ("/nowhere", redis_handle.url, "/nowhere is not a directory"),
         (model, "redis://127.0.0.1:1", "--redis-url: Redis cannot be reached: "),
-        (model, "nonsense", "--redis-url must be redis://HOST:PORT"),
-        (model, "redis://127.0.0.1:port", "--redis-url must be redis://HOST:PORT"),
+        (model, "nonsense", "--redis-url: a Redis URL must be redis://HOST:PORT"),
+        (model, "redis+cluster://127.0.0.1:1", "--redis-url: Redis Cluster is not supported"),
+        (model, "redis://127.0.0.1:port", "--redis-url: a Redis URL must be redis://HOST:PORT"),
     ]:
         code, stderr = refused(gateway(given, url, *FREE))
         assert code == 1 and named in stderr and "Traceback" not in stderr
