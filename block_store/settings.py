@@ -25,7 +25,11 @@ class BlockStoreSettings(ServerSettings):
         default_factory=lambda: f"/dev/shm/looseleaf-{os.getuid()}",
         description="directory in shared memory for the arena and the writer slots",
     )
-    redis_url: str | None = Field(None, description="Redis server for the ledger; default: a private redis-server")
+    redis_url: str | None = Field(
+        None,
+        description="Redis server for the ledger (redis://, rediss://, unix:// or redis+sentinel://); default: a "
+        "private redis-server",
+    )
     redis_password_file: Path | None = Field(
         None, description="a file with the password of the Redis server at --redis-url"
     )

@@ -41,8 +41,8 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         "stop the old one",
     )
     redis_url: str = Field(
-        description="the Redis server in which workers register; if arenas have separate servers, all of them, "
-        "separated by commas"
+        description="the Redis server in which workers register (redis://, rediss://, unix:// or redis+sentinel://); "
+        "if arenas have separate servers, all of them, separated by commas"
     )
     redis_password_file: Path | None = Field(
         None, description="a file with the password of the Redis server at --redis-url"
@@ -174,4 +174,4 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
 
 def split_urls(urls: str) -> list[str]:
     """Returns the URLs of a comma-separated list. A comma separates two URLs only if a scheme and `://` follow it."""
-    return re.split(r",(?=[a-z]+://)", urls)
+    return re.split(r",(?=[a-z+]+://)", urls)

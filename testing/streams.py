@@ -39,7 +39,8 @@ async def run_streams(
         tasks = [asyncio.create_task(one(client, index)) for index in range(len(prompts))]
         everybody = asyncio.gather(*tasks)  # raises on the first failure
         flowing = asyncio.gather(*(event.wait() for event in started))
-        await asyncio.wait([everybody, flowing], return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [everybody, flowing]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if flowing.done():
             await asyncio.to_thread(disturb)
         return list(await everybody)

@@ -127,7 +127,7 @@ def _wait_for_redis(url: str, seconds: float) -> None:
     StartupError after `seconds`.
     """
     parts = urlsplit(url)
-    if parts.hostname is None:  # a Unix socket
+    if parts.hostname is None or parts.scheme.endswith("+sentinel"):  # a Unix socket, or one of several addresses
         return
     deadline = time.monotonic() + seconds
     while True:

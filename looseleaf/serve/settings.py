@@ -182,7 +182,9 @@ class ServeSettings(VllmGrpcSettings):
     kv_disk_dir: Path = Field(KV_DISK_DIR, description="directory for these copies")
     directory: str | None = Field(None, description="shared-memory directory for the arena; default: below /dev/shm")
     redis_url: str | None = Field(
-        None, description="URL of the Redis server; default: a private redis-server is started"
+        None,
+        description="URL of the Redis server (redis://, rediss://, unix:// or redis+sentinel://); default: a private "
+        "redis-server is started",
     )
     api_key: str | None = Field(None, repr=False, description="API key that clients must send (or use the variable)")
     api_key_file: str | None = Field(None, description='a file with one line "TENANT KEY" for each accepted key')

@@ -19,6 +19,7 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import LLM
 from looseleaf.commands.certs import make
 from testing.oracle import Oracle
+from testing.redis_sentinel import SentinelGroup
 from testing.redis_tls import TlsRedis
 from testing.streams import run_streams
 from testing.system import assert_nothing_held, prompts
@@ -68,6 +69,26 @@ async def test_over_tls_with_a_password(checkpoint: Path, expected: list[tuple[i
             assert_nothing_held(llm.addresses.block_store)
     finally:
         redis.close()
+
+
+async def test_a_killed_master_behind_a_sentinel_is_replaced_by_its_replica(
+    checkpoint: Path, expected: list[tuple[int, ...]], directory: Path
+) -> None:
+    """The replica has a copy of the ledger, which is not used: the store builds the ledger again, as after a loss."""
+
+    def fail_over() -> None:
+        group.master.kill()
+        group.wait_promoted()
+
+    with SentinelGroup(directory) as group, deployment(checkpoint, group.url) as llm:
+        pids = dict(llm.pids)
+        assert await streams(llm, "failed over", fail_over) == expected
+        assert await streams(llm, "afterwards") == expected
+        assert_nothing_held(llm.addresses.block_store)
+        assert llm.pids == pids, "a process has ended"
+        [meta] = group.replica.client.keys("{looseleaf:*}:meta")
+        run_id = group.replica.client.hget(meta, "run_id")
+        assert run_id.decode() == group.replica.client.info("server")["run_id"]
 
 
 def test_a_wrong_ca_stops_the_start_with_an_error_that_names_it(checkpoint: Path, directory: Path) -> None:

@@ -132,6 +132,6 @@ async def test_a_gateway_needs_one_server_that_answers() -> None:
 
 
 def test_urls_are_separated_by_commas() -> None:
-    assert split_urls("redis://:a,b@one:6379/0,rediss://two,unix:///tmp/s,x") == [
-        "redis://:a,b@one:6379/0", "rediss://two", "unix:///tmp/s,x",
+    assert split_urls("redis://:a,b@one:6379/0,rediss+sentinel://two,three/m,unix:///tmp/s,x") == [
+        "redis://:a,b@one:6379/0", "rediss+sentinel://two,three/m", "unix:///tmp/s,x",
     ]  # fmt: skip

@@ -33,8 +33,11 @@ def test_a_password_joins_the_url(tmp_path: Path) -> None:
     assert with_password("redis://host:6379/2", file) == f"redis://:{quoted}@host:6379/2"
     assert with_password("rediss://user@host", file) == f"rediss://user:{quoted}@host"
     assert with_password("unix:///run/redis.sock?db=1", file) == f"unix://:{quoted}@/run/redis.sock?db=1"
+    sentinels = "redis+sentinel://", "[::1]:26379,two/mymaster/0?sentinel_password=a@b"
+    assert with_password("".join(sentinels), file) == f"{sentinels[0]}:{quoted}@{sentinels[1]}"
     assert with_password("redis://:other@host", None) == "redis://:other@host"
-    with pytest.raises(StartupError, match="already contains a password"):
-        with_password("redis://:other@host", file)
+    for url in ("redis://:other@host", "redis://host?password=other"):
+        with pytest.raises(StartupError, match="already contains a password"):
+            with_password(url, file)
     with pytest.raises(StartupError, match="--redis-password-file"):
         with_password("redis://host", tmp_path / "none")
