@@ -323,6 +323,10 @@ class WorkerLoad:
     """
     drafts: DraftCounts | None = None
     """The drafts of a decode worker, or None if it does not speculate."""
+    step_s: float = 0.0
+    """Mean duration in seconds of a decode worker's recent steps, or 0.0 if it has not been measured. 0.0 for a prefill
+    worker.
+    """
 
 
 @dataclass(frozen=True, slots=True)

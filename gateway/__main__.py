@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import signal
 import time
@@ -53,6 +54,7 @@ from gateway.fleet.block_feed import BlockFeed, prefill_arenas
 from gateway.fleet.block_maps import BlockMaps
 from gateway.fleet.discoveries import Discoveries
 from gateway.fleet.liveness import LivenessLimits
+from gateway.fleet.sharing import Targets
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import load_assets
 from gateway.intake.grammar_trial import GrammarTrials
@@ -84,6 +86,10 @@ async def main(settings: GatewaySettings) -> None:
         limits, trust, settings.restarts_file, await_workers=settings.await_workers,
         early_tokens=settings.early_pull_tokens,
     )  # fmt: skip
+    workers.set_policy(
+        Targets(settings.slo_ttft or math.inf, settings.slo_itl or math.inf),
+        disaggregates=settings.disaggregation == "auto",
+    )
     tenants, gate = Tenants(keys.limits, time.monotonic()), Gate(workers.gate_capacity)
     admission = Admission(
         settings.max_queue, settings.max_queue_wait, gate, tenants, lambda reason: metrics.refused(reason)

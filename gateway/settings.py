@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -93,6 +94,18 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         False,
         description="an orchestrator such as Docker or Kubernetes restarts workers: while no pair of workers is ready, "
         "requests wait, even for longer than --recover-s",
+    )
+    disaggregation: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: predicted times decide for each request whether its prompt is computed in the process that "
+        "decodes it or in another one; never: in the process that decodes it, so all workers must be in processes with "
+        "both roles",
+    )
+    slo_ttft: float | None = Field(
+        None, gt=0, description="limit in seconds on the time to first token, which routing tries to keep"
+    )
+    slo_itl: float | None = Field(
+        None, gt=0, description="limit in seconds on a sequence's mean time between tokens, which routing tries to keep"
     )
     silence_s: float = Field(
         2.25, gt=0.5, description="a worker that sends nothing for this long, not even heartbeats, counts as lost"

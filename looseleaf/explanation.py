@@ -30,6 +30,11 @@ class ConsideredWorker:
     """Predicted time from the choice until decode begins."""
     missing_tokens: int
     """Number of prompt tokens that are not cached in the worker's arena."""
+    delay_s: float
+    """Predicted time that sequences lose which decode in the process of this prefill worker, summed over the sequences.
+    """
+    itl_s: float
+    """Predicted mean time between two tokens of the sequences that decode in the worker's process meanwhile, or 0.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,9 @@ def _attempt(message: pb.AttemptExplanation) -> AttemptExplanation:
 
 
 def _considered(message: pb.ConsideredWorker) -> ConsideredWorker:
-    return ConsideredWorker(message.worker_id, message.predicted_s, message.missing_tokens)
+    return ConsideredWorker(
+        message.worker_id, message.predicted_s, message.missing_tokens, message.delay_s, message.itl_s
+    )
 
 
 def _kind_name(kind: pb.PhaseKind) -> str:

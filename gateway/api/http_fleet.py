@@ -23,7 +23,7 @@ from gateway.api.http_about import json_response
 from gateway.api.openai_reply import dumps, error_body
 from gateway.fleet.block_counts import STATES
 from gateway.fleet.block_maps import BlockMaps
-from gateway.fleet.routing import WorkerState
+from gateway.fleet.worker_state import WorkerState
 from gateway.fleet.workers import Workers
 from protos.v1 import block_store_pb2 as pb
 

@@ -58,7 +58,8 @@ class RouteCosts:
     def __init__(self) -> None:
         self._copies: dict[tuple[str, str], _CopyTime] = {}
         """Copy times by source arena and destination arena."""
-        self._decode_s = USUAL_DECODE_S
+        self.group_s = USUAL_DECODE_S
+        """Mean time for which a group has its place at a decode worker."""
 
     def note_copy(self, source: str, destination: str, num_tokens: int, seconds: float, now: float) -> None:
         """Records a copy between two arenas."""
@@ -66,7 +67,7 @@ class RouteCosts:
 
     def note_decode(self, seconds: float) -> None:
         """Records for how many seconds a group had its place at a decode worker, including the copy of its blocks."""
-        self._decode_s += _DECODE_STEP * (seconds - self._decode_s)
+        self.group_s += _DECODE_STEP * (seconds - self.group_s)
 
     def keep(self, arena_ids: Iterable[str]) -> None:
         """Forgets the copies from or to any arena that is not in `arena_ids`."""
@@ -101,7 +102,7 @@ class RouteCosts:
         larger batches take longer. `share` is the fraction of the batch that is occupied; above 1.0, sequences are
         waiting.
         """
-        return self._decode_s * (max(0.0, share - 1.0) + _SLOWER_IN_FULL_BATCH * min(1.0, share))
+        return self.group_s * (max(0.0, share - 1.0) + _SLOWER_IN_FULL_BATCH * min(1.0, share))
 
 
 def _usual_copy_s(num_tokens: int) -> float:

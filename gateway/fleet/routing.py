@@ -15,10 +15,13 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from common.types import WorkerLoad, WorkerRecord
+from common.types import Role, WorkerLoad, WorkerRecord
+from gateway.fleet import sharing
 from gateway.fleet.costs import RouteCosts
+from gateway.fleet.sharing import Batch, Prediction, Prompts, Targets
+from gateway.fleet.worker_state import WorkerState
 
 SUSPECT_S = 2.0
 """Time in seconds for which a worker that has failed a request is avoided while there is a choice."""
@@ -27,8 +30,6 @@ UNREACHABLE_S = 4.0
 copied between two arenas after a block store did not answer. A successor of the worker has a different address and is
 used at once.
 """
-REPORT_S = 3.0
-"""Load reports that are older than this number of seconds are ignored."""
 MOST_CONSIDERED = 8
 """Maximum number of workers that a pick names as considered."""
 PUBLISHED_S = 1.5
@@ -51,37 +52,6 @@ class Asked:
         return max(1, self.num_tokens - self.cached.get(arena_id, 0))
 
 
-@dataclass(slots=True)
-class WorkerState:
-    """The router's record of one worker."""
-
-    record: WorkerRecord
-    load: WorkerLoad = field(default_factory=WorkerLoad)
-    load_at: float = float("-inf")
-    reported_at: float = float("-inf")
-    """When the worker last reported its load to this gateway. The load may also come from the registry."""
-    dispatched_tokens: int = 0
-    """Number of tokens in this gateway's current prefill calls to the worker: prompts, and outputs of earlier attempts.
-    """
-    dispatched_sequences: int = 0
-    """Number of sequences that this gateway has sent and that have not ended."""
-    suspect_until: float = float("-inf")
-    unreachable_until: float = float("-inf")
-    picked: int = 0
-
-    def tokens_before(self, now: float) -> int:
-        reported = self.load.waiting_tokens if now - self.load_at < REPORT_S else 0
-        return max(self.dispatched_tokens, reported)
-
-    def sequences(self, now: float) -> int:
-        load = self.load if now - self.load_at < REPORT_S else WorkerLoad()
-        return max(self.dispatched_sequences, load.num_running + load.num_waiting + load.num_preempted)
-
-    def share(self, now: float) -> float:
-        """Returns the number of sequences at a decode worker as a fraction of the worker's largest batch."""
-        return self.sequences(now) / max(1, self.record.max_num_seqs)
-
-
 @dataclass(frozen=True, slots=True)
 class Considered:
     """A worker that was compared with others, with the prediction by which it was ranked."""
@@ -93,6 +63,10 @@ class Considered:
     """
     missing_tokens: int
     """Number of prompt tokens, at least 1, that are not cached in the worker's arena."""
+    delay_s: float = 0.0
+    """The predicted time that running sequences in the worker's process lose, summed over the sequences."""
+    itl_s: float = 0.0
+    """The predicted mean time between two tokens of a sequence that decodes in the worker's process meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +103,12 @@ class Router:
         """
         self.broken: Collection[tuple[str, str]] = ()
         """Pairs of arenas (source, destination) between which a recent copy failed because a store did not answer."""
+        self.targets = Targets()
+        """Routes that are predicted to keep these limits are preferred."""
+        self.disaggregates = True
+        """Whether a prompt may be computed in another process than the one that decodes it."""
+        self._at: dict[tuple[str, Role], WorkerState] = {}
+        """The workers by address and role. Workers with the same address share a process."""
         self._picks = 0
 
     def update(self, records: Iterable[WorkerRecord], now: float) -> None:
@@ -144,6 +124,7 @@ class Router:
                 state.record = record
                 if now - state.reported_at > PUBLISHED_S:  # the registry may be older than a report
                     state.load, state.load_at = record.load, now
+        self._at = {(state.record.address, state.record.role): state for state in self.workers.values()}
         self.costs.keep(record.arena_id for record in fresh.values())
 
     def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
@@ -179,21 +160,24 @@ class Router:
         """Picks the prefill worker whose best route has the least predicted time. Returns None if no reachable worker
         that has loaded the adapter has a partner. `usable` returns whether a decode worker can take the request.
         """
-        shares = self._shares(usable, asked.adapter, now)
         prefills = [
             p for p in self._of_role("prefill") if p.unreachable_until <= now and p.record.has_adapter(asked.adapter)
         ]
         rate = self.costs.prefill_rate(p.load for p in prefills)
-        after: dict[tuple[str, str], float] = {}
-        costs: dict[str, float] = {}
+        decodes = self._decode_costs(usable, asked.adapter, rate, now)
+        after: dict[tuple[str, str, str], float] = {}
+        found: dict[str, Prediction] = {}
         for prefill in prefills:
-            arena_id, key = prefill.record.arena_id, (prefill.record.pairing, prefill.record.arena_id)
+            record, missing = prefill.record, asked.missing(prefill.record.arena_id)
+            key = record.pairing, record.arena_id, "" if self.disaggregates else record.address
             if key not in after:
-                after[key] = self._after_prefill_s(arena_id, shares.get(prefill.record.pairing, {}), asked, now)
-            num_tokens = prefill.tokens_before(now) + asked.missing(arena_id)
-            costs[prefill.record.worker_id] = num_tokens / rate + after[key]
-        partnered = [p for p in prefills if costs[p.record.worker_id] < math.inf]
-        return self._pick(partnered, lambda p: costs[p.record.worker_id], asked, now)
+                after[key] = self._after_prefill_s(record.arena_id, decodes.get((key[0], key[2]), {}), asked, now)
+            prompts = Prompts(prefill.tokens_before(now) + missing, rate, record.prefill_step)
+            predicted = sharing.prefill(prompts, missing / rate, self._batch_of(record, now))
+            if after[key] < math.inf:
+                found[record.worker_id] = replace(predicted, own_s=predicted.own_s + after[key])
+        partnered = [p for p in prefills if p.record.worker_id in found]
+        return self._pick(partnered, lambda p: found[p.record.worker_id], asked, now)
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
         """Picks the decode worker with the least predicted time after the route's prefill, among those that accept the
@@ -205,22 +189,24 @@ class Router:
     def destination(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> str | None:
         """Returns the arena of the decode worker that `pick_decode` would pick now, or None if there is no worker."""
         ranked = self._ranked(*self._decodes(route, now, usable), now)
-        return ranked[0].record.arena_id if ranked else None
+        return ranked[0][0].record.arena_id if ranked else None
 
     def _decodes(
         self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]
-    ) -> tuple[list[WorkerState], Callable[[WorkerState], float]]:
-        """Returns the decode workers that can continue a route's prefill, and the function that predicts the time in
-        seconds that each of them would take.
+    ) -> tuple[list[WorkerState], Callable[[WorkerState], Prediction]]:
+        """Returns the decode workers that can continue a route's prefill, and the function that predicts the effects of
+        choosing each of them.
         """
         prefill, asked = route.prefill, route.asked
+        rate = self.costs.prefill_rate(p.load for p in self._of_role("prefill"))
 
-        def cost(decode: WorkerState) -> float:
+        def predict(decode: WorkerState) -> Prediction:
             destination = decode.record.arena_id
             copy_s = self.costs.copy_s(prefill.arena_id, destination, asked.missing(destination), now)
-            return copy_s + self.costs.decode_s(decode.share(now))
+            predicted = self._predict_decode(decode, rate, now)
+            return replace(predicted, own_s=copy_s + predicted.own_s)
 
-        return list(self._partners(prefill, usable, asked.adapter)), cost
+        return list(self._partners(prefill, usable, asked.adapter)), predict
 
     def capacity(self) -> int:
         """Returns the total batch size, in sequences, of the decode workers that are not draining."""
@@ -230,26 +216,45 @@ class Router:
         """Returns the length of the longest sequence that every worker accepts, or None if there are no workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
-    def _shares(self, usable: Callable[[WorkerRecord], bool], adapter: str, now: float) -> dict[str, dict[str, float]]:
-        """Returns, by pairing and arena, the share of the batch that is occupied at the arena's emptiest decode worker,
-        with the smallest share first. Considers only workers that are usable and have loaded the adapter.
+    def _batch_of(self, record: WorkerRecord, now: float) -> Batch:
+        """Returns the sequences at the decode worker in the process of `record`."""
+        decode = self._at.get((record.address, "decode"))
+        if decode is None:
+            return Batch()
+        num_running = min(decode.sequences(now), decode.record.max_num_seqs)
+        return Batch(num_running, decode.load.step_s, self.costs.group_s)
+
+    def _predict_decode(self, decode: WorkerState, rate: float, now: float) -> Prediction:
+        """Predicts the decoding of one more group at a worker. `rate` is that of prefill, in tokens per second."""
+        prefill, prompts = self._at.get((decode.record.address, "prefill")), Prompts()
+        if prefill is not None:
+            prompts = Prompts(prefill.tokens_before(now), rate, prefill.record.prefill_step)
+        return sharing.decode(self.costs.decode_s(decode.share(now)), self._batch_of(decode.record, now), prompts)
+
+    def _decode_costs(
+        self, usable: Callable[[WorkerRecord], bool], adapter: str, rate: float, now: float
+    ) -> dict[tuple[str, str], dict[str, float]]:
+        """Returns the seconds that a request is predicted to lose at the best decode worker of each arena, by pairing
+        and arena, with the least loss first. Unless prompts may be computed in other processes, each process is listed
+        separately, by pairing and address. Considers only workers that are usable and have loaded the adapter.
         """
-        found: dict[str, dict[str, float]] = defaultdict(dict)
-        for decode in sorted(self._of_role("decode"), key=lambda decode: decode.share(now)):
+        found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        decodes = [d for d in self._of_role("decode") if usable(d.record) and d.record.has_adapter(adapter)]
+        lost_s = {decode.record.worker_id: self._predict_decode(decode, rate, now).own_s for decode in decodes}
+        for decode in sorted(decodes, key=lambda decode: lost_s[decode.record.worker_id]):
             record = decode.record
-            if usable(record) and record.has_adapter(adapter):
-                found[record.pairing].setdefault(record.arena_id, decode.share(now))
+            place = record.pairing, "" if self.disaggregates else record.address
+            found[place].setdefault(record.arena_id, lost_s[record.worker_id])
         return found
 
-    def _after_prefill_s(self, source: str, shares: Mapping[str, float], asked: Asked, now: float) -> float:
+    def _after_prefill_s(self, source: str, losses: Mapping[str, float], asked: Asked, now: float) -> float:
         """Returns the least time in seconds that a request is predicted to lose after a prefill in this arena, or
-        infinity if no decode worker accepts the ticket. `shares` is the result of `_shares` for one pairing.
+        infinity if no decode worker accepts the ticket. `losses` is a value of `_decode_costs`.
 
         Skips arenas that cannot be better than those considered before, because a large fleet has many pairs of arenas.
         """
-        least = self.costs.decode_s(shares[source]) if source in shares else math.inf
-        for destination, share in shares.items():
-            decode_s = self.costs.decode_s(share)
+        least = losses.get(source, math.inf)
+        for destination, decode_s in losses.items():
             if decode_s >= least:
                 break
             if self._reaches(source, destination):
@@ -270,6 +275,8 @@ class Router:
         fingerprint, and be in the same arena or in an arena to which blocks can be copied.
         """
         decodes = [d for d in self._of_role("decode") if d.record.pairing == prefill.pairing]
+        if not self.disaggregates:
+            return [d for d in decodes if d.record.address == prefill.address]
         return [d for d in decodes if self._reaches(prefill.arena_id, d.record.arena_id)]
 
     def _reaches(self, source: str, destination: str) -> bool:
@@ -279,20 +286,29 @@ class Router:
         return is_possible and (source, destination) not in self.broken
 
     def _pick(
-        self, states: list[WorkerState], cost: Callable[[WorkerState], float], asked: Asked, now: float
+        self, states: list[WorkerState], predict: Callable[[WorkerState], Prediction], asked: Asked, now: float
     ) -> Pick | None:
-        if not (ranked := self._ranked(states, cost, now)):
+        if not (ranked := self._ranked(states, predict, now)):
             return None
-        best, *others = ranked
         considered = tuple(
-            Considered(s.record.worker_id, cost(s), asked.missing(s.record.arena_id)) for s in (best, *others)
+            Considered(s.record.worker_id, p.own_s, asked.missing(s.record.arena_id), p.delay_s, p.itl_s)
+            for s, p in ranked
         )
+        best = ranked[0][0]
         self._picks += 1
         best.picked = self._picks
         return Pick(best, considered)
 
-    @staticmethod
-    def _ranked(states: list[WorkerState], cost: Callable[[WorkerState], float], now: float) -> list[WorkerState]:
-        """Returns the best workers, best first. Leaves out suspect workers if there are others."""
+    def _ranked(
+        self, states: list[WorkerState], predict: Callable[[WorkerState], Prediction], now: float
+    ) -> list[tuple[WorkerState, Prediction]]:
+        """Returns the best workers, best first, with their predictions: those that miss the targets by the smallest
+        factor, and among equal ones, the cheapest. Leaves out suspect workers if there are others.
+        """
+
+        def rank(item: tuple[WorkerState, Prediction]) -> tuple[float, float, int]:
+            state, predicted = item
+            return predicted.excess(self.targets), predicted.cost_s, state.picked
+
         trusted = [s for s in states if s.suspect_until <= now] or states
-        return heapq.nsmallest(MOST_CONSIDERED, trusted, key=lambda s: (cost(s), s.picked))
+        return heapq.nsmallest(MOST_CONSIDERED, [(state, predict(state)) for state in trusted], key=rank)

@@ -24,9 +24,11 @@ from gateway.fleet.decode_client import SessionPool
 from gateway.fleet.decode_place import DecodePlace
 from gateway.fleet.liveness import LivenessLimits
 from gateway.fleet.prefill_client import OnEarly, PrefillClient
-from gateway.fleet.routing import Asked, Route, Router, WorkerState
+from gateway.fleet.routing import Asked, Route, Router
+from gateway.fleet.sharing import Targets
 from gateway.fleet.stores import Stores
 from gateway.fleet.worker_lost import WorkerLost
+from gateway.fleet.worker_state import WorkerState
 from gateway.intake.group_limits import rooms_of
 from gateway.intake.resolved_request import ResolvedRequest
 from protos.v1 import prefill_pb2
@@ -80,6 +82,12 @@ class Workers:
         self._promised: dict[Place, int] = {}
         """Blocks promised to returning groups, until the prefill of each group has ended."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def set_policy(self, targets: Targets, *, disaggregates: bool) -> None:
+        """Sets the limits that routes should keep, and whether a prompt may be computed in another process than the one
+        that decodes it.
+        """
+        self._router.targets, self._router.disaggregates = targets, disaggregates
 
     def use_ledgers(self, lookup: Lookup, end_ticket: EndTicket) -> None:
         """Sets the functions that find cached prefixes and end tickets. They are methods of `Discoveries`."""

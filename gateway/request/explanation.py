@@ -239,7 +239,11 @@ def _decode_parts(account: decode_pb2.GroupAccount, decode_ns: int | None) -> It
 
 def _considered(worker: Considered) -> pb.ConsideredWorker:
     return pb.ConsideredWorker(
-        worker_id=worker.worker_id, predicted_s=worker.predicted_s, missing_tokens=worker.missing_tokens
+        worker_id=worker.worker_id,
+        predicted_s=worker.predicted_s,
+        missing_tokens=worker.missing_tokens,
+        delay_s=worker.delay_s,
+        itl_s=worker.itl_s,
     )
 
 

@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from common.errors import NotFound
 from common.version import VERSION
-from gateway.fleet.routing import WorkerState
+from gateway.fleet.worker_state import WorkerState
 from gateway.fleet.workers import Workers
 from gateway.intake.assets import ModelAssets, read_json
 

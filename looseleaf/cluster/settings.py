@@ -52,8 +52,10 @@ class ClusterSettings(ServeSettings):
     def _check(self) -> Self:
         if self.hosts > self.prefill + self.decode:
             raise ValueError(f"hosts: {self.hosts} is more than the {self.prefill + self.decode} workers")
-        if self.roles == "both":
-            raise ValueError("roles: both is not supported on Ray, because prefill and decode are scaled separately")
+        if self.roles in ("both", "adaptive"):
+            raise ValueError(
+                f"roles: {self.roles} is not supported on Ray, because prefill and decode are scaled separately"
+            )
         if self.device == "cuda":
             raise ValueError("device: cuda is not supported on Ray")
         return self

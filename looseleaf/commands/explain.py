@@ -77,8 +77,14 @@ def _attempt(number: int, attempt: AttemptExplanation) -> Iterator[str]:
 
 def _choice(worker_id: str, considered: Sequence[ConsideredWorker]) -> str:
     """Returns a text with the worker and the predictions by which it was chosen."""
-    predictions = (f"{worker.worker_id} {worker.predicted_s * 1e3:.1f} ms" for worker in considered)
-    return f"{worker_id} (predicted: {', '.join(predictions)})"
+    return f"{worker_id} (predicted: {', '.join(map(_prediction, considered))})"
+
+
+def _prediction(worker: ConsideredWorker) -> str:
+    """Returns a text with the times until decode begins, that running sequences lose, and between tokens."""
+    delay = f" + {worker.delay_s * 1e3:.1f} ms for others" if worker.delay_s else ""
+    itl = f", ITL {worker.itl_s * 1e3:.1f} ms" if worker.itl_s else ""
+    return f"{worker.worker_id} {worker.predicted_s * 1e3:.1f} ms{delay}{itl}"
 
 
 def _bar(phase: Phase, total_ns: int) -> str:

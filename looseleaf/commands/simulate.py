@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
 
 from common.errors import StartupError
 from common.settings import Settings, settings_config
+from gateway.fleet.sharing import Targets
 from looseleaf.serve.model_source import resolve
 from looseleaf.serve.placement import is_small
 from looseleaf.simulation import costs as cost_files
@@ -27,6 +29,7 @@ from looseleaf.simulation.report import Slo, Summary, Trial, plan
 from looseleaf.simulation.worker import WorkerOptions
 
 AUTO = "auto"
+_WORKERS = r"(?:(\d+)p(\d+)d|(\d+)b)"
 
 
 class SimulateSettings(Settings):
@@ -41,7 +44,16 @@ class SimulateSettings(Settings):
     costs: Path | None = Field(None, description="file with measured times; with --fit, it is written")
     fit: bool = Field(False, description="measure the times on this machine first, with a server of its own")
     load_format: str = Field("auto", pattern="^(auto|dummy)$", description="dummy: random weights for --fit")
-    workers: str = Field("1p1d", description="workers of each host, such as 2p4d; auto: the fewest that meet the SLO")
+    workers: str = Field(
+        "1p1d",
+        description="workers of each host, such as 2p4d, or 4b for processes with both roles; auto: the fewest prefill "
+        "and decode workers that meet the SLO",
+    )
+    disaggregation: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: a prompt is computed in the process that decodes it or in another one, as predicted times "
+        "decide; never: in the process that decodes it",
+    )
     hosts: int = Field(1, ge=1, le=1000, description="number of hosts, each with an arena")
     turns: bool = Field(False, description="workers of a host take turns on the same cores")
     slo_ttft: float | None = Field(None, gt=0, description="limit on the time to first token, in seconds")
@@ -64,9 +76,9 @@ class SimulateSettings(Settings):
     @field_validator("workers")
     @classmethod
     def _counts(cls, given: str) -> str:
-        found = re.fullmatch(r"(\d+)p(\d+)d", given)
-        if given != AUTO and (found is None or not all(1 <= int(count) <= 64 for count in found.groups())):
-            raise ValueError("must be auto, or two numbers from 1 to 64 as in 2p4d")
+        found = re.fullmatch(_WORKERS, given)
+        if given != AUTO and (found is None or not all(1 <= int(count or 1) <= 64 for count in found.groups())):
+            raise ValueError("must be auto, or numbers from 1 to 64 as in 2p4d or 4b")
         return given
 
 
@@ -75,6 +87,8 @@ def run(argv: Sequence[str]) -> int:
     meets the SLO, otherwise 0.
     """
     settings = SimulateSettings.load(argv)
+    if settings.disaggregation == "never" and not settings.workers.endswith("b"):
+        raise StartupError("--disaggregation never needs processes with both roles, as in --workers 4b")
     costs = _costs(settings)
     if settings.trace is None:
         return 0
@@ -87,15 +101,16 @@ def run(argv: Sequence[str]) -> int:
     else:
         options = options_of(settings)
         outcomes = simulate(requests, costs, options)
-        trials = [Trial(options.prefill, options.decode, slo.attained(outcomes), Summary.of(outcomes))]
+        attained, summary = slo.attained(outcomes), Summary.of(outcomes)
+        trials = [Trial(options.prefill, options.decode, attained, summary, options.both)]
     best = max(trials, key=lambda trial: (trial.attained >= slo.share, trial.attained))
     _show(settings, trials, best, len(requests))
     return int(settings.workers == AUTO and best.attained < slo.share)
 
 
 def options_of(settings: SimulateSettings) -> FleetOptions:
-    found = re.fullmatch(r"(\d+)p(\d+)d", settings.workers)
-    prefill, decode = (1, 1) if found is None else map(int, found.groups())
+    found = re.fullmatch(_WORKERS, settings.workers)
+    prefill, decode, both = (1, 1, 0) if found is None else (int(count or 0) for count in found.groups())
     workers = WorkerOptions(
         settings.block_size, settings.num_blocks, settings.max_model_len, settings.max_num_seqs,
         settings.max_num_batched_tokens,
@@ -103,6 +118,8 @@ def options_of(settings: SimulateSettings) -> FleetOptions:
     return FleetOptions(
         settings.hosts, prefill, decode, settings.turns, settings.link_gbit * 1e9 / 8,
         max_queue=settings.max_queue, max_queue_wait_s=settings.max_queue_wait, workers=workers,
+        both=both, targets=Targets(settings.slo_ttft or math.inf, settings.slo_tpot or math.inf),
+        disaggregates=settings.disaggregation == "auto",
     )  # fmt: skip
 
 
@@ -156,8 +173,7 @@ def _lines(settings: SimulateSettings, trials: Sequence[Trial], best: Trial, num
     for trial in trials:
         s = trial.summary
         times = f"{1e3 * s.ttft_p50:9.1f} {1e3 * s.ttft_p99:8.1f} {1e3 * s.itl_p50:9.2f} {1e3 * s.itl_p99:8.2f}"
-        name = f"{trial.prefill}p{trial.decode}d"
-        yield f"{name:8} {times} {s.tokens_per_s:11.1f} {s.num_refused:8} {trial.attained:11.1%}"
+        yield f"{trial.workers:8} {times} {s.tokens_per_s:11.1f} {s.num_refused:8} {trial.attained:11.1%}"
     if settings.workers == AUTO:
         met = best.attained >= settings.slo_share
         answer = (
@@ -169,7 +185,7 @@ def _lines(settings: SimulateSettings, trials: Sequence[Trial], best: Trial, num
 def _row(trial: Trial) -> dict[str, Any]:
     s = trial.summary
     return {
-        "workers": f"{trial.prefill}p{trial.decode}d", "attained": trial.attained, "ttft_p50_s": s.ttft_p50,
+        "workers": trial.workers, "attained": trial.attained, "ttft_p50_s": s.ttft_p50,
         "ttft_p99_s": s.ttft_p99, "itl_p50_s": s.itl_p50, "itl_p99_s": s.itl_p99, "tokens_per_s": s.tokens_per_s,
         "refused": s.num_refused,
     }  # fmt: skip

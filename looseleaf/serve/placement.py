@@ -20,6 +20,8 @@ SPLIT_FROM_CORES = 8
 the cores evenly. On two cores, a single process in which the roles take turns had a higher throughput under every load
 that was measured. Larger machines have not been measured.
 """
+_BOTH = ("both", "adaptive")
+"""The values of `--roles` with which each worker process has both roles."""
 _TORCHLESS = ("block_store", "gateway")
 
 
@@ -36,7 +38,7 @@ def settled(settings: ServeSettings) -> ServeSettings:
         alone = paired and settings.prefill == 1
         together = paired if device == "cuda" else alone and is_small()
         roles = "both" if together else "split"
-    if roles == "both" and not paired:
+    if roles in _BOTH and not paired:
         raise StartupError(
             f"--prefill {settings.prefill} and --decode {settings.decode} must be equal if each process hosts both "
             "roles, and so must their parallel sizes; --roles split runs them in separate processes"
@@ -44,6 +46,11 @@ def settled(settings: ServeSettings) -> ServeSettings:
     if settings.spare and (most := most_ranks(settings)) > 1:
         raise StartupError(f"--spare {settings.spare} does not support workers with {most} ranks")
     return settings.model_copy(update={"device": device, "roles": roles})
+
+
+def hosts_both(settings: ServeSettings) -> bool:
+    """Returns whether each worker process of settled `settings` has both roles."""
+    return settings.roles in _BOTH
 
 
 def is_small() -> bool:
@@ -56,12 +63,12 @@ def describe(asked: ServeSettings, settings: ServeSettings) -> str:
     of `asked`.
     """
     cores, threads = usable_cores(), threads_per_worker(settings)
-    if settings.roles == "both":
+    if hosts_both(settings):
         how, other = "prefill and decode in one process", "split runs them in separate processes"
     else:
         how, other = "prefill and decode in separate processes", "both runs them in one process"
     if settings.device == "cpu":
-        turns = ", taking turns" if settings.roles == "both" or by_turns(settings) else ""
+        turns = ", taking turns" if hosts_both(settings) or by_turns(settings) else ""
         how += f"{turns}, {threads} thread{'s' * (threads != 1)} each"
     if asked.roles != "auto":
         why = f"--roles {asked.roles}"
@@ -76,7 +83,7 @@ def describe(asked: ServeSettings, settings: ServeSettings) -> str:
 
 def worker_processes(settings: ServeSettings) -> list[tuple[str, str]]:
     """Returns the name and the package of every worker process of settled `settings`."""
-    if settings.roles == "both":
+    if hosts_both(settings):
         return [(name, "looseleaf.both_roles") for name in numbered("worker", settings.prefill)]
     counts = {"prefill": settings.prefill, "decode": settings.decode}
     return [(name, f"{role}_svc") for role, count in counts.items() for name in numbered(role, count)]

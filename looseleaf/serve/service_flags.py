@@ -130,6 +130,8 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
         "max_model_len",
         "max_queue",
         "max_queue_wait",
+        "slo_ttft",
+        "slo_itl",
         "api_key_file",
         "public_prefix_file",
         "pooling",
@@ -155,6 +157,7 @@ def gateway_flags(settings: ServeSettings, source: ModelSource, block_store: str
             "served_model_name": settings.served_model_name or source.directory.name,
             "block_store": block_store,
             "drain_s": settings.grace_s,
+            "disaggregation": "never" if settings.roles == "both" else "auto",
         }
     )
     return listed + own + passed_on(settings, "gateway", names)

@@ -100,7 +100,7 @@ class ServiceGroup:
         self._say(f"looseleaf: {'a' if has_one else 'no'} spare worker ({why})")
         if not has_one:
             return
-        place = "both" if settings.roles == "both" else "split"
+        place = "split" if settings.roles == "split" else "both"
         spec = replace(self._spec(NAME, PACKAGE, [*flags, "--place", place]), takes_orders=True)
         self._standby = Standby(lambda: self._child(spec), lambda: self._restarts.allow(NAME), self._say)
         self._standby.check()

@@ -29,7 +29,8 @@ PREFIXES = {
 _OWN = {
     "gateway": (
         "served_model_name", "pooling", "tool_call_parser", "reasoning_parser", "host", "port", "grpc_port",
-        "max_queue", "max_queue_wait", "lora_modules", "allow_runtime_lora_updating", "api_key", "api_key_file",
+        "max_queue", "max_queue_wait", "slo_ttft", "slo_itl", "lora_modules", "allow_runtime_lora_updating",
+        "api_key", "api_key_file",
         "public_prefix_file", "ssl_certfile", "ssl_keyfile", "explain_requests", "ui", "strict_fields",
         "allowed_origins", "drain_delay", "vllm_grpc", "vllm_grpc_host", "vllm_grpc_tenant", "vllm_grpc_port",
         "vllm_grpc_prefill_port", "vllm_grpc_decode_port",
@@ -53,6 +54,7 @@ DECIDED: Mapping[str, Mapping[str, str | None]] = {
     },
     "gateway": _INSIDE | {
         "model": "--model", "block_store": None, "redis_url": "--redis-url", "restarts_file": None,
+        "disaggregation": "--roles",
     },
     "prefill_svc": _WORKER,
     "decode_svc": _WORKER,

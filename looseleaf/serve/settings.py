@@ -65,16 +65,24 @@ class ServeSettings(VllmGrpcSettings):
         None,
         description="format of the reasoning, which is then split off from the content; default: it is not split off",
     )
-    roles: Literal["auto", "both", "split"] = Field(
+    roles: Literal["auto", "both", "split", "adaptive"] = Field(
         "auto",
-        description="both: prefill and decode in one process; auto: if the numbers of workers allow it, both on a GPU "
-        "or with fewer than 8 cores, else split",
+        description="both: each process has both roles, and decodes the prompts that it computes; split: each process "
+        "has one role; adaptive: each process has both roles, and for each request, the gateway decides whether one "
+        "process or two work on it; auto: if the numbers of workers allow it, both on a GPU or with fewer than 8 "
+        "cores, else split",
     )
     prefill: int = Field(
-        1, ge=1, le=64, description="number of prefill workers; with --roles both, the same as for decode"
+        1, ge=1, le=64, description="number of prefill workers; with --roles both or adaptive, the same as for decode"
     )
     decode: int = Field(
-        1, ge=1, le=64, description="number of decode workers; with --roles both, the same as for prefill"
+        1, ge=1, le=64, description="number of decode workers; with --roles both or adaptive, the same as for prefill"
+    )
+    slo_ttft: float | None = Field(
+        None, gt=0, description="limit in seconds on the time to first token, which routing tries to keep"
+    )
+    slo_itl: float | None = Field(
+        None, gt=0, description="limit in seconds on a sequence's mean time between tokens, which routing tries to keep"
     )
     spare: int | None = Field(
         None,

@@ -140,6 +140,7 @@ class DecodeWorker(Worker):
             num_preempted=queues.num_preempted,
             free_blocks=self.arena.available(self.holder),
             total_blocks=self.arena.num_blocks,
+            step_s=self.preemption.costs.step_s,
         )
 
     def release(self, group: Group) -> None:

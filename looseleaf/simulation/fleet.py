@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from common.errors import LooseleafError, ResourceExhausted, StartupError
 from common.group_need import GroupNeed, GroupRoom, blocks_of, floor_of
@@ -16,12 +15,14 @@ from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate, Place
 from gateway.admission.tenants import Tenants
 from gateway.fleet.routing import Asked, Pick, Route, Router
+from gateway.fleet.sharing import Targets
 from gateway.fleet.workers import GATE_EXTRA, GATE_FACTOR, ROOM_PER_SEQUENCE
 from gateway.intake.resolved_request import ResolvedRequest
 from looseleaf.simulation import virtual_time
 from looseleaf.simulation.arena import Arena, Holder, Table
 from looseleaf.simulation.costs import Costs
 from looseleaf.simulation.decode import DecodeWorker
+from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.prefill import PrefillWorker
 from looseleaf.simulation.trace import TraceRequest
 from looseleaf.simulation.worker import GIVEN_BACK, Running, Setting, Worker, WorkerOptions
@@ -29,6 +30,7 @@ from worker.loop import RETRY_ALLOC_S
 
 TENANT = ""
 _DOMAIN = "simulated"
+Turns = AbstractAsyncContextManager[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +48,12 @@ class FleetOptions:
     max_queue: int = 256
     max_queue_wait_s: float = 10.0
     workers: WorkerOptions = field(default_factory=WorkerOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of one request for its client. Times are seconds since the start of the trace."""
-
-    arrived_s: float
-    token_times: tuple[float, ...] = ()
-    refusal: str = ""
-    """Why the request was refused; empty if it was not."""
-    cached_tokens: int = 0
-    copied_tokens: int = 0
-    preemptions: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.token_times[0] - self.arrived_s
-
-    @property
-    def gaps_s(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.token_times)]
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time per token after the first, or 0.0 if there is only one token."""
-        return (self.token_times[-1] - self.token_times[0]) / max(1, len(self.token_times) - 1)
+    both: int = 0
+    """Processes of each host that have both roles, which take turns. Each is a prefill and a decode worker."""
+    targets: Targets = field(default_factory=Targets)
+    """The router's targets."""
+    disaggregates: bool = True
+    """Whether a prompt may be computed in another process than the one that decodes it."""
 
 
 def simulate(requests: Sequence[TraceRequest], costs: Costs, options: FleetOptions) -> list[Outcome]:
@@ -106,6 +88,7 @@ class Fleet:
         self._costs = costs
         self._options = options
         self.router = Router()
+        self.router.targets, self.router.disaggregates = options.targets, options.disaggregates
         self.gate = Gate(lambda: int(self.router.capacity() * GATE_FACTOR) + GATE_EXTRA, clock=self._clock)
         tenants = Tenants({}, 0.0)
         wait_s = options.max_queue_wait_s
@@ -126,22 +109,30 @@ class Fleet:
         options, workers = self._options, self._options.workers
         arena = self.arenas[name] = Arena(name, workers.num_blocks)
         self._tickets[name] = arena.join(0)
-        turns: AbstractAsyncContextManager[object] = asyncio.Lock() if options.turns else nullcontext()
-        for role, count in (("prefill", options.prefill), ("decode", options.decode)):
-            for number in range(count):
-                setting = self._setting(
-                    f"{name} {role}-{number}", "prefill" if role == "prefill" else "decode", arena, turns
-                )
-                if role == "prefill":
-                    self.prefills[setting.record.worker_id] = PrefillWorker(setting)
-                else:
-                    self.decodes[setting.record.worker_id] = DecodeWorker(setting)
+        turns: Turns = asyncio.Lock() if options.turns else nullcontext()
+        for number in range(options.prefill):
+            self._add("prefill", f"{name} prefill-{number}", arena, turns)
+        for number in range(options.decode):
+            self._add("decode", f"{name} decode-{number}", arena, turns)
+        for number in range(options.both):
+            within = turns if options.turns else asyncio.Lock()
+            self._add("prefill", f"{name} worker-{number}", arena, within)
+            self._add("decode", f"{name} worker-{number}", arena, within)
 
-    def _setting(self, name: str, role: Role, arena: Arena, turns: AbstractAsyncContextManager[object]) -> Setting:
+    def _add(self, role: Role, process: str, arena: Arena, turns: Turns) -> None:
+        """Adds a worker to a process, whose name is also its address."""
+        name = process if role in process else f"{process}.{role}"
+        setting = self._setting(name, role, process, arena, turns)
+        if role == "prefill":
+            self.prefills[name] = PrefillWorker(setting)
+        else:
+            self.decodes[name] = DecodeWorker(setting)
+
+    def _setting(self, name: str, role: Role, process: str, arena: Arena, turns: Turns) -> Setting:
         options = self._options.workers
         floor = self._floor(role)
         record = WorkerRecord(
-            name, role, name, self._costs.model, arena.arena_id, options.block_size, _DOMAIN, _DOMAIN,
+            name, role, process, self._costs.model, arena.arena_id, options.block_size, _DOMAIN, _DOMAIN,
             options.max_model_len, options.max_num_seqs, floor, prefill_step=options.max_num_batched_tokens,
         )  # fmt: skip
         return Setting(record, arena, arena.join(floor), options, self._costs, turns, self._report)
@@ -154,7 +145,7 @@ class Fleet:
         rules = KvRules(options.block_size, prefill_step=options.max_num_batched_tokens)
         asked = floor_of(role, options.max_model_len, rules)
         most = floor_of("decode", options.max_model_len, rules)  # a prefill worker's is smaller
-        num_workers = self._options.prefill + self._options.decode
+        num_workers = self._options.prefill + self._options.decode + 2 * self._options.both
         if (left := options.num_blocks - num_workers * most) < 0:
             raise StartupError(
                 f"--num-blocks {options.num_blocks}: the floors of {num_workers} workers need {num_workers * most} "

@@ -16,7 +16,7 @@ from common.types import DTYPE_BYTES, DType, KvKind
 from looseleaf.client import AsyncClient
 from looseleaf.llm import LLM
 from looseleaf.simulation.costs import Costs, Points, at
-from looseleaf.simulation.fleet import Outcome
+from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.trace import TraceRequest
 
 PREFILL_LENS = (16, 64, 128, 256, 512)

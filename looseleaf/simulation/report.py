@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from looseleaf.simulation.costs import Costs
-from looseleaf.simulation.fleet import FleetOptions, Outcome, simulate
+from looseleaf.simulation.fleet import FleetOptions, simulate
+from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.trace import TraceRequest
 
 
@@ -58,12 +59,18 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The numbers of prefill and decode workers per host, and the results with these numbers."""
+    """The numbers of workers per host, and the results with these numbers."""
 
     prefill: int
     decode: int
     attained: float
     summary: Summary
+    both: int = 0
+    """Number of processes with both roles, instead of prefill and decode workers."""
+
+    @property
+    def workers(self) -> str:
+        return f"{self.both}b" if self.both else f"{self.prefill}p{self.decode}d"
 
 
 def plan(requests: Sequence[TraceRequest], costs: Costs, options: FleetOptions, slo: Slo, most: int) -> Iterator[Trial]:

@@ -276,14 +276,18 @@ class Phase(_message.Message):
     def __init__(self, kind: _Optional[_Union[PhaseKind, str]] = ..., duration_ns: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ConsideredWorker(_message.Message):
-    __slots__ = ("worker_id", "predicted_s", "missing_tokens")
+    __slots__ = ("worker_id", "predicted_s", "missing_tokens", "delay_s", "itl_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
     MISSING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     predicted_s: float
     missing_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., predicted_s: _Optional[float] = ..., missing_tokens: _Optional[int] = ...) -> None: ...
+    delay_s: float
+    itl_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., predicted_s: _Optional[float] = ..., missing_tokens: _Optional[int] = ..., delay_s: _Optional[float] = ..., itl_s: _Optional[float] = ...) -> None: ...
 
 class AttemptExplanation(_message.Message):
     __slots__ = ("prefill_worker", "prefill_considered", "decode_worker", "decode_considered", "sources", "handed_over_tokens", "handed_over_blocks", "arena_id", "blocks", "output_tokens", "copied_blocks", "swapped_out_blocks", "swapped_in_blocks", "num_swaps", "end", "generations")

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -125,7 +126,8 @@ class Script:
 
 def make_record(role: Role, name: str, **overrides: Any) -> WorkerRecord:
     values: dict[str, Any] = {
-        "worker_id": name, "role": role, "address": "127.0.0.1:1", "model": "tiny", "arena_id": "a", 
+        "worker_id": name, "role": role, "address": f"127.0.0.1:{1 + crc32(name.encode()) % 1000}", "model": "tiny",
+        "arena_id": "a",
         "block_size": BLOCK_SIZE, "pairing": "p", "hash_domain": "00", "max_model_len": 512, "max_num_seqs": 8,
     }  # fmt: skip
     return WorkerRecord(**{**values, **overrides})

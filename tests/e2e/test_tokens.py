@@ -81,6 +81,25 @@ async def test_both_roles_in_one_process_give_the_oracles_tokens(
         assert_nothing_held(llm.addresses.block_store)
 
 
+@pytest.mark.parametrize("roles", ["both", "adaptive"])
+async def test_two_processes_with_both_roles_give_the_oracles_tokens(
+    checkpoint: Path, expected: dict[str, list[tuple[int, ...]]], roles: str
+) -> None:
+    """With --roles both, a request stays in one process. With --roles adaptive, both processes are considered."""
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=2048, roles=roles, prefill=2, decode=2) as llm:
+        assert set(llm.pids) == {"block_store", "worker-0", "worker-1", "gateway"}
+        assert await together(llm, GREEDY) == expected["greedy"], "cold"
+        assert await together(llm, SEEDED) == expected["seeded"], "cached"
+        assert set(llm.requests_by_worker()) == {f"worker-{n}.{role}" for n in (0, 1) for role in ("prefill", "decode")}
+        done = llm.client.generate(PROMPTS[0], **GREEDY)
+        [attempt] = llm.client.explain(done.request_id)[0].attempts
+        names = {one.worker_id.partition(".")[0] for one in attempt.decode_considered}
+        process = attempt.prefill_worker.partition(".")[0]
+        assert names == ({process} if roles == "both" else {"worker-0", "worker-1"})
+        assert len(attempt.prefill_considered) == 2
+        assert_nothing_held(llm.addresses.block_store)
+
+
 def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
     done = llm.client.generate(PROMPTS[0], **GREEDY, logprobs=3, prompt_logprobs=2)
     assert [item.token_id for item in done.logprobs] == list(done.token_ids)

@@ -8,7 +8,8 @@ from dataclasses import replace
 from common.group_need import GroupNeed, GroupRoom
 from common.types import WorkerLoad
 from gateway.fleet.costs import USUAL_COPY_START_S, USUAL_COPY_TOKEN_S
-from gateway.fleet.routing import PUBLISHED_S, REPORT_S, SUSPECT_S, Asked, Route, Router, WorkerState
+from gateway.fleet.routing import PUBLISHED_S, SUSPECT_S, Asked, Route, Router
+from gateway.fleet.worker_state import REPORT_S, WorkerState
 from testing.gateway.parts import make_record
 
 

@@ -45,6 +45,7 @@ def on_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         (2, {"prefill": 2}, ["prefill-0", "prefill-1", "decode"], 1),
         (4, {"prefill": 2, "decode": 2}, ["prefill-0", "prefill-1", "decode-0", "decode-1"], 2),
         (4, {"roles": "both", "prefill": 2, "decode": 2}, ["worker-0", "worker-1"], 2),
+        (4, {"roles": "adaptive", "prefill": 2, "decode": 2}, ["worker-0", "worker-1"], 2),
         (8, {"threads": 3}, ["prefill", "decode"], 3),
     ],
 )
@@ -68,6 +69,8 @@ def test_unequal_counts_cannot_be_paired(monkeypatch: pytest.MonkeyPatch) -> Non
     on_cores(monkeypatch, 2)
     with pytest.raises(StartupError, match="--prefill 1 and --decode 2 must be equal"):
         settled(ServeSettings(roles="both", decode=2))
+    with pytest.raises(StartupError, match="--prefill 1 and --decode 2 must be equal"):
+        settled(ServeSettings(roles="adaptive", decode=2))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 
 from common.errors import StartupError
 from looseleaf.simulation.costs import Costs
-from looseleaf.simulation.fleet import FleetOptions, Outcome, simulate
+from looseleaf.simulation.fleet import FleetOptions, simulate
+from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.report import Slo, Summary, plan
 from looseleaf.simulation.trace import TraceRequest
 from looseleaf.simulation.worker import WorkerOptions
@@ -118,6 +119,32 @@ def test_turns_slow_decode_down_while_a_prompt_is_computed() -> None:
         for turns in (False, True)
     )
     assert together > 1.2 * apart
+
+
+def test_processes_with_both_roles_take_turns_and_split_the_work_if_the_router_may() -> None:
+    """One long output decodes while prompts arrive. The router computes them in the process that decodes nothing."""
+    trace = [TraceRequest(0.0, ((0, 16),), 100), *(TraceRequest(0.2 * n, ((n, 400),), 1) for n in range(1, 6))]
+    one, tied, free = (
+        FleetOptions(prefill=0, decode=0, both=count, disaggregates=may, workers=replace(SMALL, num_blocks=1000))
+        for count, may in ((1, True), (2, False), (2, True))
+    )
+    alone_s = simulate(trace[:1], COSTS, one)[0].tpot_s
+    assert simulate(trace, COSTS, one)[0].tpot_s > 1.2 * alone_s
+    assert simulate(trace, COSTS, free)[0].tpot_s == pytest.approx(alone_s)
+    for options in (one, tied, free):
+        check_ends(trace, simulate(trace, COSTS, options))
+
+
+@pytest.mark.parametrize("disaggregates", [False, True])
+def test_processes_with_both_roles_end_every_request_under_pressure(disaggregates: bool) -> None:
+    workers = replace(SMALL, num_blocks=320)
+    options = FleetOptions(
+        prefill=0, decode=0, both=2, disaggregates=disaggregates, max_queue=1000, max_queue_wait_s=1e3, workers=workers
+    )
+    trace = requests(200, 80.0)
+    outcomes = simulate(trace, COSTS, options)
+    check_ends(trace, outcomes)
+    assert sum(outcome.preemptions for outcome in outcomes) > 0
 
 
 def test_a_plan_ends_with_the_fewest_workers_that_meet_the_slo() -> None:

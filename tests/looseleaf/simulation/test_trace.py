@@ -88,6 +88,11 @@ def test_the_command_predicts_and_plans(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(words) == 0
     [trial] = json.loads(capsys.readouterr().out)["trials"]
     assert trial["workers"] == "1p1d" and trial["ttft_p50_s"] > 0.01
+    assert main([*words, "--workers", "3b"]) == 0
+    [trial] = json.loads(capsys.readouterr().out)["trials"]
+    assert trial["workers"] == "3b" and trial["refused"] == 0
+    assert main([*words, "--disaggregation", "never"]) == 1
+    assert "--disaggregation never needs processes with both roles" in capsys.readouterr().err
     assert main([*words, "--workers", "auto", "--slo-ttft", "0.0001", "--max-workers", "2"]) == 1
     assert main([*words, "--workers", "auto", "--slo-ttft", "60"]) == 0
     capsys.readouterr()

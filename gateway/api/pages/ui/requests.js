@@ -90,7 +90,10 @@ function facts(attempt) {
 
 // The chosen worker, with the predictions by which it was chosen.
 function choice(worker, considered) {
-  const compared = considered.map((one) => `${one.worker_id} ${(one.predicted_s * 1000).toFixed(1)} ms`);
+  const compared = considered.map((one) => {
+    const delay = one.delay_s ? ` + ${(one.delay_s * 1000).toFixed(1)} ms for others` : "";
+    return `${one.worker_id} ${(one.predicted_s * 1000).toFixed(1)} ms${delay}`;
+  });
   return `${worker} (predicted until decode begins: ${compared.join(", ")})`;
 }
 

@@ -1,0 +1,41 @@
+"""The record that the router keeps of one worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.types import WorkerLoad, WorkerRecord
+
+REPORT_S = 3.0
+"""Load reports older than this are ignored."""
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """The router's record of one worker."""
+
+    record: WorkerRecord
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    load_at: float = float("-inf")
+    reported_at: float = float("-inf")
+    """When the worker last reported its load to this gateway. The load may also come from the registry."""
+    dispatched_tokens: int = 0
+    """Number of tokens in this gateway's current prefill calls to the worker: prompts, and outputs of earlier attempts.
+    """
+    dispatched_sequences: int = 0
+    """Number of sequences that this gateway has sent and that have not ended."""
+    suspect_until: float = float("-inf")
+    unreachable_until: float = float("-inf")
+    picked: int = 0
+
+    def tokens_before(self, now: float) -> int:
+        reported = self.load.waiting_tokens if now - self.load_at < REPORT_S else 0
+        return max(self.dispatched_tokens, reported)
+
+    def sequences(self, now: float) -> int:
+        load = self.load if now - self.load_at < REPORT_S else WorkerLoad()
+        return max(self.dispatched_sequences, load.num_running + load.num_waiting + load.num_preempted)
+
+    def share(self, now: float) -> float:
+        """Returns the number of sequences at a decode worker as a fraction of the worker's largest batch."""
+        return self.sequences(now) / max(1, self.record.max_num_seqs)

@@ -1,0 +1,118 @@
+"""Routing between processes with both roles: whether a prompt is computed in the process that decodes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from common import convert
+from common.types import WorkerLoad, WorkerRecord
+from gateway.fleet.routing import Asked, Pick, Route, Router
+from gateway.fleet.sharing import STALL_WEIGHT, Targets
+from testing.gateway.parts import make_record
+
+RATE = 1000.0
+STEP_S = 0.02
+
+
+def always(record: object) -> bool:
+    return True
+
+
+def worker(process: str) -> list[WorkerRecord]:
+    """Returns the records of a process with both roles."""
+    prefill = WorkerLoad(prompt_tokens_per_s=RATE)
+    return [
+        make_record("prefill", f"{process}.prefill", address=process, load=prefill, prefill_step=100),
+        make_record("decode", f"{process}.decode", address=process, load=WorkerLoad(step_s=STEP_S), max_num_seqs=64),
+    ]
+
+
+def two_processes() -> Router:
+    made = Router()
+    made.update(worker("a") + worker("b"), 0.0)
+    return made
+
+
+def prefill(made: Router, num_tokens: int = 500) -> Pick:
+    pick = made.pick_prefill(Asked(num_tokens), 0.0, always)
+    assert pick is not None
+    return pick
+
+
+def decode(made: Router, process: str) -> str:
+    pick = made.pick_decode(Route(made.workers[f"{process}.prefill"].record, Asked(500)), 0.0, always)
+    assert pick is not None
+    return pick.record.worker_id
+
+
+def test_a_prompt_avoids_running_sequences_until_the_queue_elsewhere_costs_more() -> None:
+    made = two_processes()
+    made.workers["a.decode"].dispatched_sequences = 8
+    made.workers["b.prefill"].dispatched_tokens = 300
+    assert prefill(made).record.worker_id == "b.prefill", "0.3 s of waiting against 8 sequences that wait 0.5 s each"
+    made.workers["b.prefill"].dispatched_tokens = 700
+    assert prefill(made).record.worker_id == "a.prefill", "0.7 s of waiting"
+
+
+def test_the_explanation_has_the_delay_and_the_time_between_tokens() -> None:
+    made = two_processes()
+    made.workers["a.decode"].dispatched_sequences = 8
+    best, other = prefill(made).considered
+    assert (best.worker_id, best.delay_s, best.itl_s) == ("b.prefill", 0.0, 0.0)
+    assert other.delay_s == pytest.approx(8 * 0.5)
+    assert other.predicted_s - best.predicted_s == pytest.approx(5 * STEP_S), "a decode step follows each chunk"
+    assert other.itl_s == pytest.approx(STEP_S * (1 + 0.5 / made.costs.group_s))
+    assert best.predicted_s < other.predicted_s + STALL_WEIGHT * other.delay_s
+
+
+def test_sequences_avoid_waiting_prompts_until_the_batch_elsewhere_costs_more() -> None:
+    made = two_processes()
+    assert decode(made, "a") == "a.decode", "equal costs"
+    made.workers["a.prefill"].dispatched_tokens = 500
+    made.workers["b.decode"].dispatched_sequences = 4
+    assert decode(made, "a") == "b.decode"
+    made.workers["b.decode"].dispatched_sequences = 60
+    assert decode(made, "a") == "a.decode"
+
+
+def test_a_prefill_worker_of_its_own_delays_nobody() -> None:
+    made = Router()
+    alone = make_record("prefill", "p", load=WorkerLoad(prompt_tokens_per_s=RATE))
+    made.update([alone, *worker("a")], 0.0)
+    made.workers["a.decode"].dispatched_sequences = 8
+    assert prefill(made).record.worker_id == "p"
+    made.workers["p"].dispatched_tokens = 2000
+    assert prefill(made).record.worker_id == "a.prefill"
+
+
+def test_without_disaggregation_a_request_stays_in_one_process() -> None:
+    made = two_processes()
+    made.disaggregates = False
+    made.workers["a.decode"].dispatched_sequences = 8
+    made.workers["b.prefill"].dispatched_tokens = 100
+    assert prefill(made).record.worker_id == "b.prefill"
+    assert decode(made, "a") == "a.decode" and decode(made, "b") == "b.decode"
+    made.workers["b.decode"].dispatched_sequences = 128
+    assert prefill(made).record.worker_id == "a.prefill", "the queue for decode in the same process counts"
+    made.update([worker("a")[0], worker("b")[1]], 0.0)
+    assert not made.ready(always) and made.pick_prefill(Asked(1), 0.0, always) is None, "no process has both roles"
+    made.disaggregates = True
+    assert made.ready(always)
+
+
+def test_routes_that_keep_the_limits_come_first() -> None:
+    made = two_processes()
+    made.workers["a.decode"].dispatched_sequences = 1
+    made.workers["b.prefill"].dispatched_tokens = 300
+    assert prefill(made).record.worker_id == "a.prefill"
+    made.targets = Targets(itl_s=STEP_S)
+    assert prefill(made).record.worker_id == "b.prefill", "a chunk would delay the sequence in a"
+    made.targets = Targets(ttft_s=0.7, itl_s=STEP_S * 1.2)
+    assert prefill(made).record.worker_id == "a.prefill", "both limits are kept only in a"
+    made.targets = Targets(ttft_s=0.1, itl_s=STEP_S)
+    assert prefill(made).record.worker_id == "a.prefill", "the other route misses its limit by more"
+
+
+def test_a_load_report_carries_the_time_of_a_step() -> None:
+    load = WorkerLoad(num_running=2, step_s=STEP_S)
+    assert convert.load_from_pb(convert.load_to_pb(load)) == load
