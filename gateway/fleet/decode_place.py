@@ -6,7 +6,8 @@ import time
 from typing import Self
 
 from gateway.fleet.decode_client import DecodeSession
-from gateway.fleet.routing import Pick, Router
+from gateway.fleet.routing import Router
+from gateway.fleet.worker_state import Pick
 
 
 class DecodePlace:

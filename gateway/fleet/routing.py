@@ -21,7 +21,7 @@ from common.types import Role, WorkerLoad, WorkerRecord
 from gateway.fleet import sharing
 from gateway.fleet.costs import RouteCosts
 from gateway.fleet.sharing import Batch, Prediction, Prompts, Targets
-from gateway.fleet.worker_state import WorkerState
+from gateway.fleet.worker_state import Considered, Pick, WorkerState
 
 SUSPECT_S = 2.0
 """Time in seconds for which a worker that has failed a request is avoided while there is a choice."""
@@ -50,35 +50,6 @@ class Asked:
     def missing(self, arena_id: str) -> int:
         """Returns the number of tokens, at least 1, whose KV must be computed in an arena or copied to it."""
         return max(1, self.num_tokens - self.cached.get(arena_id, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Considered:
-    """A worker that was compared with others, with the prediction by which it was ranked."""
-
-    worker_id: str
-    predicted_s: float
-    """The predicted time by which workers are compared: of the whole route for a prefill worker, and of the rest of the
-    route for a decode worker.
-    """
-    missing_tokens: int
-    """Number of prompt tokens, at least 1, that are not cached in the worker's arena."""
-    delay_s: float = 0.0
-    """The predicted time that running sequences in the worker's process lose, summed over the sequences."""
-    itl_s: float = 0.0
-    """The predicted mean time between two tokens of a sequence that decodes in the worker's process meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """The worker that was picked, and the best of the workers that were considered, best first."""
-
-    worker: WorkerState
-    considered: tuple[Considered, ...]
-
-    @property
-    def record(self) -> WorkerRecord:
-        return self.worker.record
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The record that the router keeps of one worker."""
+"""The record that the router keeps of one worker, and the form of its choices."""
 
 from __future__ import annotations
 
@@ -39,3 +39,32 @@ class WorkerState:
     def share(self, now: float) -> float:
         """Returns the number of sequences at a decode worker as a fraction of the worker's largest batch."""
         return self.sequences(now) / max(1, self.record.max_num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """A worker that was compared with others, with the prediction by which it was ranked."""
+
+    worker_id: str
+    predicted_s: float
+    """The predicted time by which workers are compared: of the whole route for a prefill worker, and of the rest of the
+    route for a decode worker.
+    """
+    missing_tokens: int
+    """Number of prompt tokens, at least 1, that are not cached in the worker's arena."""
+    delay_s: float = 0.0
+    """The predicted time that running sequences in the worker's process lose, summed over the sequences."""
+    itl_s: float = 0.0
+    """The predicted mean time between two tokens of a sequence that decodes in the worker's process meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The worker that was picked, and the best of the workers that were considered, best first."""
+
+    worker: WorkerState
+    considered: tuple[Considered, ...]
+
+    @property
+    def record(self) -> WorkerRecord:
+        return self.worker.record

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from common import convert
-from gateway.fleet.routing import Considered
+from gateway.fleet.worker_state import Considered
 from gateway.request.delta import Summary
 from protos.v1 import decode_pb2, prefill_pb2
 from protos.v1 import inference_pb2 as pb

@@ -14,8 +14,9 @@ from common.types import Role, SamplingParams, StoppingParams, WorkerLoad, Worke
 from gateway.admission.admission import Admission
 from gateway.admission.gate import Gate, Place
 from gateway.admission.tenants import Tenants
-from gateway.fleet.routing import Asked, Pick, Route, Router
+from gateway.fleet.routing import Asked, Route, Router
 from gateway.fleet.sharing import Targets
+from gateway.fleet.worker_state import Pick
 from gateway.fleet.workers import GATE_EXTRA, GATE_FACTOR, ROOM_PER_SEQUENCE
 from gateway.intake.resolved_request import ResolvedRequest
 from looseleaf.simulation import virtual_time

@@ -6,8 +6,9 @@ import pytest
 
 from common import convert
 from common.types import WorkerLoad, WorkerRecord
-from gateway.fleet.routing import Asked, Pick, Route, Router
+from gateway.fleet.routing import Asked, Route, Router
 from gateway.fleet.sharing import STALL_WEIGHT, Targets
+from gateway.fleet.worker_state import Pick
 from testing.gateway.parts import make_record
 
 RATE = 1000.0
