@@ -79,6 +79,11 @@ struct Attention {
         }
     }
 
+    // Returns the sink of a head if a row's last key, the one before `end`, lies in the piece.
+    float sink(int64_t head, int64_t end) const {
+        return sinks && end <= PIECE ? sinks[head] * UNIT<T, E> : NEG_INF;
+    }
+
     // Computes the piece of keys [base, base + PIECE) for the tile; returns false if no row sees any of it.
     bool piece(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t i0, int64_t base) const {
         const int g = group();
@@ -88,6 +93,7 @@ struct Attention {
             int64_t from = first_key(pos) - base, to = pos + 1 - base;
             t.lo[r] = int(from < 0 ? 0 : from > PIECE ? PIECE : from);
             t.hi[r] = int(to < 0 ? 0 : to > PIECE ? PIECE : to);
+            t.sinks[r] = sink(kv_head * g + r % g, to);
             if (t.lo[r] >= t.hi[r]) continue;
             lo = t.lo[r] < lo ? t.lo[r] : lo, hi = t.hi[r] > hi ? t.hi[r] : hi;
         }
@@ -142,13 +148,13 @@ struct Attention {
         const int g = group();
         for (int r = 0; r < t.rows; ++r)
             finish_row<E>(out_row(seq, i0 + r / g, kv_head * g + r % g), t.total_o + size_t(r) * t.dpad, t.total_m[r],
-                          t.total_l[r], sinks ? sinks[kv_head * g + r % g] * LOG2E : NEG_INF, t.d);
+                          t.total_l[r], t.d);
     }
 
     void merge(Tile<T, E>& t) const {
         for (int r = 0; r < t.rows; ++r)
-            merge_row(t.total_o + size_t(r) * t.dpad, t.total_m[r], t.total_l[r], t.o + size_t(r) * t.dpad, t.m[r],
-                      t.l[r], t.dpad);
+            merge_row<T, E>(t.total_o + size_t(r) * t.dpad, t.total_m[r], t.total_l[r], t.o + size_t(r) * t.dpad, t.m[r],
+                            t.l[r], t.dpad);
     }
 
     struct Unit {
@@ -340,6 +346,8 @@ struct Attention {
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f, t.lo[r] = 0, t.hi[r] = PIECE;
         }
         for (int64_t p = 0; p < pieces; ++p) {
+            for (int r = 0; r < rows; ++r)
+                t.sinks[r] = sink(kv_head * g + r % g, context_lens[seqs[r / g]] - p * PIECE);
             locate(t, seqs[0], kv_head, p * PIECE, 0, PIECE);
             t.ahead.count = 0;
             if (prefetch && p + 1 < pieces) {
@@ -400,8 +408,8 @@ struct Attention {
             for (size_t u = first[w]; u < first[w + 1]; ++u) {
                 const float* p = partial.data() + u * width;
                 for (int r = 0; r < g; ++r)
-                    merge_row(t.total_o + size_t(r) * dpad, t.total_m[r], t.total_l[r], p + r * dpad, p[g * dpad + r],
-                              p[g * dpad + g + r], dpad);
+                    merge_row<T, E>(t.total_o + size_t(r) * dpad, t.total_m[r], t.total_l[r], p + r * dpad,
+                                    p[g * dpad + r], p[g * dpad + g + r], dpad);
             }
             finish(t, w / kv_heads, w % kv_heads, 0);
         });

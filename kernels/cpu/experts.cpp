@@ -13,17 +13,24 @@ struct Choice {
     bool renormalize, round_weights;
 };
 
-// odds = softmax(scores) in fp32.
+// odds = softmax(scores) in fp32, with the bits of torch's.
 template <class T>
 void softmax(float* odds, const T* scores, int64_t n) {
     float top = -INFINITY, sum = 0.f;
     for_vectors(n, [&](int64_t i, auto count) { store_upto(odds + i, load_upto(scores + i, count), count); });
     for (int64_t i = 0; i < n; ++i) top = odds[i] > top ? odds[i] : top;
     for_vectors(n, [&](int64_t i, auto count) {
-        store_upto(odds + i, exp2v((load_upto(odds + i, count) - splat(top)) * splat(LOG2E)), count);
+        store_upto(odds + i, expv(load_upto(odds + i, count) - splat(top)), count);
     });
-    for (int64_t i = 0; i < n; ++i) sum += odds[i];
-    for (int64_t i = 0; i < n; ++i) odds[i] /= sum;
+    if (n < W) {
+        for (int64_t i = 0; i < n; ++i) sum += odds[i];
+    } else {
+        vf sums = {};
+        for_vectors(n, [&](int64_t i, auto count) { sums += load_upto(odds + i, count); });
+        sum = hsum(sums);
+    }
+    const float inverse = 1.f / sum;
+    for (int64_t i = 0; i < n; ++i) odds[i] *= inverse;
 }
 
 // Chooses the most likely experts, the first of equally likely ones, and lists them in the order of their numbers.

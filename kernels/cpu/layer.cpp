@@ -10,39 +10,56 @@ namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 14;  // elements; with fewer, waking threads costs more than it saves
 
-// Distributes the vectors over four sums in turn. With ADD, `summed` = x + residual, and the norm is that of `summed`.
-// A weight of x's type (Llama) multiplies the rounded norm; an fp32 weight (Gemma) multiplies the norm before rounding.
+constexpr int LANES = 8, SUMS = 4, STRIPE = LANES * SUMS;  // elements that torch adds to different sums
+constexpr int64_t RUN = 16 * STRIPE;                       // elements before torch begins new sums
+
+// Returns the sum of `sums`, the lanes of SUMS vectors, and of the squares of the fewer than STRIPE elements of `rest`.
+inline float sum_of_lanes(float (&sums)[STRIPE], const float* rest, int64_t n) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; ++lane) sums[lane] += rest[i + lane] * rest[i + lane];
+    float sum = 0.f;
+    for (; i < n; ++i) sum += rest[i] * rest[i];
+    for (int lane = 0; lane < LANES; ++lane)
+        sum += ((sums[lane] + sums[LANES + lane]) + sums[2 * LANES + lane]) + sums[3 * LANES + lane];
+    return sum;
+}
+
+// Adds the squares in the order in which torch adds up to 8192 numbers, so that the norm has the bits of transformers'.
+// With ADD, `summed` = x + residual, and the norm is that of `summed`. A weight of x's type (Llama) multiplies the
+// rounded norm; an fp32 weight (Gemma) multiplies the norm before rounding.
 template <bool ADD, class T, class Weight>
 void rms_norm_row(T* out, const T* x, const Weight* weight, const T* residual, T* summed, int64_t n, float eps) {
-    vf acc[4] = {};
-    const auto add = [&](vf& sum, int64_t i, auto count) __attribute__((always_inline)) {
+    constexpr int V = STRIPE / W;
+    vf run[V] = {}, total[V] = {};
+    const auto read = [&](int64_t i, auto count) __attribute__((always_inline)) {
         vf v = load_upto(x + i, count);
         if constexpr (ADD) {
             v = rounded_to(v + load_upto(residual + i, count), x);
             store_upto(summed + i, v, count);
         }
-        sum = fma(v, v, sum);
+        return v;
     };
     int64_t i = 0;
-    for (; i + 4 * W <= n; i += 4 * W)
+    for (; i + STRIPE <= n; i += STRIPE) {
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) add(acc[k], i + k * W, std::integral_constant<int64_t, W>{});
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k)
-        if (i + k * W < n) add(acc[k], i + k * W, n - i - k * W);
-    const float mean = hsum((acc[0] + acc[1]) + (acc[2] + acc[3])) / float(n);
+        for (int k = 0; k < V; ++k) {
+            const vf v = read(i + k * W, std::integral_constant<int64_t, W>{});
+            run[k] += v * v;
+        }
+        if ((i + STRIPE) % RUN) continue;
+        for (int k = 0; k < V; ++k) total[k] += run[k], run[k] = vf{};
+    }
+    alignas(64) float sums[STRIPE], rest[STRIPE];
+    for (int k = 0; k < V; ++k) store(sums + k * W, run[k] + total[k]);
+    for (int64_t at = i; at < n; at += W) store(rest + at - i, read(at, n - at));
+    const float mean = sum_of_lanes(sums, rest, n - i) / float(n);
     const vf inverse = splat(1.f / std::sqrt(mean + eps));
     const T* from = ADD ? summed : x;
     for_vectors(n, [&](int64_t at, auto count) {
         vf normed = rounded_to(load_upto(from + at, count) * inverse, weight);
         store_upto(out + at, normed * load_upto(weight + at, count), count);
     });
-}
-
-// exp(-g) for any g; infinity above 2^127, so that silu of a very negative gate is -0.
-LL_INLINE vf exp_minus(vf g) {
-    const vf x = g * splat(-LOG2E), limit = splat(127.f);
-    return x > limit ? splat(INFINITY) : exp2v(x > limit ? limit : x);
 }
 
 // Both activations are gate * sigmoid(z). silu: z = gate. gelu, in its tanh form: z = 2 sqrt(2/pi) (gate + 0.044715

@@ -75,6 +75,18 @@ struct Ahead {
     }
 };
 
+// Whether softmax has the bits of torch's for contexts of one piece: its weights are powers of e, and they are divided by
+// their sum before they multiply values. The other weights are powers of 2, which takes less time, and the sum divides
+// the output.
+template <class T, class E>
+constexpr bool AS_TORCH = std::is_same_v<T, float> && std::is_same_v<E, float>;
+template <class T, class E>
+constexpr float UNIT = AS_TORCH<T, E> ? 1.f : LOG2E;  // a score of 1 is this exponent of a weight
+
+// The power whose exponent is x.
+template <class T, class E>
+LL_INLINE vf power(vf x) { return AS_TORCH<T, E> ? expv(x) : exp2v(x); }
+
 // A tile of query rows, with all intermediate results. A row is a pair of a query token and a head of the KV head's
 // group. Queries have the type T; keys and values have the type E, which is T or a type of 8 bits.
 template <class T, class E>
@@ -86,8 +98,9 @@ struct Tile {
     float* scores;             // [rows, PIECE], then weights
     float* o;                  // [rows, dpad] output of this piece, with columns in the order of Columns
     E* zeros;                  // [d]
-    float* m;                  // [rows] maximum in this piece, in log2 units; NEG_INF: the row sees no key in it
+    float* m;                  // [rows] maximum in this piece, in units of UNIT; NEG_INF: the row sees no key in it
     float* l;                  // [rows] sum of weights in this piece
+    float* sinks;              // [rows] a logit without a value after the last key, in units of UNIT; NEG_INF: none
     float* total_o;            // [rows, dpad] output of all pieces so far; likewise total_m, total_l
     float* total_m;
     float* total_l;
@@ -108,7 +121,7 @@ struct Tile {
     }
     static size_t bytes(int rows, int d) {
         size_t dpad = padded(d), integers = IN_INTEGERS<T, E> ? PIECE / 2 : 0;
-        size_t floats = size_t(rows) * (d + PIECE + integers + 2 * dpad + 10) + size_t(PANEL) * W * d + d + 16 * 20;
+        size_t floats = size_t(rows) * (d + PIECE + integers + 2 * dpad + 11) + size_t(PANEL) * W * d + d + 16 * 21;
         return floats * 4;
     }
     void place(char* base, int rows_, int d_, float scale_, float softcap_) {
@@ -120,7 +133,7 @@ struct Tile {
         total_o = take(size_t(rows) * dpad), qpack = take(size_t(rows) * words * DotOf<T, E>::TERMS);
         q_scales = take(rows), weight_scales = take(rows);
         weights = reinterpret_cast<int16_t*>(take(IN_INTEGERS<T, E> ? size_t(rows) * PIECE / 2 : 0));
-        m = take(rows), l = take(rows), total_m = take(rows), total_l = take(rows);
+        m = take(rows), l = take(rows), total_m = take(rows), total_l = take(rows), sinks = take(rows);
         lo = reinterpret_cast<int*>(take(rows)), hi = reinterpret_cast<int*>(take(rows));
         zeros = reinterpret_cast<E*>(take(d));
         std::memset(zeros, 0, d * sizeof(E));
@@ -211,8 +224,8 @@ void score_rows(Tile<T, E>& t, int row, int g, int n) {
     if (at < n) score_block<T, E, R, 1, AHEAD>(t, row, at, g);
 }
 
-// Replaces one row's scores by weights 2^(score * scale - m), and by 0 for the rest of the tile's range [lo, hi). Weights
-// of values of 8 bits are multiplied by the values' scales after they have been summed.
+// Replaces one row's scores by weights, the powers of score * scale - m, and by 0 for the rest of the tile's range [lo,
+// hi). Weights of values of 8 bits are multiplied by the values' scales after they have been summed.
 template <class T, class E>
 void softmax_row(Tile<T, E>& t, int row, int lo, int hi) {
     float* x = t.scores + size_t(row) * PIECE;
@@ -232,24 +245,32 @@ void softmax_row(Tile<T, E>& t, int row, int lo, int hi) {
         vi key = lane + g * W;
         return ((key >= from) & (key < to)) ? v : splat(otherwise);
     };
-    float scale_log2 = t.scale * LOG2E;
+    float scale = t.scale * UNIT<T, E>;
     if (t.softcap != 0.f) {
         for (int g = first / W; g * W < last; ++g) store(x + g * W, capped(load(x + g * W), t.scale, t.softcap));
-        scale_log2 = LOG2E;
+        scale = UNIT<T, E>;
     }
     vf top = splat(NEG_INF);
     for (int g = first / W; g * W < last; ++g) top = vmax(top, seen(g, load(x + g * W), NEG_INF));
-    float m = hmax(top) * scale_log2;
+    float m = hmax(top) * scale;
     if (m == NEG_INF) m = 0.f;  // all scores are NaN or -inf: the row must become NaN instead of zeros
-    const vf scale = splat(scale_log2), minus_m = splat(-m);
+    m = std::max(m, t.sinks[row]);
+    const vf by = splat(scale), minus_m = splat(-m);
     vf sum = {};
     for (int g = lo / W; g * W < hi; ++g) {
-        vf weight = seen(g, exp2v(fma(load(x + g * W), scale, minus_m)), 0.f);
+        const vf score = load(x + g * W);
+        const vf exponent = AS_TORCH<T, E> ? score * by + minus_m : fma(score, by, minus_m);
+        vf weight = seen(g, power<T, E>(exponent), 0.f);
         sum += weight;
         if constexpr (IS_8_BITS<E>) weight = seen(g, weight * load(t.value_scales + g * W), 0.f);
         store(x + g * W, weight);
     }
+    if (t.sinks[row] != NEG_INF) sum[last % W] += power<T, E>(splat(t.sinks[row] - m))[0];
     t.m[row] = m, t.l[row] = hsum(sum);
+    if constexpr (AS_TORCH<T, E>) {
+        const vf inverse = splat(1.f / t.l[row]);
+        for (int g = lo / W; g * W < hi; ++g) store(x + g * W, load(x + g * W) * inverse);
+    }
     if constexpr (IN_INTEGERS<T, E>) {
         vf most = {}, spoiled = {};
         for (int g = lo / W; g * W < hi; ++g) {
@@ -385,6 +406,7 @@ void attend(Tile<T, E>& t, int lo, int hi) {
 }
 
 // Merges the result of a later piece into the total (Milakov and Gimelshein 2018). A row starts with total_m = NEG_INF.
+template <class T, class E>
 LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const float* o, float m, float l, int dpad) {
     if (m == NEG_INF) return;
     if (total_m == NEG_INF) {
@@ -393,22 +415,19 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
         return;
     }
     const float top = m > total_m ? m : total_m;
-    const vf a = exp2v(splat(total_m - top)), b = exp2v(splat(m - top));
+    vf a = power<T, E>(splat(total_m - top)), b = power<T, E>(splat(m - top));
+    const vf own = splat(l), before = splat(total_l), sum = fma(own, b, before * a);
+    if constexpr (AS_TORCH<T, E>) a = a * before / sum, b = b * own / sum;
     for (int i = 0; i < dpad; i += W) store(total_o + i, fma(load(o + i), b, load(total_o + i) * a));
-    total_l = fma(splat(l), b, splat(total_l) * a)[0];
+    total_l = sum[0];
     total_m = top;
 }
 
-// Writes the row's output. sink: a logit, in log2 units, that is part of the row's sum but has no value; NEG_INF: none.
+// Writes the row's output.
 template <class E, class T>
-LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, float sink, int d) {
-    float factor = 1.f;
-    if (sink != NEG_INF && total_m != NEG_INF) {
-        const float top = sink > total_m ? sink : total_m;
-        factor = exp2s(total_m - top), total_l = total_l * factor + exp2s(sink - top);
-    }
-    const vf l = splat(total_m == NEG_INF ? 1.f : total_l), by = splat(factor);
-    auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) * by / l; };
+LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d) {
+    const vf l = splat(total_m == NEG_INF || AS_TORCH<T, E> ? 1.f : total_l);
+    auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) / l; };
     int i = 0;
     if constexpr (IN_INTEGERS<T, E>) {
         for (; i < d; i += INTEGER_COLUMNS) {

@@ -55,10 +55,7 @@ struct Batch {
     }
 };
 
-LL_INLINE vf silu(vf x) {
-    const vf minus = x * splat(-LOG2E), limit = splat(127.f);
-    return x / (splat(1.f) + (minus > limit ? splat(INFINITY) : exp2v(minus > limit ? limit : minus)));
-}
+LL_INLINE vf silu(vf x) { return x / (splat(1.f) + exp_minus(x)); }
 
 template <class T>
 struct Convolution {

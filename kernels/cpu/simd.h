@@ -171,9 +171,31 @@ LL_INLINE vf exp2v(vf x) {
     return x < splat(-126.f) ? splat(0.f) : y;
 }
 
-LL_INLINE float exp2s(float x) { return exp2v(splat(x))[0]; }
-
 constexpr float LOG2E = 1.44269504088896341f;
+
+// Returns e^x for x <= 88, and 0 below -87.33, with an error of at most 1 ulp and the bits of torch's own vectors. This
+// is Sleef's expf (Shibata and Petrogalli 2020): ln 2 is subtracted in two parts.
+LL_INLINE vf expv(vf x) {
+    const vf magic = splat(12582912.f);
+    vf shifted = x * splat(LOG2E) + magic;
+    vf n = shifted - magic;
+    vf r = fma(n, splat(-1.428606765330187045e-06f), fma(n, splat(-0.693145751953125f), x));
+    vf p = splat(1.98527617612853646e-4f);
+    p = fma(p, r, splat(1.39304355252534151e-3f));
+    p = fma(p, r, splat(8.33336077630519867e-3f));
+    p = fma(p, r, splat(4.16664853692054749e-2f));
+    p = fma(p, r, splat(1.66666671633720398e-1f));
+    p = fma(p, r, splat(0.5f));
+    p = splat(1.f) + fma(r * r, p, r);
+    vf y = (vf)((vu)p + ((vu)shifted << 23));
+    return x < splat(-87.33f) ? splat(0.f) : y;
+}
+
+// Returns e^-x for any x; infinity below -88, so that silu of a very negative gate is -0.
+LL_INLINE vf exp_minus(vf x) {
+    const vf limit = splat(88.f);
+    return -x > limit ? splat(INFINITY) : expv(-x > limit ? limit : -x);
+}
 
 // Returns cap * tanh(x * scale / cap), the softcap that Gemma 2 applies to scores and logits.
 LL_INLINE vf capped(vf x, float scale, float cap) {

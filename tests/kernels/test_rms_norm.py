@@ -1,11 +1,11 @@
-"""RMS norm compared with float64 and with Hugging Face's rounding."""
+"""RMS norm compared with float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernels.rms_norm import rms_norm, rms_norm_reference
+from kernels.rms_norm import rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -28,14 +28,6 @@ def test_matches_float64(isa: str, dtype: torch.dtype, shape: tuple[int, ...], w
     assert got.shape == x.shape and got.dtype == dtype
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2
     assert torch.allclose(got.double(), want, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rounds_like_hugging_face(native_isa: str, dtype: torch.dtype) -> None:
-    """Llama's weights are bf16, Gemma's fp32."""
-    x, weight = torch.randn(64, 768).bfloat16(), torch.randn(768).to(dtype)
-    same = rms_norm(x, weight, 1e-5) == rms_norm_reference(x, weight, 1e-5)
-    assert same.float().mean() > 0.999  # the order of the sum may change a rounding
 
 
 def test_strided_rows(native_isa: str) -> None:
