@@ -41,7 +41,7 @@ QUANTIZED = ("qwen3-awq", "llama-int8", "gemma3-int4")
 INT8_CACHE = "gemma2-int8kv"
 """A model with keys and values of 8 bits, in layers with full attention and with windows."""
 FAMILIES = (*ARCHITECTURES.values(), *FOREIGN, *QUANTIZED, INT8_CACHE)
-TIGHT = 26
+TIGHT = 23
 """The number of blocks for each KV group, fewer than the requests need together. The largest group needs 15."""
 
 
