@@ -210,8 +210,7 @@ class Weights:
         if self.shard.is_whole:
             packed = self._packed(self._rounded(weight))
         else:
-            weight = weight[self.shard.span(len(weight))]
-            packed = self._of_rank(self._count(weight))
+            packed = self._of_rank(self._count(weight := weight[self.shard.span(len(weight))]))
         if not (packed.is_packed and is_kept):
             self.num_bytes -= weight.numel() * weight.element_size()
         return packed

@@ -19,6 +19,8 @@ from looseleaf import LLM
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "kernels", "engine", "block_store", "gateway", "prefill_svc", "decode_svc", "looseleaf", "protos")
 MODULES = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "yaml", "jsonpickle", "joblib"}
+SAFE_YAML = {"yaml.safe_load", "yaml.YAMLError"}
+"""The names of yaml that may be used. Its other loaders can construct Python objects."""
 CALLS = {"eval", "exec", "torch.load", "np.load", "numpy.load", "pickle.loads", "os.system", "os.popen"}
 LISTENER = """
 import os, sys
@@ -45,9 +47,13 @@ def named(node: ast.expr) -> str:
 def findings(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)
+            yield from (
+                a.name for a in node.names if a.name.split(".")[0] in MODULES and (a.name, a.asname) != ("yaml", None)
+            )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             yield str(node.module)
+        elif isinstance(node, ast.Attribute) and (name := named(node)).startswith("yaml.") and name not in SAFE_YAML:
+            yield name
         elif isinstance(node, ast.Call):
             if named(node.func) in CALLS:
                 yield named(node.func)
@@ -55,6 +61,18 @@ def findings(source: str) -> Iterator[str]:
                 constant = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
                 if keyword.arg in ("shell", "allow_pickle", "trust_remote_code") and constant is True:
                     yield f"{named(node.func)}({keyword.arg}=True)"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from yaml import load", "import yaml as y", "import yaml\nyaml.load(x)", "torch.load(x)"],
+)
+def test_what_may_run_code_is_found(source: str) -> None:
+    assert list(findings(source))
+
+
+def test_yaml_without_objects_is_not_found() -> None:
+    assert not list(findings("import yaml\ntry:\n    yaml.safe_load(x)\nexcept yaml.YAMLError:\n    pass"))
 
 
 def test_our_sources_read_no_code_from_data() -> None:
