@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from testing.chaos import (
@@ -25,6 +26,7 @@ from testing.chaos import (
     poison,
     pressure,
     pulls,
+    ranks,
     rolling,
     silence,
     size,
@@ -65,6 +67,7 @@ SCENARIOS = {
     "redis-lost-large": Scenario(silence.lost, 3),
     "ledger-size": Scenario(size.ledger_size, 500_000),
     "ledger-loss": Scenario(size.ledger_loss, 100_000),
+    **{f"rank-loss-{grid}": Scenario(partial(ranks.lost, grid=grid), 20) for grid in ranks.GRIDS},
     **{name: Scenario(run, 50) for name, run in pulls.SCENARIOS.items()},
 }
 

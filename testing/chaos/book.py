@@ -73,12 +73,19 @@ def make_book(
     seed: int,
     output_lengths: tuple[int, int] = OUTPUT_LENGTHS,
     max_model_len: int = MAX_MODEL_LEN,
+    reduction_parts: int = 1,
 ) -> list[Case]:
     """Returns `num_cases` cases with the oracle's answers. Of every eight cases, three are greedy, three are sampled,
     one has several samples, and one is a beam search.
     """
     rng = random.Random(seed)
-    settings = RunnerSettings(model=str(model), max_model_len=max_model_len, num_threads=1, deterministic=True)
+    settings = RunnerSettings(
+        model=str(model),
+        max_model_len=max_model_len,
+        num_threads=1,
+        deterministic=True,
+        reduction_parts=reduction_parts,
+    )
     oracle = Oracle(ModelRunner(settings))
     heads = [_ids(rng, max(PREFIX_LENGTHS)) for _ in range(3)]
     return [_case(rng, oracle, heads, _KINDS[number % len(_KINDS)], output_lengths) for number in range(num_cases)]

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -60,6 +60,8 @@ class Plan:
     preemption: Literal["auto", "swap", "give-back"] | None = None
     """The preemption mode, or None for the decode worker's default."""
     spare: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings of `LLM`."""
 
 
 class Stack:
@@ -221,6 +223,7 @@ class _Launcher(Launcher):
                 "block_size": plan.block_size,
                 "port": next(self._ports),
                 "grpc_port": next(self._ports),
+                **plan.settings,
             },
         )
         super().__init__(settings, echo)
