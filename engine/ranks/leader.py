@@ -25,8 +25,8 @@ from engine.step import StepInput
 logger = logging.getLogger("ranks")
 BEAT_S = 0.5
 SILENT_BEATS = 8
-"""Number of consecutive missing beats after which a follower counts as frozen (4 to 4.5 s). Missing beats are counted
-instead of seconds, so that a pause of this process does not count.
+"""Number of consecutive missing beats after which a follower counts as frozen (4 s after its last beat). Missing
+beats are counted instead of seconds, so that a pause of this process does not count.
 """
 
 
