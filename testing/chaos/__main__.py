@@ -18,6 +18,8 @@ from pathlib import Path
 from testing.chaos import (
     cancels,
     central,
+    disk,
+    disk_restart,
     freezes,
     garbled,
     kills,
@@ -63,6 +65,8 @@ SCENARIOS = {
     "pressure": Scenario(pressure.pressure, 1200),
     "staleness": Scenario(staleness.staleness, 1000),
     "cancels": Scenario(cancels.cancels, 2000),
+    "disk-kill": Scenario(disk.disk_kill, 100),
+    "disk-restart": Scenario(disk_restart.disk_restart, 20),
     "redis-silent": Scenario(silence.silent, 3),
     "redis-lost-large": Scenario(silence.lost, 3),
     "ledger-size": Scenario(size.ledger_size, 500_000),

@@ -134,6 +134,12 @@ class Stack:
         """Sends SIGKILL to a service. Returns the time of the signal (`time.monotonic()`)."""
         return self._send(name, signal.SIGKILL)
 
+    def kill_all(self) -> None:
+        """Ends restarts, and sends SIGKILL to Redis and to every service. The arena file remains until `close`."""
+        self._supervisor.end()
+        self.launcher.kill()
+        self.redis.kill()
+
     def freeze(self, name: str) -> float:
         return self._send(name, signal.SIGSTOP)
 
