@@ -4,6 +4,10 @@ A launch without a disk tier and a launch with one compute the same prompts. A t
 and computes a new prompt of the same length before each of them. For some of them, it drops the files' pages from
 memory first. `behind` is the time to the first token of a prompt that is sent while another prompt is computed. Its
 blocks are either in the disk tier or already in the arena.
+
+Three further launches, of workers of both roles, measure the time to first token of such a prompt while other requests
+are decoded, and the longest gap between two tokens of these requests. The first launch computes the prompts. The second
+one restores them during the steps of the other requests, and the third one between steps (`restore_in_turn`).
 """
 
 from __future__ import annotations
@@ -15,18 +19,23 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from bench.served import peers_gap
+from bench.served.itl import follow
 from bench.served.machine import provenance
+from bench.served.peers_gap import Gaps
 from bench.served.startup import cpu_seconds
 from common.settings import Settings, settings_config
 from looseleaf.client import AsyncClient
 from looseleaf.llm import serve_settings
+from looseleaf.serve.children import Child
 from looseleaf.serve.launcher import Addresses, Launcher
 from testing.system import inspect, wait_for
 
@@ -44,6 +53,8 @@ class DiskTierSettings(Settings):
     roles: str = "both"
     length: int = Field(2048, ge=64, description="tokens of a prompt")
     prompts: int = Field(12, ge=2, le=64)
+    streams: int = Field(8, ge=1, le=64, description="decodes beside which prompts are restored")
+    rounds: int = Field(5, ge=1, description="prompts that are restored beside decodes")
     directory: Path | None = Field(None, description="a directory on the disk to measure; default: a temporary one")
 
 
@@ -124,11 +135,49 @@ async def restored(addresses: Addresses, directory: Path, prompts: Sequence[Sequ
     return found
 
 
-def launch(settings: DiskTierSettings, directory: Path | None) -> Launcher:
+class InTurn(Launcher):
+    """A launcher whose workers, which must have both roles, do not overlap restores with steps."""
+
+    def _spawn(self, name: str, package: str, flags: Sequence[str], extra: Mapping[str, str] | None = None) -> Child:
+        entry = "bench.served.restore_in_turn" if package == "looseleaf.both_roles" else package
+        return super()._spawn(name, entry, flags, extra)
+
+
+def launch(
+    settings: DiskTierSettings, directory: Path | None, kind: type[Launcher] = Launcher, **more: object
+) -> Launcher:
     given: dict[str, Any] = {"load_format": "dummy", "roles": settings.roles, "memory_budget": "6GiB", "spare": 0}
     if directory is not None:
         given |= {"kv_disk": "8GiB", "kv_disk_dir": directory}
-    return Launcher(serve_settings(settings.model, given), lambda line: None)
+    return kind(serve_settings(settings.model, given | more), lambda line: None)
+
+
+async def gaps(addresses: Addresses, directory: Path, settings: DiskTierSettings) -> list[Gaps]:
+    """Measures each prompt beside decodes. Drops the files' pages from memory before each of them."""
+    found = []
+    async with AsyncClient(addresses.grpc) as client:
+        await first_token_s(client, prompt(-1, SHORT))
+        for seed in range(settings.rounds):
+            drop_pages(directory)
+            found.append(await peers_gap.gaps(partial(follow, client), settings.streams, settings.length, seed))
+    return found
+
+
+def beside_decodes(settings: DiskTierSettings, directory: Path) -> dict[str, list[Gaps]]:
+    """Returns the measurements beside decodes, by the way in which the prompts' KV is obtained."""
+    kinds = {"computed": Launcher, "restored during steps": Launcher, "restored between steps": InTurn}
+    found: dict[str, list[Gaps]] = {}
+    for name, kind in kinds.items():
+        with launch(settings, directory, kind, roles="both") as launcher:
+            addresses = launcher.start()
+            found[name] = asyncio.run(gaps(addresses, directory, settings))
+            num_full = (settings.length - 1) // 16 * settings.rounds
+            if name == "computed":
+                all_stored(addresses, num_full)
+            else:
+                num_restored = inspect(addresses.block_store).disk_tier.num_restored
+                assert num_restored >= num_full, f"{num_restored} of {num_full} blocks were restored"
+    return found
 
 
 def all_stored(addresses: Addresses, least: int) -> int:
@@ -154,6 +203,17 @@ def report(
     print(f"CPU time of the store for a prompt: {used:.0f} ms, without a disk tier {before:.0f} ms")
 
 
+def report_gaps(settings: DiskTierSettings, found: dict[str, list[Gaps]]) -> None:
+    print(f"Beside {settings.streams} decodes, {settings.rounds} prompts that are not in the page cache:")
+    print("| KV of the prompt | TTFT, median (ms) | usual gap (ms) | worst gap, median (ms) | worst gap, most (ms) |")
+    print("|---|---|---|---|---|")
+    for name, each in found.items():
+        ttft = statistics.median(gap.ttft_ms for gap in each)
+        usual = statistics.median(gap.usual_ms for gap in each)
+        worst = [gap.worst_ms for gap in each]
+        print(f"| {name} | {ttft:.0f} | {usual:.1f} | {statistics.median(worst):.1f} | {max(worst):.1f} |")
+
+
 def main(argv: Sequence[str]) -> int:
     settings = DiskTierSettings.load(argv)
     prompts = [prompt(number, settings.length) for number in range(settings.prompts)]
@@ -170,6 +230,8 @@ def main(argv: Sequence[str]) -> int:
         with launch(settings, directory) as launcher:
             found = asyncio.run(restored(launcher.start(), directory, prompts))
     report(settings, plain, stored, found, num_bytes)
+    with tempfile.TemporaryDirectory(dir=settings.directory) as name:
+        report_gaps(settings, beside_decodes(settings, Path(name)))
     return 0
 
 
