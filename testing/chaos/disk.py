@@ -94,7 +94,7 @@ def _tell(report: Report, restored: list[Restored], killed: list[Killed]) -> Non
     report.at_least("blocks restored", num_restored, report.trials)
     report.told("damaged blocks on disk, none restored", f"{sum(r.num_damaged for r in restored)} blocks")
     midway = sum(k.num_copied > 0 and k.num_pending > 0 for k in killed)
-    report.at_least("trials with copied blocks and blocks yet to be copied", midway, (report.trials + 1) // 2)
+    report.at_least("trials with copied blocks and blocks yet to be copied", midway, report.trials // 2)
     report.told("  of these, with a partly written block", f"{sum(k.num_torn > 0 for k in killed)} trials")
 
 

@@ -71,7 +71,7 @@ def disk_restart(run: Run) -> Report:
     num_wrong = sum(not answer.right for answer in interrupted)
     report.none("answers that differ before a kill", num_wrong, len(interrupted), "requests")
     num_midway = sum(kill.num_copied > 0 and kill.num_pending > 0 for kill in killed)
-    report.at_least("trials with copied blocks and blocks yet to be copied", num_midway, (run.trials + 1) // 2)
+    report.at_least("trials with copied blocks and blocks yet to be copied", num_midway, run.trials // 2)
     report.told("blocks at a kill: on disk, yet to be copied; p50", ", ".join(_middle(killed)))
     report.at_least("blocks restored", num_restored, run.trials)
     return report

@@ -22,7 +22,7 @@ def test_a_block_store_that_is_killed_while_it_copies_leaves_no_wrong_block(run:
 
 
 def test_a_deployment_that_is_killed_while_blocks_are_copied_gives_the_oracles_tokens_again(run: Run) -> None:
-    report = disk_restart(replace(run, trials=2))
+    report = disk_restart(replace(run, trials=3))
     assert report.good, report.text()
 
 
