@@ -52,7 +52,7 @@ class DiskTierSettings(Settings):
     model: str = Field("models/configs/llama-125m", description="Hugging Face model directory, with dummy weights")
     roles: str = "both"
     length: int = Field(2048, ge=64, description="tokens of a prompt")
-    prompts: int = Field(12, ge=2, le=64)
+    prompts: int = Field(12, ge=3, le=64, description="at least one for each row")
     streams: int = Field(8, ge=1, le=64, description="decodes beside which prompts are restored")
     rounds: int = Field(5, ge=1, description="prompts that are restored beside decodes")
     directory: Path | None = Field(None, description="a directory on the disk to measure; default: a temporary one")
