@@ -18,6 +18,7 @@ from pathlib import Path
 from testing.chaos import (
     cancels,
     central,
+    counted_pulls,
     disk,
     disk_restart,
     freezes,
@@ -72,6 +73,7 @@ SCENARIOS = {
     "ledger-size": Scenario(size.ledger_size, 500_000),
     "ledger-loss": Scenario(size.ledger_loss, 100_000),
     **{f"rank-loss-{grid}": Scenario(partial(ranks.lost, grid=grid), 20) for grid in ranks.GRIDS},
+    **{name: Scenario(run, 200) for name, run in counted_pulls.SCENARIOS.items()},
     **{name: Scenario(run, 50) for name, run in pulls.SCENARIOS.items()},
 }
 

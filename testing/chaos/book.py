@@ -78,7 +78,12 @@ def make_book(
     """Returns `num_cases` cases with the oracle's answers. Of every eight cases, three are greedy, three are sampled,
     one has several samples, and one is a beam search.
     """
-    rng = random.Random(seed)
+    rng, oracle = random.Random(seed), make_oracle(model, max_model_len, reduction_parts)
+    heads = [random_ids(rng, max(PREFIX_LENGTHS)) for _ in range(3)]
+    return [_case(rng, oracle, heads, _KINDS[number % len(_KINDS)], output_lengths) for number in range(num_cases)]
+
+
+def make_oracle(model: Path, max_model_len: int = MAX_MODEL_LEN, reduction_parts: int | None = None) -> Oracle:
     settings = RunnerSettings(
         model=str(model),
         max_model_len=max_model_len,
@@ -86,18 +91,19 @@ def make_book(
         deterministic=True,
         reduction_parts=reduction_parts,
     )
-    oracle = Oracle(ModelRunner(settings))
-    heads = [_ids(rng, max(PREFIX_LENGTHS)) for _ in range(3)]
-    return [_case(rng, oracle, heads, _KINDS[number % len(_KINDS)], output_lengths) for number in range(num_cases)]
+    return Oracle(ModelRunner(settings))
 
 
 def _case(
     rng: random.Random, oracle: Oracle, heads: Sequence[Sequence[int]], kind: str, output_lengths: tuple[int, int]
 ) -> Case:
     head = rng.choice(heads)[: rng.choice(PREFIX_LENGTHS)]
-    prompt = (*head, *_ids(rng, rng.randint(*TAIL_LENGTHS)))
-    sampling = _sampling(kind, rng)
-    max_tokens = rng.randint(*output_lengths)
+    prompt = (*head, *random_ids(rng, rng.randint(*TAIL_LENGTHS)))
+    return solve(oracle, prompt, sampling_of(kind, rng), rng.randint(*output_lengths))
+
+
+def solve(oracle: Oracle, prompt: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> Case:
+    """Returns the case with the oracle's answer."""
     return Case(prompt, sampling, max_tokens, _answer(oracle, prompt, sampling, StoppingParams(max_tokens=max_tokens)))
 
 
@@ -110,20 +116,23 @@ def _answer(
     return tuple(tuple(oracle.generate(prompt, sampling, stopping, sample_index=index)) for index in samples)
 
 
-def _sampling(kind: str, rng: random.Random) -> SamplingParams:
+def sampling_of(kind: str, rng: random.Random, width: int = GROUP_WIDTH) -> SamplingParams:
+    """Returns the parameters of a request of this kind: greedy, drawn, samples or beams. `width` is the number of
+    samples or beams.
+    """
     if kind == "greedy":
         return SamplingParams(temperature=0.0)
     if kind == "beams":
-        return SamplingParams(num_sequences=GROUP_WIDTH, beam_width=GROUP_WIDTH)
+        return SamplingParams(num_sequences=width, beam_width=width)
     return SamplingParams(
         temperature=0.9,
         top_p=0.95,
         top_k=50,
         seed=rng.getrandbits(31),
         repetition_penalty=1.1,
-        num_sequences=GROUP_WIDTH if kind == "samples" else 1,
+        num_sequences=width if kind == "samples" else 1,
     )
 
 
-def _ids(rng: random.Random, length: int) -> tuple[int, ...]:
+def random_ids(rng: random.Random, length: int) -> tuple[int, ...]:
     return tuple(rng.randrange(10, 256) for _ in range(length))

@@ -31,7 +31,7 @@ from testing.chaos.traffic import Answer, ask
 from testing.system import inspect
 
 KV_DISK_BYTES = 64 << 20
-"""The space for copies of blocks on disk, if a plan has a directory for them."""
+"""The space for copies of blocks on disk."""
 KILL_S = 0.3
 """The longest time in seconds from the first copy to the kill."""
 FIRST_COPY_S = 60.0

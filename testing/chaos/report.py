@@ -43,6 +43,9 @@ class Report:
     def at_least(self, what: str, value: float, limit: float, unit: str = "") -> None:
         self.rows.append(Row(what, f"{value:,.6g} {unit}".rstrip(), f">= {limit:g} {unit}".rstrip(), value >= limit))
 
+    def exactly(self, what: str, value: int, wanted: int) -> None:
+        self.rows.append(Row(what, f"{value:,}", f"= {wanted:,}", value == wanted))
+
     def told(self, what: str, found: str) -> None:
         self.rows.append(Row(what, found, ""))
 

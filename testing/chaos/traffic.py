@@ -39,6 +39,8 @@ class Answer:
     """The longest time between two messages of the same sample, in seconds. The request counts as the first message. If
     the request failed, its end counts as the last message.
     """
+    transferred_tokens: int
+    """The number of copied token positions, according to the answer. 0 if the request failed."""
 
     def spans(self, moment: float) -> bool:
         return self.began < moment < self.ended
@@ -129,7 +131,7 @@ async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0, tim
     """
     began = time.monotonic()
     samples: list[list[int]] = [[] for _ in range(case.sampling.num_sequences)]
-    last, longest, error = [began] * len(samples), 0.0, "unfinished"
+    last, longest, error, transferred = [began] * len(samples), 0.0, "unfinished", 0
     options = case.options(salt)
     options["priority"] = priority
     if timeout_s is not None:
@@ -139,6 +141,7 @@ async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0, tim
             samples[delta.index] += delta.token_ids
             now = time.monotonic()
             longest, last[delta.index] = max(longest, now - last[delta.index]), now
+            transferred += delta.usage.transferred_tokens if delta.usage else 0
         error = _missing(samples, case)
     except asyncio.CancelledError:
         pass
@@ -147,7 +150,8 @@ async def ask(client: AsyncClient, case: Case, salt: str, priority: int = 0, tim
     now = time.monotonic()
     if error:
         longest = max(longest, now - min(last))
-    return Answer(case, began, now, sum(map(len, samples)), _right(samples, case), error or None, longest)
+    num_tokens = sum(map(len, samples))
+    return Answer(case, began, now, num_tokens, _right(samples, case), error or None, longest, transferred)
 
 
 def _missing(samples: Sequence[Sequence[int]], case: Case) -> str:
