@@ -21,8 +21,8 @@ from typing import Any, Self
 import grpc
 
 from common.rpc import open_blocking_channel
-from common.secret_files import read_secret, write_secret
-from common.trust import Trust
+from common.secret_files import write_secret
+from common.trust import TrustFiles
 from looseleaf import metrics_page
 from looseleaf.serve.child import later
 from looseleaf.serve.service_flags import flags_of
@@ -34,6 +34,7 @@ from testing.system import wait_for
 START_S = 120.0
 NOTES = "LOOSELEAF_CHAOS_NOTES"
 """The environment variable with the directory of the files that control a `testing.chaos.faulty_store`."""
+B_SERVICES = ("store-b", "decode-b")
 _SUBNET = f"10.77.{os.getpid() % 256}"  # so that two test processes can run at the same time
 LINK = (f"{_SUBNET}.1", f"{_SUBNET}.2")  # A, B
 _FRONT = (f"{_SUBNET}.5", f"{_SUBNET}.6")  # the test, A
@@ -156,7 +157,7 @@ class TwoHosts:
         flags: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:  # fmt: skip
         """Starts the stack. `packages` maps the names of services' packages to replacements. `flags` contains further
-        settings, by the kind of service ("store", "prefill", "decode" or "gateway").
+        settings, by the kind of service ("store", "prefill", "decode" or "gateway") or by its name ("store-a").
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="ll-hosts-")
         self._root = Path(self._scratch.name)
@@ -188,7 +189,7 @@ class TwoHosts:
     def _start(self) -> None:
         for name in ("store-a", "store-b", "prefill-a", "decode-b"):
             self.start(name)
-        self.block_stores = tuple(self.processes[name].wait_ready()[0] for name in ("store-a", "store-b"))
+        self.block_stores = tuple(map(self.wait_for_store, ("store-a", "store-b")))
         for name in ("prefill-a", "decode-b"):
             self.processes[name].wait_ready()
         self._start_gateway()
@@ -198,6 +199,11 @@ class TwoHosts:
         ports = [line.rpartition(":")[2] for line in self.processes["gateway-a"].wait_ready()]
         front = _FRONT[1] if self.spaces else "127.0.0.1"
         self.http, self.grpc = (f"{front}:{port}" for port in ports)
+
+    def wait_for_store(self, name: str) -> str:
+        """Waits until a block store is ready. Returns its address."""
+        [listens] = self.processes[name].wait_ready()
+        return str(self._further.get(name, {}).get("advertise", listens))
 
     def restart_gateway(self, flags: Mapping[str, object]) -> None:
         """Replaces the gateway with one that has these further settings."""
@@ -214,7 +220,7 @@ class TwoHosts:
         enter = [] if self.spaces is None else self.spaces["ab".index(host)].enter
         package = self._packages.get(package, package)
         flags = {"secret_file": self._secret, "ready_file": ready, **self._flags(kind, host)}
-        flags |= self._further.get(kind, {})
+        flags |= {**self._further.get(kind, {}), **self._further.get(name, {})}
         command = [*enter, sys.executable, "-m", "looseleaf.serve.child", str(os.getpid()), package, *flags_of(flags)]
         self.processes[name] = Process(name, command, ready, self._root / f"{name}.log", self.environment)
         return self.processes[name]
@@ -261,6 +267,26 @@ class TwoHosts:
         assert self.spaces is not None
         _run(*self.spaces[0].enter, "ip", "link", "set", f"lla{os.getpid()}", "up" if is_up else "down")
 
+    def power_off_b(self) -> None:
+        """Ends host B as a loss of power would: kills all of its processes, and removes its arena. With namespaces, the
+        host also falls silent.
+        """
+        if self.spaces is not None:
+            self.cut()
+            self.spaces[1].kill_all()
+        for name in B_SERVICES:
+            self.processes[name].send(signal.SIGKILL)
+        enter = [] if self.spaces is None else self.spaces[1].enter
+        _run(*enter, "rm", "-rf", str(self.directory(1)))
+
+    def power_on_b(self) -> None:
+        """Starts host B again, with an empty arena, and waits until its services are ready."""
+        if self.spaces is not None:
+            self.cut(is_up=True)
+        _, decode = map(self.start, B_SERVICES)
+        self.block_stores = (self.block_stores[0], self.wait_for_store("store-b"))
+        decode.wait_ready()
+
     def limit_link(self, mbit_per_s: int) -> None:
         """Limits the rate of the link from A to B, in Mbit/s. 0: no limit."""
         assert self.spaces is not None
@@ -281,7 +307,10 @@ class TwoHosts:
 
     def inspect(self, host: int) -> pb.InspectResponse:
         """Returns the counts and the holders of a block store, that of host A (0) or B (1)."""
-        trust = Trust(read_secret(self._secret))
+        tls = {
+            name: Path(str(path)) for name, path in self._further.get("store", {}).items() if name.startswith("tls_")
+        }
+        trust = TrustFiles(self._secret, **tls).read()
         with open_blocking_channel(self.block_stores[host], trust) as channel:
             stub: Any = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
             response: pb.InspectResponse = stub.Inspect(pb.InspectRequest(), timeout=60, metadata=trust.metadata)
@@ -296,11 +325,11 @@ class TwoHosts:
                 raise
             return None
 
-    def assert_nothing_held(self, within_s: float = 60.0) -> None:
-        """Waits until every block of both arenas is FREE, CACHED or RESERVED. Raises AssertionError if this takes
+    def assert_nothing_held(self, within_s: float = 60.0, hosts: Sequence[int] = (0, 1)) -> None:
+        """Waits until every block of the hosts' arenas is FREE, CACHED or RESERVED. Raises AssertionError if this takes
         longer than `within_s` for a host.
         """
-        for host in (0, 1):
+        for host in hosts:
             state = wait_for(
                 lambda host=host: self._inspected(host),  # type: ignore[misc]
                 lambda state: state is not None and state.sealed == 0 == state.quarantine,

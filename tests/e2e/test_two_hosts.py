@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from common.types import SamplingParams, StoppingParams
-from engine.model_runner import ModelRunner, RunnerSettings
 from looseleaf import AsyncClient, Completion
 from testing.chaos import pulls
-from testing.chaos.book import Case
-from testing.chaos.pulls import FAULTS, PACKAGES, PulledHosts, trial
+from testing.chaos.book import Case, make_oracle, solve
+from testing.chaos.pulls import FAULTS, HOST_LOSS, PACKAGES, PulledHosts, trial
 from testing.oracle import Oracle
 from testing.system import prompts
 from testing.two_hosts import namespaces_work
@@ -41,14 +40,20 @@ def hosts(checkpoint: Path) -> Iterator[PulledHosts]:
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Oracle:
-    settings = RunnerSettings(model=str(checkpoint), max_model_len=1024, num_threads=1, deterministic=True)
-    return Oracle(ModelRunner(settings))
+    return make_oracle(checkpoint, max_model_len=1024)
 
 
 async def together(hosts: PulledHosts, wanted: list[list[int]], **options: Any) -> list[Completion]:
     async with AsyncClient(hosts.grpc) as client:
         calls = (client.generate(p, max_tokens=24, ignore_eos=True, timeout=60, **options) for p in wanted)
         return list(await asyncio.gather(*calls))
+
+
+def long_cases(oracle: Oracle, seed: int) -> list[Case]:
+    greedy = SamplingParams(temperature=0.0)
+    return [
+        solve(oracle, tuple(prompt), greedy, STOPPING.max_tokens) for prompt in prompts(6, seed=seed, lengths=(60, 150))
+    ]
 
 
 async def test_every_way_of_decoding_gives_the_oracles_tokens_on_another_host(
@@ -99,7 +104,7 @@ async def test_a_second_turn_finds_its_prefix_where_it_was_decoded(hosts: Pulled
     assert second.usage.transferred_tokens <= len(second_turn) - full // 16 * 16, "decode had sealed the rest there"
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "freeze-30"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("freeze-30", HOST_LOSS)])
 async def test_a_fault_that_hits_a_pull_costs_a_pause(
     hosts: PulledHosts, oracle: Oracle, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,12 +114,7 @@ async def test_a_fault_that_hits_a_pull_costs_a_pause(
     monkeypatch.setattr(pulls, "IDLE_S", 60.0)
     if fault == "link-cut" and hosts.spaces is None:
         pytest.skip("no network namespaces here")
-    greedy = SamplingParams(temperature=0.0)
-    cases = [
-        Case(tuple(prompt), greedy, 24, (tuple(oracle.generate(prompt, greedy, STOPPING)),))
-        for prompt in prompts(6, seed=70 + len(fault), lengths=(60, 150))
-    ]
-    num_lost = 0
+    cases, num_lost = long_cases(oracle, seed=70 + len(fault)), 0
     for _ in range(3):
         done = await trial(hosts, cases, fault, deadline_s=200)
         assert done.num_under_way > 0, "the fault hit no pull"
@@ -124,3 +124,17 @@ async def test_a_fault_that_hits_a_pull_costs_a_pause(
         if num_lost or fault not in ("lapse", "flip", "source-kill"):
             return
     raise AssertionError("a pull of these blocks must not succeed")
+
+
+async def test_a_host_that_stays_lost_leaves_nothing_held_on_the_other(
+    hosts: PulledHosts, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulls, "IDLE_S", 60.0)
+    cases = long_cases(oracle, seed=90)
+    done = await trial(hosts, cases, HOST_LOSS, deadline_s=20)
+    assert done.num_under_way > 0, "the loss hit no pull"
+    assert all(answer.right for answer in done.answers) and any(answer.error for answer in done.answers)
+    assert done.idle_after_s < float("inf"), "blocks stay held on A"
+    after = await together(hosts, [list(case.prompt_ids) for case in cases], temperature=0.0, cache_salt="after")
+    assert [(answer.token_ids,) for answer in after] == [case.expected for case in cases]
+    hosts.assert_nothing_held()
