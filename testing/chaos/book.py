@@ -83,7 +83,7 @@ def make_book(
     return [_case(rng, oracle, heads, _KINDS[number % len(_KINDS)], output_lengths) for number in range(num_cases)]
 
 
-def make_oracle(model: Path, max_model_len: int = MAX_MODEL_LEN, reduction_parts: int | None = None) -> Oracle:
+def make_oracle(model: Path, max_model_len: int = MAX_MODEL_LEN, reduction_parts: int = 1) -> Oracle:
     settings = RunnerSettings(
         model=str(model),
         max_model_len=max_model_len,
