@@ -30,6 +30,7 @@ class SentinelGroup:
         ]  # fmt: skip
         port_flag = "port" if certs is None else "tls-port"
         common = [*tls, ("masterauth", PASSWORD), ("repl-diskless-sync-delay", "0")]
+        self._replica_port = ports[1]
         self.master = self._server(directory / "master", [*common, (port_flag, str(ports[0]))])
         self.replica = self._server(
             directory / "replica", [*common, (port_flag, str(ports[1])), ("replicaof", f"127.0.0.1 {ports[0]}")]
@@ -83,9 +84,13 @@ class SentinelGroup:
         )
 
     def switch(self) -> None:
-        """Makes the Sentinel promote the replica while the master is up, and returns when it has."""
+        """Makes the Sentinel promote the replica while the master is up, and demotes the master. The Sentinel would do
+        the same to it, but waits for eight seconds.
+        """
         self.sentinel.sentinel_failover("mymaster")
         self.wait_promoted()
+        self.master.client.replicaof("127.0.0.1", self._replica_port)
+        self.master.client.client_kill_filter(_type="normal", skipme=True)
 
     def wait_promoted(self) -> None:
         """Waits until the replica is a master."""
