@@ -18,6 +18,8 @@ class EarlyTickets:
 
     def __init__(self) -> None:
         self._tickets: dict[TicketId, frozenset[bytes]] = {}
+        self._ended: frozenset[TicketId] = frozenset()
+        """Tickets whose lease had ended at the last call of `keep`."""
         self._kept_at = 0.0
 
     def add(self, ticket: TicketId, copied: frozenset[bytes]) -> None:
@@ -37,14 +39,20 @@ class EarlyTickets:
 
     def keep(self, ledger: LedgerScripts) -> None:
         """Extends all leases. If a ticket has ended, the pull of the whole prompt copies those of its blocks that have
-        been evicted.
+        been evicted. Any thread may call this method.
         """
         self._kept_at = time.monotonic()
-        for ticket in list(self._tickets):
+        tickets = list(self._tickets)
+        ended = self._ended.intersection(tickets)
+        for ticket in tickets:
             try:
-                ledger.keep(ticket)
+                if ticket not in ended:
+                    ledger.keep(ticket)
             except Gone:
-                logger.warning("the blocks of an early pull are not held any more")
+                ended |= {ticket}
             except LedgerError as error:
                 logger.warning("the tickets of early pulls are not kept: %s", error)
-                return
+                break
+        if lapsed := [ticket for ticket in ended - self._ended if ticket in self._tickets]:  # others were let go
+            logger.warning("the blocks of %d early pulls are not held any more", len(lapsed))
+        self._ended = ended
