@@ -4,8 +4,8 @@
 Runs two hosts in network namespaces on this machine (needs root), with prefill and the gateway on one host and decode
 on the other. `tc` limits the rate of the link between them. The model is random, and its prompts differ, so nothing is
 cached. The first token is sent before the blocks travel, so the gain is in the time to the second token. In each round,
-the requests go through a gateway without early pulls, and then through one with early pulls. The last line is one JSON
-object.
+the same requests go through a gateway with early pulls and through one without, in changing order. Under load, requests
+arrive at random times, whatever the number that are running. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Case:
     """A kind of measurement."""
 
     num_tokens: int
-    concurrency: int
+    load: float
+    """The rate at which requests arrive, as a fraction of the rate at which prefill can compute them. 0: each request
+    is sent after the one before it has ended.
+    """
 
 
 async def ask(client: AsyncClient, num_tokens: int) -> Times:
@@ -64,20 +67,16 @@ async def ask(client: AsyncClient, num_tokens: int) -> Times:
     return Times(at[0], at[1])
 
 
-async def measure(address: str, case: Case, num_requests: int) -> list[Times]:
-    """Keeps `concurrency` requests running until `num_requests` have ended."""
-    found: list[Times] = []
-    left = num_requests
-
-    async def work(client: AsyncClient) -> None:
-        nonlocal left
-        while left > 0:
-            left -= 1
-            found.append(await ask(client, case.num_tokens))
-
+async def measure(address: str, case: Case, pauses_s: list[float]) -> list[Times]:
+    """Sends a request after each pause. Without load, also waits for the end of each request."""
     async with AsyncClient(address) as client:
-        await asyncio.gather(*(work(client) for _ in range(case.concurrency)))
-    return found
+        if not case.load:
+            return [await ask(client, case.num_tokens) for _ in pauses_s]
+        asked = []
+        for pause_s in pauses_s:
+            await asyncio.sleep(pause_s)
+            asked.append(asyncio.create_task(ask(client, case.num_tokens)))
+        return list(await asyncio.gather(*asked))
 
 
 async def warm_up(address: str) -> None:
@@ -94,20 +93,27 @@ def compare(hosts: TwoHosts, cases: list[Case], rounds: int, num_requests: int) 
     """Returns a row for each case, with medians in milliseconds with and without early pulls."""
     found: dict[tuple[Case, bool], list[Times]] = defaultdict(list)
     early_tokens: dict[Case, float] = defaultdict(float)
-    for _ in range(rounds):
-        for is_early in (False, True):
+    prefill_s: dict[int, float] = {}
+    """The time to the first token of a request that is alone, by length of the prompt."""
+    for number in range(rounds):
+        for is_early in (False, True) if number % 2 == 0 else (True, False):
             hosts.restart_gateway({} if is_early else {"early_pull_tokens": 0})
             asyncio.run(warm_up(hosts.grpc))
             for case in cases:
+                rng, mean_s = random.Random(number), prefill_s.get(case.num_tokens, 0.0) / (case.load or 1.0)
+                pauses_s = [rng.expovariate(1.0 / mean_s) if case.load else 0.0 for _ in range(num_requests)]
                 before = hosts.metric("looseleaf_early_pulled_tokens_total")
-                found[case, is_early] += asyncio.run(measure(hosts.grpc, case, num_requests))
+                times = asyncio.run(measure(hosts.grpc, case, pauses_s))
                 early_tokens[case] += hosts.metric("looseleaf_early_pulled_tokens_total") - before
+                if not case.load:
+                    prefill_s.setdefault(case.num_tokens, statistics.median(each.first for each in times))
+                found[case, is_early] += times
     rows = []
     for case in cases:
         off, on = found[case, False], found[case, True]
         rows.append(
             {
-                "prompt_tokens": case.num_tokens, "concurrency": case.concurrency,
+                "prompt_tokens": case.num_tokens, "load": case.load,
                 "first_token_ms": (p50_ms([t.first for t in off]), p50_ms([t.first for t in on])),
                 "second_token_ms": (p50_ms([t.second for t in off]), p50_ms([t.second for t in on])),
                 "gap_ms": (p50_ms([t.second - t.first for t in off]), p50_ms([t.second - t.first for t in on])),
@@ -121,11 +127,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.hosts_overlap", description=__doc__)
     parser.add_argument("--mbit", type=int, nargs="+", default=[0, 1000, 250], help="rates of the link; 0: no limit")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024, 4096], help="lengths of prompts")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4], help="numbers of requests at a time")
+    parser.add_argument("--load", type=float, default=0.6, help="rate of arrivals, as a fraction of prefill's capacity")
     parser.add_argument("--requests", type=int, default=8, help="requests of each case in a round")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    cases = [Case(tokens, concurrency) for concurrency in args.concurrency for tokens in args.tokens]
+    cases = [Case(tokens, load) for load in (0.0, args.load) for tokens in args.tokens]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ll-overlap-") as directory:
         model = make_checkpoint(Path(directory), "llama", std=0.02, dtype=torch.bfloat16, **MODEL)
