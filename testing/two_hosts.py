@@ -250,8 +250,11 @@ class TwoHosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables of the services. PYTHONPATH is set because `testing` is not installed."""
-        return {**os.environ, NOTES: str(self.notes), "PYTHONPATH": str(Path(__file__).parents[1])}
+        """The environment variables of the services. PYTHONPATH is set because `testing` is not installed. Workers agree
+        on their kernels, because a worker that is restarted on a busy machine may measure that others are faster.
+        """
+        own = {NOTES: str(self.notes), "PYTHONPATH": str(Path(__file__).parents[1])}
+        return {"KERNELS_CHOICES": str(self._root), **os.environ, **own}
 
     def directory(self, host: int) -> Path:
         """Returns the directory of a host's arena. With namespaces, only processes on that host can see the arena."""
