@@ -125,9 +125,10 @@ class Script:
 
 
 def make_record(role: Role, name: str, **overrides: Any) -> WorkerRecord:
+    """Returns the record of a worker in a process of its own, at an address where nothing listens."""
+    a, b, c, _ = crc32(name.encode()).to_bytes(4)
     values: dict[str, Any] = {
-        "worker_id": name, "role": role, "address": f"127.0.0.1:{1 + crc32(name.encode()) % 1000}", "model": "tiny",
-        "arena_id": "a",
+        "worker_id": name, "role": role, "address": f"127.{a}.{b}.{c}:1", "model": "tiny", "arena_id": "a",
         "block_size": BLOCK_SIZE, "pairing": "p", "hash_domain": "00", "max_model_len": 512, "max_num_seqs": 8,
     }  # fmt: skip
     return WorkerRecord(**{**values, **overrides})
