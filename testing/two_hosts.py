@@ -250,8 +250,8 @@ class TwoHosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables of the services. PYTHONPATH is set because `testing` is not installed. Workers agree
-        on their kernels, because a worker that is restarted on a busy machine may measure that others are faster.
+        """The environment variables of the services. PYTHONPATH is set because `testing` is not installed. Workers
+        agree on their kernels, because a worker that is restarted on a busy machine may measure that others are faster.
         """
         own = {NOTES: str(self.notes), "PYTHONPATH": str(Path(__file__).parents[1])}
         return {"KERNELS_CHOICES": str(self._root), **os.environ, **own}
