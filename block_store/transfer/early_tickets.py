@@ -14,7 +14,9 @@ logger = logging.getLogger("pull")
 
 
 class EarlyTickets:
-    """The tickets that the puller keeps, each with the prefix hashes of the blocks that its early pull copied."""
+    """The tickets that the puller keeps, each with the prefix hashes of the blocks that its early pull copied and
+    that no request has counted.
+    """
 
     def __init__(self) -> None:
         self._tickets: dict[TicketId, frozenset[bytes]] = {}
@@ -29,8 +31,12 @@ class EarlyTickets:
         del self._tickets[ticket]
 
     def copied(self) -> frozenset[bytes]:
-        """Returns the hashes of all blocks that early pulls have copied and still hold."""
+        """Returns the hashes of the blocks that early pulls have copied, still hold, and no request has counted."""
         return frozenset[bytes]().union(*self._tickets.values())
+
+    def count(self, hashes: frozenset[bytes]) -> None:
+        """Notes that a request counts these blocks as copied for it, so that no other request does."""
+        self._tickets = {ticket: copied - hashes for ticket, copied in self._tickets.items()}
 
     @property
     def are_due(self) -> bool:

@@ -189,7 +189,9 @@ class Puller:
                     self._thread.submit(release, held, taken)
                     return None
                 items = [SealItem(local, hashes[ref] or None, quota_of(ref)) for ref, local in taken.fresh.items()]
-                copied = self._early.copied()
+                copied = self._early.copied().intersection(hashes[ref] for ref in taken.found)
+                if not early:
+                    self._early.count(copied)
                 delivery = Delivery(held, ticket, taken, items, [ref for ref in taken.found if hashes[ref] in copied])
                 with self._arrivals.arriving(source, fresh):
                     await self._copy(source, ticket, taken, delivery)

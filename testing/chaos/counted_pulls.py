@@ -165,16 +165,9 @@ def judge(report: Report, part: Part) -> None:
 
 
 def _judge_tokens(report: Report, part: Part) -> None:
-    """Checks that every full block is copied once. A block that an early pull holds counts for every request that finds
-    it there.
-    """
-    what, fewest = "tokens copied, according to the answers", fewest_tokens(turn for turn, _ in part.asked)
+    """Checks that every full block is copied once, and counts for one request."""
     copied = sum(answer.transferred_tokens for _, answer in part.asked)
-    if part.counts.early_tokens and part.concurrency > 1:
-        report.at_least(what, copied, fewest)
-        report.told("more than the fewest possible", f"{copied - fewest:,} tokens")
-    else:
-        report.exactly(what, copied, fewest)
+    report.exactly("tokens copied, according to the answers", copied, fewest_tokens(turn for turn, _ in part.asked))
     more = sum(answer.transferred_tokens > len(turn.case.prompt_ids) - turn.num_cached for turn, answer in part.asked)
     report.none("requests that copied more than they can lack", more, len(part.asked), "requests")
 
