@@ -36,12 +36,12 @@ def main(directory: str, redis_url: str) -> None:
     held = HeldBlocks(LedgerClient.register(ledger, "rewriter", writer_slot=slot.number), arena, slot)
     print("ready", flush=True)
     for line in sys.stdin:
-        epochs = set(line.split())
-        if epochs:
-            ledger.client.zadd(ledger.tag + "leases", dict.fromkeys(epochs, 1))
+        left = set(line.split())
         deadline = time.monotonic() + WAIT_S
-        while epochs & {str(holder.epoch) for holder in inspect(ledger).holders} and time.monotonic() < deadline:
+        while left and time.monotonic() < deadline:  # another host may extend a lease before the store reaps
+            ledger.client.zadd(ledger.tag + "leases", dict.fromkeys(left, 1), xx=True)
             time.sleep(0.02)
+            left &= {str(holder.epoch) for holder in inspect(ledger).holders}
         with without_floors(ledger):
             print(rewrite(held), flush=True)
     held.close()
