@@ -13,12 +13,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
 
-from common.errors import LooseleafError, StartupError
+from common.api_keys import read_keys
+from common.errors import LooseleafError, StartupError, Unavailable
 from looseleaf.cluster import ray_cluster
 from looseleaf.cluster.front_group import FrontGroup
 from looseleaf.cluster.host_group import HostGroup
 from looseleaf.cluster.plan import HostPlan
 from looseleaf.cluster.shared import Shared
+from looseleaf.serve.sample import sample
 from looseleaf.serve.service_group import FAILED_GRACE_S
 from looseleaf.serve.supervisor import CHECK_S
 
@@ -155,3 +157,13 @@ class FrontActor(GroupActor[FrontGroup]):
     def status(self) -> dict[str, Any]:
         group = self._group
         return super().status() | {"addresses": None if group is None else group.addresses}
+
+    def sample(self) -> str:
+        """Returns a line of text that the gateway generates. Runs here because other nodes cannot reach the gateway if
+        it listens on loopback.
+        """
+        group, settings = self._group, self._shared.settings()
+        if group is None or group.addresses is None:
+            raise Unavailable("the gateway is not ready")
+        key = next(iter(read_keys(settings.api_key, settings.api_key_file).tenants), None)
+        return sample(group.addresses[1], key, settings.tls_ca, is_tls=settings.ssl_certfile is not None)

@@ -78,6 +78,12 @@ def scale(name: str, wanted: Mapping[Role, int]) -> None:
     ray_cluster.call(ray_cluster.deployment(name), "scale", dict(wanted), timeout_s=_START_S)
 
 
+def sample(actor: Any) -> str:
+    """Returns a line of text that the deployment of an actor generates."""
+    line: str = ray_cluster.call(actor, "sample")
+    return line
+
+
 def stop(actor: Any) -> None:
     """Drains and ends the deployment of an actor."""
     try:

@@ -124,6 +124,11 @@ class Deployment:
         lines: list[str] = ray_cluster.call(actors[group], "logs", most_lines)
         return lines
 
+    def sample(self) -> str:
+        """Returns a line of generated text."""
+        line: str = ray_cluster.call(self._actors()["front"], "sample")
+        return line
+
     def scale(self, wanted: dict[Role, int]) -> None:
         """Changes the numbers of workers. Returns when the hosts know their plans; new workers then start, and surplus
         ones drain. Raises StartupError if a new worker finds no room.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import StartupError, Unavailable
+from common.errors import LooseleafError, StartupError, Unavailable
 
 NAMESPACE = "looseleaf"
 HEAD = "node:__internal_head__"
@@ -44,7 +44,7 @@ def disconnect() -> None:
 
 
 def node_address() -> str:
-    """Returns the address of the node on which this process runs."""
+    """Returns the address of the node of this actor."""
     return str(_ray().util.get_node_ip_address())
 
 
@@ -113,15 +113,15 @@ def kill(actor: Any) -> None:
 
 
 def call(actor: Any, method: str, *arguments: object, timeout_s: float | None = CALL_S) -> Any:
-    """Returns the result of an actor's method. Raises StartupError for an expected failure of the method, and
-    Unavailable if the actor is not running or does not answer in time. None means no time limit.
+    """Returns the result of an actor's method. Raises the StartupError or LooseleafError of the method, and Unavailable
+    if the actor is not running or does not answer in time. None means no time limit.
     """
     ray = _ray()
     try:
         return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, StartupError):
-            raise StartupError(str(error.cause)) from None
+        if isinstance(error.cause, StartupError | LooseleafError):
+            raise error.cause from None
         raise
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
         raise Unavailable(f"the Ray actor does not answer {method!r}: {error}") from None

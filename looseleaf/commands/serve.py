@@ -14,11 +14,9 @@ from types import FrameType
 from common.api_keys import read_keys
 from common.errors import StartupError
 from looseleaf.serve.launcher import Addresses, Launcher, echo_to_stderr
+from looseleaf.serve.sample import sample
 from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.supervisor import supervise
-
-_SAMPLE_PROMPT = "Once upon a time"
-_SAMPLE_TOKENS = 24
 
 
 def run(argv: Sequence[str]) -> int:
@@ -105,21 +103,3 @@ def banner(addresses: Addresses, seconds: float) -> str:
         f"{vllm.format(*addresses.vllm_grpc) if addresses.vllm_grpc else ''}"
         f"  blocks  {addresses.block_store}   (looseleaf blocks {addresses.block_store}){notice}"
     )
-
-
-def sample(address: str, api_key: str | None, tls_ca: str | None, *, is_tls: bool) -> str:
-    """Returns a line of generated text without characters that a terminal would interpret. `address` is that of the
-    gateway's gRPC.
-    """
-    if is_tls and tls_ca is None:
-        return "  says  nothing yet: verifying the gateway's certificate needs --tls-ca"
-    from looseleaf.client import Client  # imported here, so that services are started before gRPC is loaded
-
-    with Client(address, api_key=api_key, timeout=60.0, tls_ca=tls_ca if is_tls else None) as client:
-        completion = client.generate(_SAMPLE_PROMPT, max_tokens=_SAMPLE_TOKENS, temperature=0.0, ignore_eos=True)
-    return f"  says  {one_line(_SAMPLE_PROMPT + completion.text)}"
-
-
-def one_line(text: str) -> str:
-    """Returns the text with each run of white space as one space, and unprintable characters as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))

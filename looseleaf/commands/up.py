@@ -6,18 +6,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
 from pydantic_settings import CliPositionalArg
 
-from common.api_keys import read_keys
 from common.settings import Settings, settings_config
 from looseleaf.cluster import client, ray_cluster
 from looseleaf.cluster.settings import ClusterSettings, read_file
-from looseleaf.commands.serve import sample
 
 
 class UpSettings(Settings):
@@ -67,12 +65,13 @@ def connected(ray_address: str) -> Iterator[TextIO]:
 def bring_up(settings: ClusterSettings, out: TextIO) -> Any:
     """Starts a deployment, prints its addresses and one generated line to `out`, and returns the deployment's actor."""
     started = time.monotonic()
-    key = next(iter(read_keys(settings.api_key, settings.api_key_file).tenants), None)
     actor = client.create(settings)
     try:
         status = client.wait_ready(actor, settings.startup_timeout_s, _tell)
         print(f"looseleaf: ready after {time.monotonic() - started:.1f} s", file=out)
-        print(introduction(settings, status["groups"]["front"], key), file=out, flush=True)
+        http, grpc_address = status["groups"]["front"]["addresses"]
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        print(f"  HTTP  {scheme}://{http}/v1\n  gRPC  {grpc_address}\n{client.sample(actor)}", file=out, flush=True)
     except BaseException:
         client.stop(actor)
         raise
@@ -81,15 +80,3 @@ def bring_up(settings: ClusterSettings, out: TextIO) -> Any:
 
 def _tell(line: str) -> None:
     print(f"looseleaf: {line}", file=sys.stderr, flush=True)
-
-
-def introduction(settings: ClusterSettings, front: Mapping[str, Any], key: str | None) -> str:
-    """Returns the gateway's addresses and a line of generated text. `front` is the status of the gateway's group."""
-    http, grpc_address = front["addresses"]
-    is_tls = settings.ssl_certfile is not None
-    lines = [f"  HTTP  http{'s' * is_tls}://{http}/v1", f"  gRPC  {grpc_address}"]
-    if grpc_address.startswith("127.") and front["node"] != ray_cluster.node_address():
-        lines.append(f"  says  nothing here: the gateway listens only on the loopback interface of {front['node']}")
-    else:
-        lines.append(sample(grpc_address, key, settings.tls_ca, is_tls=is_tls))
-    return "\n".join(lines)
