@@ -24,6 +24,8 @@ TIMES = {
     "decode_ns": ("decode_queue", "decode", "swapped"),
 }
 """The phases that each of the reported times sums up."""
+MOST_ROUNDS = 12
+"""Maximum number of rounds of requests until one of them is preempted. Two rounds nearly always suffice."""
 
 
 @pytest.fixture(scope="module", params=["swap", "give-back"])
@@ -81,15 +83,20 @@ def check(done: Completion, told: Explanation) -> None:
 
 
 async def test_the_numbers_add_up_to_usage_and_time(crowded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [pair for seed in range(2) for pair in await run_all(crowded, seed, 24)]
+    found: list[tuple[Completion, Explanation]] = []
+    kinds: set[str] = set()
+    for seed in range(MOST_ROUNDS):
+        found += await run_all(crowded, seed, 24)
+        kinds = {phase.kind for _, told in found for phase in told.phases}
+        if seed and kinds & {"swapped", "come_back"}:
+            break
     for done, told in found:
         check(done, told)
-    kinds = {phase.kind for _, told in found for phase in told.phases}
     assert kinds & {"swapped", "come_back"}, "no request was preempted"
     assert any(done.usage.cached_tokens for done, _ in found) and any(
         told.attempts[0].copied_blocks for _, told in found
     )
-    longest = max((told for _, told in found), key=lambda told: len(told.phases))
+    longest = max((told for _, told in found[-24:]), key=lambda told: len(told.phases))
     assert await asyncio.to_thread(main, ["explain", longest.request_id, "--address", crowded.addresses.grpc]) == 0
     report = capsys.readouterr().out
     assert report.startswith(f"{longest.request_id}: {longest.outcome} after") and "prefill on worker.prefill" in report
