@@ -16,12 +16,12 @@ from common.telemetry import Fallbacks
 from common.ticket import Ticket
 from common.types import BlockRef, WorkerLoad
 from decode_svc.claims import Claim, Claims, adopt, fits_ticket, most_needed
+from decode_svc.draft_policy import DraftPolicy
 from decode_svc.outputs import Outbox, Rejection, Session
 from decode_svc.preemption import Preemption
 from decode_svc.running_blocks import Plan, RunningBlocks, copying
 from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import DecodeScheduler, Group
-from decode_svc.speculation import Speculation
 from decode_svc.swap import SwapSpace
 from engine.beam_search import BeamSearch, Candidates
 from engine.model_runner import ModelRunner
@@ -46,7 +46,7 @@ class DecodeWorker:
         scheduler: DecodeScheduler,
         domain: bytes,
         preemption: Preemption | None = None,
-        speculation: Speculation | None = None,
+        speculation: DraftPolicy | None = None,
     ) -> None:
         """Creates the worker. If `preemption` is None, preempted groups are given back. Without `speculation`, there
         are no drafts.

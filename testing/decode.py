@@ -20,9 +20,9 @@ from block_store.ledger.rebuild import open_ledger
 from common.group_need import blocks_of
 from common.ticket import Ticket, TicketId
 from common.types import Branch, Epoch, FinishReason, SamplingParams, StoppingParams, TokenLogprob, WorkerLoad
+from decode_svc.draft_policy import DraftPolicy
 from decode_svc.outputs import AnyOutput, PlainToken, Rejection, Session
 from decode_svc.scheduler import DecodeScheduler, Group
-from decode_svc.speculation import Speculation
 from decode_svc.submits import Submission
 from decode_svc.worker import DecodeWorker
 from engine.beam_search import BeamSearch, Candidates
@@ -77,7 +77,7 @@ class DecodeBench:
 
     def __init__(
         self, runner: ModelRunner, directory: Path, client: Any, *, num_blocks: int = 256, max_num_seqs: int = 64,
-        reserve: int = 0, speculation: Speculation | None = None,
+        reserve: int = 0, speculation: DraftPolicy | None = None,
     ) -> None:  # fmt: skip
         """Sets up the worker. `reserve` is the number of blocks that the worker keeps allocated in advance. Without
         `speculation`, nothing is drafted.

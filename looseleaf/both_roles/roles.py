@@ -27,33 +27,37 @@ class Loaded:
 
     runner: ModelRunner
     sharing: ModelRunner | None
+    draft_runner: ModelRunner | None
+    """The runner of the decode role's draft model, or None without such a model."""
 
     @classmethod
     def of(cls, settings: WorkerSettings, *, both: bool) -> Loaded:
-        """Loads the model, and creates the second runner if `both` is set."""
+        """Loads the model and its draft model, and creates the second runner if `both` is set."""
         runner = load_model(settings)
-        return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None)
+        draft_runner = decode.draft_runner_of(runner, settings) if isinstance(settings, DecodeSettings) else None
+        return cls(runner, ModelRunner.sharing(runner, urgent=True) if both else None, draft_runner)
 
     def measure(self, settings: BothSettings) -> None:
         """Measures the memory that each role will request. The runners keep the results."""
         prefill.needs_of(self.runner, settings, "")
-        decode.needs_of(self.sharing or self.runner, settings, "")
+        decode.needs_of(self.sharing or self.runner, settings, "", self.draft_runner)
 
 
 def join_both(loaded: Loaded, settings: BothSettings) -> list[Role]:
     """Attaches both roles to the block store, which waits for all expected workers, and returns the roles."""
     runner, sharing = loaded.runner, loaded.sharing
     assert sharing is not None
+    draft_runner = decode.draft_runner_of(sharing, settings, loaded.draft_runner)
     name = worker_name("worker", settings.worker_id)
     needs = [
         prefill.needs_of(runner, settings, f"{name}.prefill"),
-        decode.needs_of(sharing, settings, f"{name}.decode"),
+        decode.needs_of(sharing, settings, f"{name}.decode", draft_runner),
     ]
     for_prefill, for_decode = attach(settings.block_store, needs, trust_of(settings))
     turns = FairLock() if take_turns(settings, runner) else None
     return [
         prefill.PrefillRole(runner, needs[0], for_prefill, settings, turns),
-        decode.DecodeRole(sharing, needs[1], for_decode, settings, turns),
+        decode.DecodeRole(sharing, needs[1], for_decode, settings, turns, draft_runner),
     ]
 
 
@@ -80,10 +84,14 @@ async def stand_in(loaded: Loaded, package: str, flags: Sequence[str]) -> None:
         await serve(of_prefill, lambda: [prefill.join(_fitting(loaded, of_prefill).runner, of_prefill)])
     elif package == "decode_svc":
         of_decode = DecodeSettings.load(flags)
-        await serve(of_decode, lambda: [decode.join(_fitting(loaded, of_decode).runner, of_decode)])
+        await serve(of_decode, lambda: [_join_decode(_fitting(loaded, of_decode), of_decode)])
     else:
         of_both = BothSettings.load(flags)
         await serve(of_both, lambda: join_both(_fitting(loaded, of_both), of_both))
+
+
+def _join_decode(loaded: Loaded, settings: DecodeSettings) -> Role:
+    return decode.join(loaded.runner, settings, loaded.draft_runner)
 
 
 def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
@@ -92,7 +100,7 @@ def _fitting(loaded: Loaded, settings: WorkerSettings) -> Loaded:
     """
     wanted = RunnerSettings.of(settings)
     if replace(wanted, num_threads=1) == loaded.runner.settings:
-        for runner in (loaded.runner, loaded.sharing):
+        for runner in (loaded.runner, loaded.sharing, loaded.draft_runner):
             if runner is not None:
                 runner.use_threads(wanted.num_threads)
         return loaded

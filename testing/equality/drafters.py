@@ -9,15 +9,20 @@ from typing import Any, Literal
 
 from common.types import SamplingParams
 from decode_svc.draft_lengths import Option, TimeOf
+from decode_svc.draft_policy import DraftLimits, DraftPolicy
+from decode_svc.model_speculation import ModelSpeculation
 from decode_svc.scheduler import DecodeScheduler
-from decode_svc.speculation import Drafter, DraftLimits, Speculation
+from decode_svc.speculation import Drafter, Speculation
 from decode_svc.worker import DecodeWorker
+from engine.draft_model import DraftModel, num_draft_blocks
+from engine.model_runner import ModelRunner
 from engine.sequence import Sequence
 from testing.equality.cases import Answer, Case
 from testing.equality.workers import DOMAIN, MAX_NUM_SEQS, Workers
 
 LENGTH = 9
 DRAFT_TOKENS = 6
+DRAFT_CACHE_BYTES = 1 << 26
 Kind = Literal["random", "perfect", "lying"]
 KINDS: tuple[Kind, ...] = ("random", "perfect", "lying")
 Known = Mapping[tuple[tuple[int, ...], SamplingParams, int], Seq[int]]
@@ -66,7 +71,9 @@ class LyingDrafter(PerfectDrafter):
         return tokens
 
 
-def verify_everything(options: Seq[Option], num: int, max_rows: int, time_of: TimeOf) -> list[int]:
+def verify_everything(
+    options: Seq[Option], num: int, max_rows: int, time_of: TimeOf, draft_time_of: TimeOf | None = None
+) -> list[int]:
     """Returns the length of each of the `num` sequences' drafts. Drafts get as many rows as they have room for, in
     order, while rows are left.
     """
@@ -93,17 +100,23 @@ def drafter_of(kind: Kind, cases: Seq[Case], expected: Seq[Answer], vocab_size: 
 class SpeculatingWorkers(Workers):
     """Workers whose decode worker verifies every draft."""
 
-    speculation: Speculation
+    speculation: DraftPolicy
 
-    def __init__(self, drafter: Drafter, *where: Any, **settings: Any) -> None:
-        """Creates the workers. The arguments after the drafter are those of `Workers`."""
+    def __init__(self, drafter: Drafter | ModelRunner, *where: Any, **settings: Any) -> None:
+        """Creates the workers. `drafter` may be the runner of a draft model. The further arguments are those of
+        `Workers`.
+        """
         self._drafter = drafter
         super().__init__(*where, **settings)
 
     def new_decode(self, attached: Any, scheduler: DecodeScheduler) -> DecodeWorker:
         block_size, max_model_len = self.runner.layout.block_size, self.runner.max_model_len
-        limits = DraftLimits(DRAFT_TOKENS, 4 * MAX_NUM_SEQS, block_size, max_model_len, max_pause=0)
-        self.speculation = Speculation(self._drafter, limits, verify_everything)
+        limits = DraftLimits(DRAFT_TOKENS, 4 * MAX_NUM_SEQS, block_size, max_model_len, 0, catch_up_share=None)
+        if isinstance(self._drafter, ModelRunner):
+            self.model = DraftModel(self._drafter, num_draft_blocks(self._drafter, MAX_NUM_SEQS, DRAFT_CACHE_BYTES))
+            self.speculation = ModelSpeculation(self.model, limits, verify_everything)
+        else:
+            self.speculation = Speculation(self._drafter, limits, verify_everything)
         return DecodeWorker(self.runner, attached, scheduler, DOMAIN, self.preemption, self.speculation)
 
     def check_accepted(self, kind: Kind) -> None:

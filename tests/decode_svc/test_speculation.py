@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from common.speculative_config import SpeculativeConfig
 from common.types import KvKind, KvLayout, KvSpec, SamplingParams, StoppingParams
-from decode_svc.draft_lengths import Option, best_lengths
+from decode_svc.draft_lengths import Option, best_lengths, saved_share
+from decode_svc.draft_policy import DraftLimits
+from decode_svc.model_speculation import MAX_PAUSE, PROBE_TOKENS, READY, TRIALS, ModelSpeculation
 from decode_svc.ngram import LOOK_AHEAD, NgramDrafter
 from decode_svc.role import speculation_of
+from decode_svc.sampling_step import Taken
 from decode_svc.scheduler import Group
 from decode_svc.settings import DecodeSettings
-from decode_svc.speculation import DraftLimits, Speculation
+from decode_svc.speculation import Speculation
 from decode_svc.step_times import KEPT, LEAST, MAX_AGE, StepTimes
+from engine.draft_model import DraftModel, load_draft_model, num_draft_blocks
+from engine.model_runner import ModelRunner
+from engine.sampler import Sampled
 from engine.sequence import Sequence
+from engine.tiny import make_checkpoint
+from testing.oracle import Oracle
 
 
 def sequence(prompt: list[int], output: list[int]) -> Sequence:
@@ -78,6 +89,38 @@ def test_a_step_has_at_most_its_rows_and_the_best_predictions_get_them() -> None
     assert best_lengths(options, 4, 64, lambda rows: 10.0) == [0, 2, 0, 5], "gains below the least are not considered"
 
 
+def test_the_passes_of_a_draft_model_count() -> None:
+    """Rows of the target are almost free. With a certain prediction, each pass of the draft model pays until it takes
+    as long as a step of the target.
+    """
+
+    def target(rows: int) -> float:
+        return 10.0 + 0.01 * rows
+
+    def passes_of(seconds: float) -> Callable[[int], float]:
+        return lambda rows: seconds
+
+    one = [Option(0, 0.95, 7)]
+    assert best_lengths(one, 1, 64, target, passes_of(0.5)) == [7]
+    assert 0 < best_lengths([Option(0, 0.7, 7)], 1, 64, target, passes_of(3.0))[0] < 3
+    assert best_lengths(one, 1, 64, target, passes_of(9.9)) == [0]
+    assert best_lengths([Option(i, 0.6, 1) for i in range(8)], 8, 64, target, passes_of(4.0)) == [1] * 8
+    assert best_lengths([Option(0, 0.6, 1)], 8, 64, target, passes_of(4.0)) == [0] * 8, "one is not worth a pass"
+    many = [Option(0, 0.9, 1, unseen=400)]
+    assert best_lengths(many, 1, 64, target, lambda rows: 0.1 * rows) == [0]
+
+
+def test_the_share_of_time_that_drafts_save() -> None:
+    def constant(rows: int) -> float:
+        return 2.0
+
+    options = [Option(0, 0.5, 4), Option(1, 1.0, 4)]
+    assert saved_share(options, [0, 0], constant, constant) == 0.0
+    assert saved_share(options, [0, 3], constant, lambda rows: 0.0) == pytest.approx(1 - 2 / 5)
+    assert saved_share(options, [2, 3], constant, lambda rows: 0.0) == pytest.approx(1 - 2 / 5.75)
+    assert saved_share(options, [1, 1], constant, lambda rows: 1.0 * rows) == 0.0, "two rows of one second"
+
+
 def test_a_time_is_a_median_of_the_latest_and_unknown_ones_lie_between() -> None:
     times = StepTimes()
     assert times.at(1) == 0.0
@@ -116,6 +159,14 @@ def test_old_times_are_forgotten() -> None:
         ('{"method": "ngram", "num_speculative_tokens": 33}', "num_speculative_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 0}', "prompt_lookup_max"),
         ('{"method": "ngram", "num_speculative_tokens": 3, "model": "x"}', "model"),
+        ('{"method": "ngram", "num_speculative_tokens": 3, "kv_space": 1}', "kv_space"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3}', "requires model"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3, "model": ""}', "model"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3, "model": "x", "kv_space": 0}', "kv_space"),
+        (
+            '{"method": "draft_model", "num_speculative_tokens": 3, "model": "x", "prompt_lookup_max": 3}',
+            "prompt_lookup_max",
+        ),
         (
             '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 3}',
             "prompt_lookup_min",
@@ -178,3 +229,100 @@ def test_a_drafter_is_asked_rarely_until_it_is_right() -> None:
     drafter.tokens = [1, 1]
     asked(40)
     assert asked(40) == 20, "a right prediction is followed by the next"
+
+
+class Modeled:
+    """A sequence that a target continues greedily, and drafts of a draft model. Steps of the target take `seconds`."""
+
+    def __init__(self, target: ModelRunner, model: str, prompt: list[int]) -> None:
+        runner = load_draft_model(model, target)
+        self.model = DraftModel(runner, num_draft_blocks(runner, 1, 1 << 30))
+        self.policy = ModelSpeculation(self.model, DraftLimits(3, 64, block_size=16, max_model_len=256))
+        self.sequence = sequence(prompt, [])
+        self.sequence.sampling, self.sequence.stopping = SamplingParams(temperature=0.0), StoppingParams(max_tokens=200)
+        self._said = Oracle(target).generate(prompt, self.sequence.sampling, replace(self.sequence.stopping))
+        self.sequence.output_ids, self.sequence.num_computed = self._said[:1], len(prompt)
+        self.num_passes = 0
+        step = self.model.step
+
+        def count(parts: list[tuple[Sequence, int]]) -> list[int | None]:
+            self.num_passes += 1
+            return step(parts)
+
+        self.model.step = count  # type: ignore[method-assign, assignment]
+
+    def run(self, num_steps: int, seconds: float) -> tuple[int, int]:
+        """Returns how many drafts had tokens, and how many tokens were accepted."""
+        before = self.policy.counts
+        for _ in range(num_steps):
+            drafts = self.policy.drafts([(Group(0, 1, [self.sequence]), self.sequence)])
+            draft = drafts[0].token_ids if drafts else ()
+            outputs, accepted = self.sequence.output_ids, 0
+            while accepted < len(draft) and draft[accepted] == self._said[len(outputs) + accepted]:
+                accepted += 1
+            drawn = self._said[len(outputs) : len(outputs) + accepted + 1]
+            outputs += drawn
+            self.sequence.num_computed += len(drawn)
+            samples = [Sampled(token, None) for token in drawn]
+            taken = Taken(Group(0, 1, [self.sequence]), self.sequence, samples, None, len(draft), accepted)
+            self.policy.note([taken], 1 + len(draft), seconds)
+        now = self.policy.counts
+        accepted = sum(now.accepted_by_position) - sum(before.accepted_by_position)
+        return now.num_drafts - before.num_drafts, accepted
+
+
+@pytest.fixture
+def target(ordinary_runner: ModelRunner) -> ModelRunner:
+    return ordinary_runner
+
+
+PROMPT = [7 + 3 * i % 400 for i in range(40)]
+
+
+def test_a_draft_model_drafts_where_that_pays(target: ModelRunner, model: Path) -> None:
+    """Steps of the target take so long that any right prediction pays. The prompt is seen in chunks before."""
+    modeled = Modeled(target, str(model), PROMPT)
+    drafted, accepted = modeled.run(20, seconds=10.0)
+    assert modeled.model.num_unseen(modeled.sequence) <= READY
+    assert drafted >= TRIALS and accepted >= 2 * drafted
+
+
+def test_a_draft_model_that_takes_too_long_rests(target: ModelRunner, model: Path) -> None:
+    """No draft pays if steps of the target take no time. What it computes is paid from a share of the time."""
+    modeled = Modeled(target, str(model), PROMPT[:READY])
+    modeled.run(TRIALS + 20, seconds=1e-9)
+    num_passes = modeled.num_passes
+    assert num_passes > 0, "the times are measured"
+    assert modeled.run(60, seconds=1e-9) == (0, 0) and modeled.num_passes == num_passes
+
+
+def test_wrong_predictions_end_drafts_and_probes_begin_them_again(target: ModelRunner, tmp_path: Path) -> None:
+    unrelated = make_checkpoint(tmp_path / "unrelated", "llama", seed=5, num_hidden_layers=1)
+    modeled = Modeled(target, str(unrelated), PROMPT[:READY])
+    modeled.run(60, seconds=10.0)
+    drafted, accepted = modeled.run(60, seconds=10.0)
+    assert accepted <= 3
+    modeled.policy._saved_s = -1e9
+    drafted, _ = modeled.run(20, seconds=1e-3)
+    assert drafted == 0, "nothing is saved up for probes"
+    num_passes = modeled.num_passes
+    assert modeled.model.num_unseen(modeled.sequence) > READY
+    modeled.policy._saved_s = 1e9
+    drafted, _ = modeled.run(MAX_PAUSE + 6, seconds=1e-9)
+    assert drafted == 1, "first it catches up, then it predicts"
+    assert modeled.num_passes <= num_passes + 5 + PROBE_TOKENS, "a probe uses up what had been saved"
+
+
+def test_a_draft_model_that_fails_costs_no_step(
+    target: ModelRunner, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    modeled = Modeled(target, str(model), PROMPT)
+
+    def fail(parts: list[tuple[Sequence, int]]) -> list[int | None]:
+        raise RuntimeError("the draft model is broken")
+
+    modeled.run(12, seconds=10.0)
+    modeled.model.step = fail  # type: ignore[method-assign, assignment]
+    assert modeled.run(8, seconds=10.0) == (0, 0)
+    assert modeled.model.num_unseen(modeled.sequence) == modeled.sequence.num_tokens
+    assert caplog.text.count("goes on without it") == 1

@@ -1,7 +1,7 @@
 """Speculation changes no token and no bit of a log-probability, whatever the drafts are.
 
 The answers are compared with those of the same workers without drafts: greedy, sampled, with penalties, n = 4, beams;
-with full attention, and with windows and keys of 8 bits.
+with full attention, and with windows and keys of 8 bits. Drafts come from drafters, and from draft models.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
+from engine.draft_model import load_draft_model
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.step import StepInput
 from engine.tiny import make_checkpoint
 from testing.equality.cases import Answer, Case, differences, expect, make_cases
-from testing.equality.drafters import KINDS, Kind, SpeculatingWorkers, drafter_of
+from testing.equality.drafters import KINDS, Drafter, Kind, SpeculatingWorkers, drafter_of
 from testing.equality.workers import Workers
 from testing.oracle import Oracle
 from testing.ranks import ThreadRanks
 
+DraftKind = Literal["own", "unrelated"]
 TIGHT = 26
 """Blocks for each KV group, fewer than the requests need together."""
 
@@ -39,6 +41,12 @@ class Subject:
     cases: list[Case]
     expected: list[Answer]
     plain: list[Answer]
+    unrelated: Path
+    """The directory of a model of the same vocabulary with other random weights."""
+
+    def draft_runner(self, kind: DraftKind) -> ModelRunner:
+        """Returns a new runner of a draft model."""
+        return load_draft_model(str(self.runner.settings.model if kind == "own" else self.unrelated), self.drafting)
 
     @property
     def drafting(self) -> ModelRunner:
@@ -66,13 +74,14 @@ def subject(
         kv_cache_dtype="int8" if family == "gemma2" else "auto",
     )  # fmt: skip
     runner = ModelRunner(settings)
+    unrelated = make_checkpoint(directory / "unrelated", "llama", seed=9, num_hidden_layers=1)
     cases, oracle = make_cases(runner.config.vocab_size), Oracle(runner)
     workers = Workers(runner, directory / "arena", redis_client)
     plain = [asked.answer for asked in workers.answer(cases)]
     workers.close()
     expected = [expect(oracle, case) for case in cases]
     with ThreadRanks(settings, 2, stages=2) if heads else nullcontext() as ranks:
-        yield Subject(runner, ranks, cases, expected, plain)
+        yield Subject(runner, ranks, cases, expected, plain, unrelated)
 
 
 Make = Callable[..., SpeculatingWorkers]
@@ -82,8 +91,12 @@ Make = Callable[..., SpeculatingWorkers]
 def make_workers(subject: Subject, redis_client: Any, tmp_path: Path) -> Iterator[Make]:
     made: list[SpeculatingWorkers] = []
 
-    def make(kind: Kind, **settings: Any) -> SpeculatingWorkers:
-        drafter = drafter_of(kind, subject.cases, subject.expected, subject.runner.config.vocab_size)
+    def make(kind: Kind | DraftKind, **settings: Any) -> SpeculatingWorkers:
+        drafter: Drafter | ModelRunner
+        if kind == "own" or kind == "unrelated":
+            drafter = subject.draft_runner(kind)
+        else:
+            drafter = drafter_of(kind, subject.cases, subject.expected, subject.runner.config.vocab_size)
         where = (subject.drafting, tmp_path / str(len(made)), redis_client)
         made.append(SpeculatingWorkers(drafter, *where, **settings))
         if subject.ranks is not None:
@@ -103,39 +116,61 @@ def test_no_draft_changes_a_token_or_a_bit(subject: Subject, make_workers: Make,
     assert not workers.rejections
 
 
+@pytest.mark.parametrize("kind", ["lying", "own"])
 @pytest.mark.parametrize("preemption", ["swap", "give-back"])
-def test_preempted_between_drafts(subject: Subject, make_workers: Make, preemption: str) -> None:
-    workers = make_workers("lying", num_blocks=TIGHT * len(subject.runner.layout.groups), preemption=preemption)
+def test_preempted_between_drafts(
+    subject: Subject, make_workers: Make, preemption: str, kind: Kind | DraftKind
+) -> None:
+    workers = make_workers(kind, num_blocks=TIGHT * len(subject.runner.layout.groups), preemption=preemption)
     subject.check(workers)
     counts = workers.preemption.counts
     assert counts.swapped_groups if preemption == "swap" else counts.given_back_groups
+    assert workers.speculation.counts.num_drafts
+
+
+@pytest.mark.parametrize("kind", ["own", "unrelated"])
+def test_no_draft_model_changes_a_token_or_a_bit(subject: Subject, make_workers: Make, kind: DraftKind) -> None:
+    """The target as its own draft model predicts what is drawn: greedy, sampled, and with penalties."""
+    workers = make_workers(kind)
+    subject.check(workers)
+    counts = workers.speculation.counts
+    accepted = sum(counts.accepted_by_position)
+    assert counts.num_draft_tokens > 100
+    if kind == "own":
+        assert accepted > 0.9 * counts.num_draft_tokens, "what is missing is after the ends of samples"
+    else:
+        assert accepted < counts.num_draft_tokens // 10
 
 
 class Killed(BaseException):
     """The end of a worker's process."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "own"])
 def test_decode_killed_while_it_verifies(
-    subject: Subject, make_workers: Make, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, make_workers: Make, kind: Kind | DraftKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step has written the keys and values of drafts, and nothing of it has been published."""
     workers, step, verified = make_workers(kind), subject.drafting.step, []
 
     def die(batch: StepInput) -> torch.Tensor:
-        step(batch)
-        verified.append(len(batch.token_ids) - len(batch.context_lens))
-        raise Killed
+        logits = step(batch)
+        if num_drafted := len(batch.token_ids) - len(batch.context_lens):
+            verified.append(num_drafted)
+            raise Killed
+        return logits
 
     def kill(them: Workers) -> None:
-        if them.num_steps in (3, 6):
-            with monkeypatch.context() as patch, pytest.raises(Killed):
+        if them.num_steps >= 3 * (1 + len(verified)) and len(verified) < 2:
+            with monkeypatch.context() as patch:
                 patch.setattr(subject.drafting, "step", die)
-                them.decode.step()
-            them.kill_decode()
+                try:
+                    them.decode.step()
+                except Killed:
+                    them.kill_decode()
 
     subject.check(workers, before_step=kill)
-    assert len(verified) == 2 and min(verified) > 0
+    assert len(verified) == 2
     assert workers.num_returned > 0
 
 

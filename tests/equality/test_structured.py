@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from common.errors import InvalidArgument
 from common.grammar import eos_token_ids
 from common.types import FinishReason, SamplingParams, StoppingParams, StructuredOutput
+from engine.draft_model import load_draft_model
 from engine.grammar_state import GrammarState
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.sequence import Sequence
@@ -179,6 +180,16 @@ def test_drafts_change_no_token(subject: Subject, redis_client: Any, tmp_path: P
     workers = SpeculatingWorkers(drafter, subject.runner, tmp_path, redis_client, grammars=subject.grammars)
     subject.check(workers)
     workers.check_accepted(kind)
+    workers.close()
+
+
+def test_a_draft_model_changes_no_token(subject: Subject, redis_client: Any, tmp_path: Path) -> None:
+    """It knows no grammar, so drafts end before tokens that are not allowed."""
+    draft_runner = load_draft_model(str(subject.runner.settings.model), subject.runner)
+    workers = SpeculatingWorkers(draft_runner, subject.runner, tmp_path, redis_client, grammars=subject.grammars)
+    subject.check(workers)
+    counts = workers.speculation.counts
+    assert sum(counts.accepted_by_position) > counts.num_draft_tokens // 2 > 50
     workers.close()
 
 

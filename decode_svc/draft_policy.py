@@ -1,0 +1,89 @@
+"""The common part of the ways to choose drafts: their limits, and what steps with drafts have cost and gained."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from common.types import DraftCounts
+from decode_svc.running_blocks import Plan
+from decode_svc.sampling_step import Taken
+from decode_svc.step_times import StepTimes
+from engine.draft import Draft
+from engine.sequence import Sequence
+
+FIRST_RATE = 0.5
+"""The share of right predictions that is assumed before the first one."""
+RATE_WEIGHT = 0.15
+"""Weight of the newest token in a sequence's rate of right predictions."""
+_PACE_WEIGHT = 0.02
+_PLAIN_EVERY = 8
+"""Once the time for a number of rows is known, the time of a step without drafts is recorded only in every eighth step.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """The limits of drafts."""
+
+    num_tokens: int
+    """Maximum number of tokens of a draft."""
+    max_rows: int
+    """Maximum number of rows of a step, including the rows of drafts."""
+    block_size: int
+    max_model_len: int
+    max_pause: int = 16
+    """Maximum number of tokens for which the drafter is not called after a wrong or missing prediction. Without such
+    pauses, calls would take a part of every step even if nothing can be predicted.
+    """
+    catch_up_share: float | None = 0.5
+    """A draft model catches up with a sequence if that takes at most this part of the time that drafts are expected to
+    save in the rest of the sequence. None: it always catches up, in the largest chunks.
+    """
+
+
+class DraftPolicy(ABC):
+    """The interface of what chooses the drafts of one worker's steps. The object is used in the step thread."""
+
+    def __init__(self, limits: DraftLimits) -> None:
+        self._limits = limits
+        self._times = StepTimes()
+        """Times of the target's steps."""
+        self._num_steps = 0
+        self.pace = 1.0
+        """The mean number of tokens that recent steps have added to a sample."""
+        self.counts = DraftCounts(accepted_by_position=(0,) * limits.num_tokens)
+
+    @abstractmethod
+    def drafts(self, plan: Plan) -> list[Draft]:
+        """Returns one draft per sequence of the plan, or an empty list if there are no tokens to verify."""
+
+    def note(self, taken: Seq[Taken], num_rows: int, seconds: float) -> None:
+        """Records the tokens that a step of `num_rows` rows has added to samples, and the step's duration without the
+        time that `drafts` took.
+        """
+        drafted = [item for item in taken if item.num_drafted]
+        self._num_steps += 1
+        if drafted or self._num_steps % _PLAIN_EVERY == 0 or not self._times.knows(num_rows):
+            self._times.note(num_rows, seconds)
+        if taken:
+            num_more = sum(len(item.samples) - 1 for item in drafted)
+            self.pace += _PACE_WEIGHT * (1.0 + num_more / len(taken) - self.pace)
+        if drafted:
+            accepted = list(self.counts.accepted_by_position)
+            for item in drafted:
+                for position in range(item.num_accepted):
+                    accepted[position] += 1
+            num_tokens = self.counts.num_draft_tokens + sum(item.num_drafted for item in drafted)
+            self.counts = DraftCounts(self.counts.num_drafts + len(drafted), num_tokens, tuple(accepted))
+
+    def _room(self, sequence: Sequence) -> int:
+        """Returns the maximum length of the sequence's draft. The draft stays within the block to which the sequence
+        writes, so it needs no new block, and a rejected position is in a block that is not sealed. No draft is needed
+        after the last token that the sequence may have.
+        """
+        limits, num_outputs = self._limits, len(sequence.output_ids)
+        left = min(sequence.stopping.max_tokens - num_outputs, limits.max_model_len - sequence.num_tokens) - 1
+        in_block = limits.block_size - 1 - sequence.num_computed % limits.block_size
+        return max(0, min(limits.num_tokens, in_block, left))
