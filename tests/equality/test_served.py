@@ -5,6 +5,7 @@ decode worker.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -23,15 +24,17 @@ from engine.model_runner import ModelRunner, RunnerSettings
 from engine.ranks.leader import BEAT_S, SILENT_BEATS
 from engine.tiny import VOCAB_SIZE, make_checkpoint
 from looseleaf import LLM, AsyncClient
+from looseleaf.metrics_page import read, total
 from looseleaf.results import Completion, Delta, join
 from looseleaf.serve.model_source import BUILT_IN, gguf_directory
 from testing.against_transformers import by_transformers
 from testing.equality.cases import KINDS, TOLERANCE, Answer, Case, answer_of, differences, expect, make_cases
+from testing.first_layers import first_layers
 from testing.gguf_files import make_gguf
 from testing.oracle import Oracle
 from testing.quantized import FORMATS, make_quantized
 from testing.ranks import followers_of
-from testing.system import assert_nothing_held
+from testing.system import assert_nothing_held, wait_for
 from testing.zoo import ZOO, make_foreign
 
 FOREIGN = ("deepseek-v3", "gemma3", "bamba")
@@ -114,16 +117,29 @@ async def lost_midway(
     pytest.fail("no request came back")
 
 
-async def test_served_cold_cached_and_with_decode_killed_midway(cases: list[Case], expected: list[Answer]) -> None:
-    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split") as llm:
+async def test_served_cold_cached_and_with_decode_killed_midway(
+    cases: list[Case], expected: list[Answer], tmp_path: Path
+) -> None:
+    """With a draft model, whose drafts are verified in some steps. A worker that takes over loads it again."""
+    draft = first_layers(BUILT_IN, tmp_path / "draft", 1)
+    config = json.dumps({"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3})
+    with LLM(max_model_len=MAX_MODEL_LEN, num_blocks=1024, roles="split", speculative_config=config) as llm:
         check(cases, expected, await answers(llm.addresses.grpc, cases))
         again = await answers(llm.addresses.grpc, cases)
         check(cases, expected, again)
         assert all(done.usage.cached_tokens >= 16 for done in again)
         sent = llm.requests_by_worker()["prefill"]
         assert sent == 2 * len(cases), "one prefill each, whatever their number of samples"
+        assert num_drafts(llm) > 0
         await killed_midway(llm, cases, expected)
+        check(cases, expected, await answers(llm.addresses.grpc, cases))
+        wait_for(lambda: num_drafts(llm), bool, 10, "the successor verifies no draft")
         assert_nothing_held(llm.addresses.block_store)
+
+
+def num_drafts(llm: LLM) -> float:
+    """Returns the number of drafts that the current decode worker has verified."""
+    return total(read(llm.addresses.http), "looseleaf_spec_decode_num_drafts_total")
 
 
 @pytest.fixture(scope="module")
