@@ -3,6 +3,10 @@
 Runs a real decode worker with a real arena and a private Redis, but without RPC, over the built-in model. Runs with and
 without drafts alternate, on the same runner, and their tokens must be equal.
 
+Drafts come from n-grams or, with `--draft-layers N`, from a draft model of the model's first N layers, which nobody has
+trained. With `--weak-layers F`, the model is random, and what its other layers add is multiplied by F, so that the
+first N layers predict many of its tokens: then the bench shows what a good draft model of this size would gain.
+
 The built-in model is too small to copy a text by itself. A grammar therefore prescribes the repeated texts: a copy of a
 story in the prompt (copy), the story with a different name (edit), and further records like those in the prompt (json).
 The grammar's masks are computed in both kinds of runs. Stories are sampled without a grammar.
@@ -26,10 +30,14 @@ from tokenizers import Tokenizer
 
 from block_store.redis import redis_server
 from common.types import SamplingParams, StoppingParams, StructuredOutput
+from decode_svc.draft_policy import DraftLimits, DraftPolicy
+from decode_svc.model_speculation import ModelSpeculation
 from decode_svc.ngram import NgramDrafter
-from decode_svc.speculation import DraftLimits, Speculation
+from decode_svc.speculation import Speculation
+from engine.draft_model import DraftModel, load_draft_model, num_draft_blocks
 from engine.model_runner import ModelRunner, RunnerSettings
 from testing.decode import DecodeBench
+from testing.first_layers import first_layers, with_weak_layers
 from worker.grammars import Grammars
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "storyteller"
@@ -87,7 +95,13 @@ class Subject:
         self._tokenizer: Any = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         self._grammars = Grammars(str(MODEL), self.runner.config.vocab_size)
         limits = DraftLimits(args.num_speculative_tokens, 64, self.runner.layout.block_size, 768)
-        self._speculation = Speculation(NgramDrafter(args.prompt_lookup_max, args.prompt_lookup_min), limits)
+        self._speculation: DraftPolicy
+        if args.draft_layers is None:
+            self._speculation = Speculation(NgramDrafter(args.prompt_lookup_max, args.prompt_lookup_min), limits)
+        else:
+            draft = first_layers(args.model, directory / "draft", args.draft_layers)
+            runner = load_draft_model(str(draft), self.runner)
+            self._speculation = ModelSpeculation(DraftModel(runner, num_draft_blocks(runner, 64, 1 << 29)), limits)
         self._num_runs = 0
 
     def run(self, tasks: list[Task], *, drafts: bool) -> Run:
@@ -117,7 +131,7 @@ class Subject:
     def _submit(self, bench: DecodeBench, handle: int, task: Task) -> None:
         """Prefills a task, and prescribes the text that follows its first token."""
         prompt = self._tokenizer.encode(task.prompt).ids
-        sampling = SamplingParams(temperature=0.8 if task.answer is None else 0.0, seed=handle)
+        sampling = SamplingParams(temperature=self._args.temperature if task.answer is None else 0.0, seed=handle)
         made = bench.prefilled(handle, prompt, sampling, StoppingParams(max_tokens=self._args.max_tokens))
         if task.answer is not None:
             [sequence] = made.group.sequences
@@ -154,14 +168,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--runs", nargs="+", default=RUNS, help="kinds of text and batch sizes: copy:1 story:32")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--temperature", type=float, default=0.8, help="of stories")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--num-speculative-tokens", type=int, default=7)
+    parser.add_argument("--draft-layers", type=int, help="number of layers of a draft model")
+    parser.add_argument("--weak-layers", type=float, help="factor of the other layers of a random model; see above")
     parser.add_argument("--prompt-lookup-max", type=int, default=4)
     parser.add_argument("--prompt-lookup-min", type=int, default=3)
     args = parser.parse_args()
     if args.model != MODEL and any(not run.startswith("story:") for run in args.runs):
         parser.error("--model: repeated texts need the built-in model's tokens; choose --runs story:1")
+    if args.weak_layers is not None and (args.draft_layers is None or args.load_format == "dummy"):
+        parser.error("--weak-layers needs --draft-layers, and writes weights, so there is no --load-format dummy")
     return args
 
 
@@ -169,13 +188,21 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory(prefix="ll-bench-", dir="/dev/shm") as name:
         redis = redis_server.connect(None, Path(name))
+        if args.weak_layers is not None:
+            args.model = with_weak_layers(args.model, Path(name) / "model", args.draft_layers, args.weak_layers)
         subject = Subject(Path(name), redis.client, args)
         runs = []
         for kind, _, batch in (run.partition(":") for run in args.runs):
             runs.append(compare(subject, kind, int(batch), args.rounds))
             print("  ".join(f"{key} {value}" for key, value in runs[-1].items()), flush=True)
         redis.close()
-    print(json.dumps({"bench": "speculation", "model": args.model.name, "runs": runs}))
+    what = {
+        "model": args.model.name,
+        "draft_layers": args.draft_layers,
+        "weak_layers": args.weak_layers,
+        "temperature": args.temperature,
+    }
+    print(json.dumps({"bench": "speculation", **what, "runs": runs}))
 
 
 if __name__ == "__main__":
