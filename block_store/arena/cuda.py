@@ -199,8 +199,10 @@ class CudaDevice:
         return host.raw
 
     def write(self, pointer: int, data: bytes) -> None:
+        """Copies `data` to device memory, and waits until every process can read it there."""
         with self._current() as call:
             call("cuMemcpyHtoD_v2", pointer, data, len(data))
+            call("cuCtxSynchronize")  # the copy from pageable memory may still be on its way
 
     @contextmanager
     def _current(self) -> Iterator[Any]:

@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -81,14 +81,14 @@ class BlockFile:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def store(self, prefix_hash: bytes, digest: int, data: U8, is_current: Callable[[], bool]) -> bool:
+    def store(self, prefix_hash: bytes, digest: int, data: bytes | memoryview, is_current: Callable[[], bool]) -> bool:
         """Copies a block into the cache. The bytes may change during the copy, so the block is stored only if
         `is_current` returns True after the copy. Returns whether the block was stored. Raises OSError, for example if
-        the disk is full. `data` is uint8 [block_bytes], and `digest` is its 64-bit XXH3 hash.
+        the disk is full. `data` has block_bytes bytes, and `digest` is its 64-bit XXH3 hash.
         """
         slot = self._take_slot()
         try:
-            _write_all(self._blocks, data.data, slot * self.block_bytes)
+            _write_all(self._blocks, memoryview(data), slot * self.block_bytes)
             is_kept = is_current()
             if is_kept:
                 self._count += 1
@@ -103,14 +103,24 @@ class BlockFile:
             self._slots[prefix_hash] = slot, digest
         return True
 
-    def read_into(self, prefix_hash: bytes, row: U8) -> bool:
-        """Copies a block into `row`, uint8 [block_bytes], and returns True. Returns False if there is no such block, if
-        it cannot be read, or if its digest does not match. In the last two cases, the block is removed, and the content
-        of `row` is undefined.
+    def read_ahead(self, hashes: Iterable[bytes]) -> None:
+        """Makes the kernel read all blocks with these hashes from the disk into memory, in large requests, while the
+        caller continues. Otherwise, `read_into` waits for the disk at every block, and then for a core.
+        """
+        with self._lock:
+            slots = sorted(self._slots[one][0] for one in hashes if one in self._slots)
+        size = self.block_bytes
+        for first, end in _runs(slots):
+            os.posix_fadvise(self._blocks, first * size, (end - first) * size, os.POSIX_FADV_WILLNEED)
+
+    def read_into(self, prefix_hash: bytes, row: U8) -> int | None:
+        """Copies a block into `row`, uint8 [block_bytes], and returns its digest. Returns None if there is no such
+        block, if it cannot be read, or if its digest does not match. In the last two cases, the block is removed, and
+        the content of `row` is undefined.
         """
         with self._lock:
             if (found := self._slots.get(prefix_hash)) is None:
-                return False
+                return None
             self._slots.move_to_end(prefix_hash)
         slot, digest = found
         try:
@@ -118,9 +128,9 @@ class BlockFile:
         except OSError:
             num_bytes = 0
         if num_bytes == self.block_bytes and xxhash.xxh3_64_intdigest(row.data) == digest:
-            return True
+            return digest
         self._forget(prefix_hash, found)
-        return False
+        return None
 
     def close(self) -> None:
         os.close(self._blocks)
@@ -158,6 +168,15 @@ class BlockFile:
         used = {slot for slot, _ in self._slots.values()}
         free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
         return free, max((count for count, _, _ in found.values()), default=0)
+
+
+def _runs(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the first slot and the end of each run of consecutive slots. `slots` are in ascending order."""
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        first = runs.pop()[0] if runs and runs[-1][1] == slot else slot
+        runs.append((first, slot + 1))
+    return runs
 
 
 def _open(path: Path, num_bytes: int) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+import numpy as np
+
 from block_store.arena.arena import Arena
 from block_store.disk.block_file import BlockFile
 from block_store.holder.held_blocks import HeldBlocks
@@ -58,12 +60,11 @@ def restore(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> int:
         return 0
     counted = {**taken.found, **taken.fresh}
     try:
-        items = [SealItem(ref, one, wanted[one]) for one, ref in _read(held.arena, file, taken.fresh)]
-        for part in chunks(items):
-            for item, final in zip(part, held.seal(part), strict=True):
-                assert item.prefix_hash is not None
-                counted[item.prefix_hash] = final
-        return len(items)
+        digests = dict(_read(held.arena, file, taken.fresh))
+        for part in chunks(list(digests)):
+            items = [SealItem(taken.fresh[one], one, wanted[one]) for one in part]
+            counted.update(zip(part, held.seal(items, [digests[one] for one in part]), strict=True))
+        return len(digests)
     finally:
         release_each(held, list(counted.values()))
 
@@ -88,10 +89,17 @@ def _wanted(held: HeldBlocks, file: BlockFile, prefix: Prefix) -> dict[bytes, Ca
     }
 
 
-def _read(arena: Arena, file: BlockFile, into: Mapping[bytes, BlockRef]) -> Iterator[tuple[bytes, BlockRef]]:
-    """Reads blocks into the arena and yields each block that was read. Stops at the first missing or damaged block."""
+def _read(arena: Arena, file: BlockFile, into: Mapping[bytes, BlockRef]) -> Iterator[tuple[bytes, int]]:
+    """Reads blocks into the arena. Yields the hash and the digest of each block that was read. Stops at the first
+    missing or damaged block.
+    """
+    file.read_ahead(into)
+    blocks = arena.data
+    copy = None if isinstance(blocks, np.ndarray) else np.empty(arena.block_bytes, np.uint8)
     for one, ref in into.items():
-        if not file.read_into(one, arena.data[ref.block]):
+        if (digest := file.read_into(one, blocks[ref.block] if copy is None else copy)) is None:
             logger.warning("a block on disk is missing or has wrong bytes; it is computed again")
             return
-        yield one, ref
+        if copy is not None:  # the blocks are in device memory
+            blocks.write(ref.block, copy.tobytes())
+        yield one, digest

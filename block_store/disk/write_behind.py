@@ -7,14 +7,15 @@ is dropped.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 import numpy as np
+import xxhash
 
 from block_store.arena.arena import Arena
 from block_store.arena.header import HeaderState
 from block_store.disk.block_file import BlockFile
+from block_store.errors import BlockStoreError
 from common.telemetry import Fallbacks
 from common.types import BlockRef
 
@@ -24,13 +25,11 @@ INTERVAL_S = 0.1
 PAUSE_S = 10.0
 """Seconds for which nothing is stored after the disk has failed to store a block."""
 
-LOWEST_PRIORITY = 19
-"""Nice value of the thread, so that copies do not take the cores from a step."""
-
 
 class WriteBehind:
     """A thread that copies the sealed full blocks of one arena to disk. `stop` makes a last scan before the thread
-    ends.
+    ends. The thread's priority is not lowered: while it waits for a core, it may have the interpreter's lock, which
+    restores need.
     """
 
     def __init__(self, arena: Arena, file: BlockFile) -> None:
@@ -53,7 +52,6 @@ class WriteBehind:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # Linux: of this thread alone
         pause_s = INTERVAL_S
         while not self._stop.wait(pause_s):
             pause_s = PAUSE_S if self._tried_scan() is None else INTERVAL_S
@@ -62,14 +60,14 @@ class WriteBehind:
     def _tried_scan(self) -> int | None:
         try:
             return self.scan()
-        except OSError as error:
+        except (OSError, BlockStoreError) as error:
             self._fallbacks.note("block not stored on disk", str(error))
             return None
 
     def scan(self) -> int:
         """Stores the sealed full blocks that have been sealed since earlier scans and are not on disk, except blocks
         that are reallocated during the scan. Returns the number of stored blocks. Raises OSError if the disk fails to
-        store a block.
+        store a block, and CudaError if a block cannot be read from device memory.
         """
         states, generations = self._arena.states, self._arena.generations
         num_before = self.num_stored
@@ -82,7 +80,7 @@ class WriteBehind:
     def _is_done(self, block: int, generation: int) -> bool:
         """Stores a block, unless it is partial or already on disk. Returns False if the block has been reallocated."""
         arena = self._arena
-        prefix_hash, digest = arena.hashes[block].tobytes(), int(arena.digests[block])
+        prefix_hash = arena.hashes[block].tobytes()
 
         def is_current() -> bool:
             return arena.states[block] == HeaderState.SEALED and arena.check_refs([BlockRef(block, generation)])
@@ -91,6 +89,9 @@ class WriteBehind:
             return False
         if not any(prefix_hash) or prefix_hash in self._file:
             return True
-        is_stored = self._file.store(prefix_hash, digest, arena.data[block], is_current)
+        data = arena.view(block)
+        # The seal of a block in device memory computes no digest (`Arena.seal_digests`).
+        digest = int(arena.digests[block]) or xxhash.xxh3_64_intdigest(data)
+        is_stored = self._file.store(prefix_hash, digest, data, is_current)
         self.num_stored += is_stored
         return is_stored

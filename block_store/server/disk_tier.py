@@ -62,10 +62,13 @@ class DiskTier:
     def begin(self, arena: Arena) -> None:
         """Opens the file of the arena's layout and starts to copy blocks to it.
 
-        Raises DiskTierError if the blocks are on a GPU or the file cannot be used.
+        Raises DiskTierError if this process cannot read the blocks, or if the file cannot be used.
         """
-        if arena.placement.memory is not Memory.HOST:
-            raise DiskTierError("--kv-disk needs blocks in host memory; this arena's blocks are on a GPU")
+        if arena.placement.memory is Memory.WORKER_DEVICE:
+            raise DiskTierError(
+                "--kv-disk needs blocks in host memory, or in GPU memory that the block store owns; the worker owns "
+                "this arena's memory (--memory-owner worker, or no CUDA IPC)"
+            )
         where = self._directory / arena.layout.fingerprint.hex()[:16]
         self._file = BlockFile(where, arena.block_bytes, self._max_bytes)
         self._writing = WriteBehind(arena, self._file)

@@ -7,7 +7,8 @@
  *  - a handle is void once its owner has ended or freed the piece; open mappings stay valid and count as used;
  *  - the process that made a handle cannot open it; a second open returns the same pointer and is counted;
  *  - calls on memory need a current context, and every call needs cuInit;
- *  - a memset takes effect when something waits for it: a copy of this process or cuCtxSynchronize.
+ *  - a memset or a copy to the device takes effect when something waits for it: a later copy of this process or
+ *    cuCtxSynchronize.
  * It does not reproduce other asynchrony, other address spaces, or a real driver's treatment of mappings whose owner
  * has died.
  *
@@ -40,7 +41,7 @@ typedef struct { size_t bytes; int device, pid; } Head;
 
 static Piece pieces[MAX_PIECES];
 static int initialised, serial, retained[MAX_DEVICES];
-static struct { char *at; size_t bytes; unsigned char value; } fill; /* a pending memset */
+static struct { char *at, *copy; size_t bytes; unsigned char value; } fill; /* a pending memset or copy */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int stack[MAX_DEPTH], depth; /* contexts: device number + 1 */
 
@@ -53,8 +54,10 @@ static int current(void) { return depth ? stack[depth - 1] - 1 : -1; }
 
 static void finish_fill(void) {
     pthread_mutex_lock(&lock);
-    if (fill.at) memset(fill.at, fill.value, fill.bytes);
-    fill.at = NULL;
+    if (fill.at && fill.copy) memcpy(fill.at, fill.copy, fill.bytes);
+    else if (fill.at) memset(fill.at, fill.value, fill.bytes);
+    free(fill.copy);
+    fill.at = fill.copy = NULL;
     pthread_mutex_unlock(&lock);
 }
 
@@ -253,7 +256,10 @@ int cuMemcpyHtoD_v2(uint64_t pointer, const void *host, size_t bytes) {
     Piece *piece = piece_at(pointer);
     if (!piece || pointer + bytes > (uint64_t)piece->at + piece->bytes) return INVALID_VALUE;
     finish_fill();
-    memcpy((void *)pointer, host, bytes);
+    char *copy = malloc(bytes);
+    if (!copy) return OUT_OF_MEMORY;
+    memcpy(copy, host, bytes);
+    fill.copy = copy, fill.bytes = bytes, fill.at = (char *)pointer;
     return OK;
 }
 

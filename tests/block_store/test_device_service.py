@@ -87,6 +87,55 @@ def test_workers_share_an_arena_sized_by_what_the_gpu_has_left(shm: Path, gpus: 
     assert gpus.device(0).memory_info().free == 64 * MIB and not (shm / "s").exists()
 
 
+def test_blocks_in_device_memory_are_copied_to_a_directory_and_restored(
+    shm: Path, gpus: Cuda, cuda_library: str
+) -> None:
+    """The directory is in shared memory, as of a user who wants a tier in host memory."""
+    flags = ("--num-blocks", "16", "--kv-disk", "1MiB", "--kv-disk-dir", str(shm / "kv"))
+    hashes = chain("a", 6)
+    with store_of(shm / "s", cuda_library, *flags) as store:
+        [attached] = attach(store.address, [needs(cuda_library)])
+        refs = fill(attached, "a", 6)
+        wait_until(lambda: store.inspect().disk_tier.num_stored == 6)
+        attached.held.release(refs)
+        attached.held.release(attached.held.alloc(16))  # evicts them
+        [found] = attached.held.acquire([hashes])
+        assert found == [] and attached.has_disk_tier
+        assert store.stub.Restore(pb.RestoreRequest(prefix_hashes=hashes), timeout=60).num_blocks == 6
+        check_content(attached, hashes)
+        attached.close()
+        attached.arena.data.close()
+    [file] = (shm / "kv").glob("*/blocks")
+    damaged = bytearray(file.read_bytes())
+    at = damaged.index(content(hashes[4]).tobytes())
+    damaged[at] ^= 1
+    file.write_bytes(damaged)
+    with store_of(shm / "s", cuda_library, *flags) as store:  # which has an arena of zeros
+        [attached] = attach(store.address, [needs(cuda_library)])
+        assert store.stub.Restore(pb.RestoreRequest(prefix_hashes=hashes), timeout=60).num_blocks == 4
+        check_content(attached, hashes[:4])
+        attached.close()
+        attached.arena.data.close()
+
+
+def check_content(attached: Attached, hashes: list[bytes]) -> None:
+    """Checks that the blocks are cached with the bytes that `fill` wrote, and with their digests."""
+    arena = attached.arena
+    [refs] = attached.held.acquire([hashes])
+    assert [arena.read(ref.block) for ref in refs] == [content(one).tobytes() for one in hashes]
+    assert [int(arena.digests[ref.block]) for ref in refs] == [arena.digest(ref.block) for ref in refs]
+    attached.held.release(refs)
+
+
+def test_blocks_that_the_store_cannot_read_are_not_kept_on_disk(
+    shm: Path, gpus: Cuda, cuda_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_CUDA_NO_IPC", "1")
+    flags = ("--num-blocks", "16", "--kv-disk", "1MiB", "--kv-disk-dir", str(shm / "kv"))
+    with store_of(shm / "s", cuda_library, *flags) as store, pytest.raises(StartupError, match="no CUDA IPC"):
+        attach(store.address, [needs(cuda_library)])
+
+
 def test_kv_outlives_a_killed_worker(shm: Path, gpus: Cuda, cuda_library: str) -> None:
     with store_of(shm / "s", cuda_library, "--num-blocks", "16") as store:
         code = (

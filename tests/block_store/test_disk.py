@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ import pytest
 import xxhash
 
 from block_store.disk.block_file import BlockFile
+from block_store.disk.restore import Prefix, restore
 from block_store.errors import DiskTierError
 from block_store.ledger.prefix_hash import group_hash
 from block_store.redis.redis_server import RedisHandle
 from common.types import KvLayout, KvSpec
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.hosts import Host
-from testing.ledger.store import LAYOUT, chain, wait_until
+from testing.ledger.store import LAYOUT, TestStore, chain, wait_until
+from testing.ledger.store import content as block_content
 from testing.system import wait_for
 
 MakeHost = Callable[..., Host]
@@ -52,15 +57,15 @@ def name(number: int) -> bytes:
 
 def put(file: BlockFile, number: int) -> None:
     data = content(number)
-    assert file.store(name(number), xxhash.xxh3_64_intdigest(data.data), data, lambda: True)
+    assert file.store(name(number), xxhash.xxh3_64_intdigest(data.data), data.data, lambda: True)
 
 
 def got(file: BlockFile, number: int) -> bool:
     """Reads a block. Returns whether it was found, and checks its bytes."""
     row = np.empty(BLOCK_BYTES, np.uint8)
-    found = file.read_into(name(number), row)
-    assert not found or (row == content(number)).all()
-    return found
+    digest = file.read_into(name(number), row)
+    assert digest is None or ((row == content(number)).all() and digest == xxhash.xxh3_64_intdigest(row.data))
+    return digest is not None
 
 
 def test_blocks_survive_the_process_and_the_least_recently_used_is_replaced(tmp_path: Path) -> None:
@@ -84,7 +89,7 @@ def test_blocks_survive_the_process_and_the_least_recently_used_is_replaced(tmp_
 
 def test_a_block_that_changes_while_it_is_copied_is_not_kept(tmp_path: Path) -> None:
     file, data = open_file(tmp_path, 1), content(1)
-    assert not file.store(name(1), xxhash.xxh3_64_intdigest(data.data), data, lambda: False)
+    assert not file.store(name(1), xxhash.xxh3_64_intdigest(data.data), data.data, lambda: False)
     assert not got(file, 1)
     put(file, 2)
     file.close()
@@ -119,6 +124,67 @@ def test_a_file_has_one_user_and_room_for_a_block(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DiskTierError, match="Not a directory"):
         open_file(tmp_path / "file" / "below")
+
+
+def slots_in_memory(file: BlockFile) -> set[int]:
+    """Returns the slots whose first page is in the kernel's page cache (`mincore`)."""
+    with mmap.mmap(file._blocks, file.num_slots * BLOCK_BYTES) as mapping:
+        view = (ctypes.c_ubyte * len(mapping)).from_buffer(mapping)
+        pages = (ctypes.c_ubyte * (len(mapping) // mmap.PAGESIZE))()
+        assert ctypes.CDLL(None).mincore(view, ctypes.c_size_t(len(mapping)), pages) == 0
+        del view
+    return {slot for slot in range(file.num_slots) if pages[slot * BLOCK_BYTES // mmap.PAGESIZE] & 1}
+
+
+def test_blocks_are_read_ahead_from_the_disk(tmp_path: Path) -> None:
+    file = open_file(tmp_path, 512)
+    for number in range(512):
+        put(file, number)
+    os.fsync(file._blocks)
+    os.posix_fadvise(file._blocks, 0, 0, os.POSIX_FADV_DONTNEED)
+    if slots_in_memory(file):
+        pytest.skip("this file system does not drop pages on request")
+    wanted = {*range(30), 500, 501}
+    file.read_ahead([name(number) for number in (*wanted, 999)])
+    wait_until(lambda: wanted <= slots_in_memory(file))
+    assert 250 not in slots_in_memory(file), "nobody asked for it"
+    assert all(got(file, number) for number in (*wanted, 250))
+    file.close()
+
+
+class Recorded(BlockFile):
+    """A file that records which blocks are requested from the disk in advance, and which are read."""
+
+    def __init__(self, directory: Path, block_bytes: int) -> None:
+        super().__init__(directory, block_bytes, 1 << 20)
+        self.calls: list[tuple[str, list[bytes]]] = []
+
+    def read_ahead(self, hashes: Iterable[bytes]) -> None:
+        self.calls.append(("ahead", list(hashes)))
+        super().read_ahead(hashes)
+
+    def read_into(self, prefix_hash: bytes, row: np.ndarray) -> int | None:
+        self.calls.append(("read", [prefix_hash]))
+        return super().read_into(prefix_hash, row)
+
+
+def test_a_restore_requests_all_missing_blocks_before_it_waits_for_the_first(store: TestStore, tmp_path: Path) -> None:
+    hashes, held = chain("kept", 6), store.held()
+    file = Recorded(tmp_path, store.arena.block_bytes)
+    digests = {one: xxhash.xxh3_64_intdigest(block_content(one).data) for one in hashes}
+    for one in hashes:
+        file.store(one, digests[one], block_content(one).data, lambda: True)
+    caller = store.caller()
+    present = store.fill(caller, hashes[:2])
+    assert restore(held, file, Prefix(hashes)) == 4
+    assert file.calls == [("ahead", hashes[2:]), *(("read", [one]) for one in hashes[2:])]
+    [refs] = held.acquire([hashes])
+    assert refs[:2] == present and [store.arena.read(ref.block) for ref in refs] == [
+        block_content(one).tobytes() for one in hashes
+    ]
+    assert [int(store.arena.digests[ref.block]) for ref in refs] == [digests[one] for one in hashes]
+    held.close()
+    file.close()
 
 
 def _store_forever(directory: Path, seed: int) -> None:
@@ -205,6 +271,17 @@ def test_a_new_arena_finds_what_an_earlier_one_sealed(
     host.held.release(refs)
     host.assert_idle()
     assert (on_disk(host).num_restored, on_disk(host).num_stored) == (6, 0), "they are on disk already"
+    host.stop()
+
+
+def test_no_thread_of_the_store_has_a_lower_priority(make_host: MakeHost) -> None:
+    """The interpreter's lock makes threads wait for each other, so one of a lower priority would delay restores."""
+    host = make_host()
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{host.store.process.pid}/task"):
+        with suppress(ProcessLookupError):  # the thread has ended
+            found.append(os.getpriority(os.PRIO_PROCESS, int(task)))
+    assert len(found) > 2 and set(found) == {os.getpriority(os.PRIO_PROCESS, 0)}
     host.stop()
 
 
