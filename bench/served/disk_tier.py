@@ -52,7 +52,7 @@ class DiskTierSettings(Settings):
     model: str = Field("models/configs/llama-125m", description="Hugging Face model directory, with dummy weights")
     roles: str = "both"
     length: int = Field(2048, ge=64, description="tokens of a prompt")
-    prompts: int = Field(12, ge=3, le=64, description="at least one for each row")
+    prompts: int = Field(12, ge=0, le=64, description="at least 3, or 0 to measure only beside decodes")
     streams: int = Field(8, ge=1, le=64, description="decodes beside which prompts are restored")
     rounds: int = Field(5, ge=1, description="prompts that are restored beside decodes")
     directory: Path | None = Field(None, description="a directory on the disk to measure; default: a temporary one")
@@ -204,7 +204,9 @@ def report(
 
 
 def report_gaps(settings: DiskTierSettings, found: dict[str, list[Gaps]]) -> None:
-    print(f"Beside {settings.streams} decodes, {settings.rounds} prompts that are not in the page cache:")
+    print(
+        f"Beside {settings.streams} decodes, {settings.rounds} prompts that are not in the page cache; {provenance()}"
+    )
     print("| KV of the prompt | TTFT, median (ms) | usual gap (ms) | worst gap, median (ms) | worst gap, most (ms) |")
     print("|---|---|---|---|---|")
     for name, each in found.items():
@@ -214,8 +216,8 @@ def report_gaps(settings: DiskTierSettings, found: dict[str, list[Gaps]]) -> Non
         print(f"| {name} | {ttft:.0f} | {usual:.1f} | {statistics.median(worst):.1f} | {max(worst):.1f} |")
 
 
-def main(argv: Sequence[str]) -> int:
-    settings = DiskTierSettings.load(argv)
+def alone(settings: DiskTierSettings) -> None:
+    """Measures prompts without decodes beside them, and prints a table."""
     prompts = [prompt(number, settings.length) for number in range(settings.prompts)]
     with tempfile.TemporaryDirectory(dir=settings.directory) as name:
         directory = Path(name)
@@ -230,6 +232,12 @@ def main(argv: Sequence[str]) -> int:
         with launch(settings, directory) as launcher:
             found = asyncio.run(restored(launcher.start(), directory, prompts))
     report(settings, plain, stored, found, num_bytes)
+
+
+def main(argv: Sequence[str]) -> int:
+    settings = DiskTierSettings.load(argv)
+    if settings.prompts:
+        alone(settings)
     with tempfile.TemporaryDirectory(dir=settings.directory) as name:
         report_gaps(settings, beside_decodes(settings, Path(name)))
     return 0
