@@ -28,7 +28,7 @@ PROTOS := $(wildcard protos/v1/*.proto)
 TOGETHER := $(addprefix tests/,block_store common decode_svc deploy engine equality gateway kernels models prefill_svc worker)
 NATIVE := $(wildcard setup.py kernels/cpu/* block_store/arena/atomics.c)
 
-.PHONY: help serve test families test-third-party wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile paper model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-tools buf-lint proto-released generated fuzz mutants
+.PHONY: help serve test families test-third-party test-nixl wheel check proto bench bench-frontend bench-sharing bench-waste bench-peers bench-preemption bench-recovery bench-hostile paper model-check chaos load test-compose gpu-carry gpu-check gpu-bench install dev clean lint types imports proto-check buf-tools buf-lint proto-released generated fuzz mutants
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -37,10 +37,10 @@ serve: install ## serve a model on this machine (ARGS="MODEL --prefill 2 ...")
 	@exec $(PY) -m looseleaf serve $(ARGS)
 
 test: dev ## run the tests that need no container engine (ARGS="tests/gateway -k tenants")
-	@$(if $(ARGS),exec $(PY) -m pytest -m "not compose and not families and not third_party" $(ARGS))
+	@$(if $(ARGS),exec $(PY) -m pytest -m "not compose and not families and not third_party and not nixl" $(ARGS))
 	status=0
-	$(PY) -m pytest -m "not compose and not families and not third_party" -n 2 $(TOGETHER) || status=$$?
-	$(PY) -m pytest -m "not compose and not families and not third_party" -n 2 --dist loadfile $(addprefix --ignore=,$(TOGETHER)) || status=$$?
+	$(PY) -m pytest -m "not compose and not families and not third_party and not nixl" -n 2 $(TOGETHER) || status=$$?
+	$(PY) -m pytest -m "not compose and not families and not third_party and not nixl" -n 2 --dist loadfile $(addprefix --ignore=,$(TOGETHER)) || status=$$?
 	exit $$status
 
 families: dev ## run every model family that transformers defines through real services, and compare its rows
@@ -48,6 +48,10 @@ families: dev ## run every model family that transformers defines through real s
 
 test-third-party: dev ## test third-party clients against a real server; installs them outside the repository, writes docs/clients.md
 	@exec nice -n 10 $(PY) -m pytest -m third_party tests/third_party $(ARGS)
+
+test-nixl: dev ## test transfers over NIXL between real processes, over TCP without RDMA; installs NIXL (70 MB) into .venv
+	@$(PIP) install --no-deps 'nixl-cu12>=1.5.1,<2'
+	exec $(PY) -m pytest -m nixl tests/block_store/test_nixl.py $(ARGS)
 
 wheel: $(VENV)/.created ## build dist/looseleaf-*.whl: kernels for every instruction set, the built-in model
 	@rm -rf build/lib.* build/bdist.* dist

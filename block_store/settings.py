@@ -61,6 +61,14 @@ class BlockStoreSettings(ServerSettings):
     pull_blocks: bool = Field(
         False, description="copy blocks from the block stores of other hosts, for decode workers on this one"
     )
+    transport: Literal["bytes", "nixl"] = Field(
+        "bytes",
+        description="how blocks travel between hosts: bytes (byte channels or gRPC), or nixl (RDMA; bytes if the other "
+        "store has no such agent)",
+    )
+    nixl_over_tcp: bool = Field(
+        False, description="for tests without RDMA: NIXL over TCP, through which anyone can read and write the arena"
+    )
     kv_disk: ByteSize | None = Field(
         None,
         gt=0,

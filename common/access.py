@@ -47,6 +47,7 @@ POLICY: Mapping[str, Access] = {
     "/looseleaf.v1.BlockStoreService/Inspect": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/ReadBlocks": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/KeepTicket": Access.INTERNAL,
+    "/looseleaf.v1.BlockStoreService/LocateBlocks": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/Pull": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/PullEarly": Access.INTERNAL,
     "/looseleaf.v1.BlockStoreService/Restore": Access.INTERNAL,

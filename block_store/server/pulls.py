@@ -15,10 +15,12 @@ from block_store.ledger.inspection import inspect
 from block_store.ledger.scripts import LedgerScripts
 from block_store.server.arena_owner import ArenaOwner
 from block_store.transfer.byte_transport import ByteTransport
+from block_store.transfer.nixl_agent import NixlAgent
+from block_store.transfer.nixl_transport import NixlTransport
 from block_store.transfer.pulled_blocks import Pulled
 from block_store.transfer.puller import MAX_PULLS, Puller
 from block_store.transfer.source_client import SourceClient
-from block_store.transfer.transport import GrpcTransport
+from block_store.transfer.transport import GrpcTransport, Transport
 from common.errors import FailedPrecondition, Unavailable
 from common.ticket import Ticket
 from common.trust import Trust
@@ -28,8 +30,10 @@ from common.types import CacheQuota
 class Pulls:
     """The entry point for pulls into a store's arena. All pulls share one puller."""
 
-    def __init__(self, owner: ArenaOwner, trust: Trust) -> None:
+    def __init__(self, owner: ArenaOwner, trust: Trust, nixl: NixlAgent | None = None) -> None:
+        """`nixl` is the agent that reads the blocks; None if they do not travel over NIXL."""
         self._owner = owner
+        self._nixl = nixl
         self._trust = trust
         self._making: asyncio.Task[Puller] | None = None
         """The task that creates the puller. All pulls wait for this task."""
@@ -92,7 +96,11 @@ class Pulls:
         )  # fmt: skip
         attached = await asyncio.to_thread(Attached, arena, self._owner.redis_url, needs, floor)
         sources = SourceClient(self._trust)
-        transport = ByteTransport(sources, GrpcTransport(sources), MAX_PULLS, self._trust)
+        transport: Transport = ByteTransport(sources, GrpcTransport(sources), MAX_PULLS, self._trust)
+        if self._nixl is not None:
+            with suppress(Unavailable):  # the agent is starting; until then, blocks travel over byte channels
+                await self._nixl.use(arena)
+            transport = NixlTransport(sources, transport, self._nixl, lambda: attached.held.writer_slot)
         puller = Puller(attached, sources, transport)
         self._upkeep = asyncio.create_task(puller.run())
         return puller

@@ -20,7 +20,8 @@ from block_store.server.arena_owner import ArenaOwner
 from block_store.server.inspect_response import check_named, inspected, is_long
 from block_store.server.pulls import Pulls
 from block_store.server.sizing import CannotSize, WorkerNeeds, granted_floor
-from block_store.server.sources import as_statuses, source_of
+from block_store.server.sources import as_statuses, mapped_by, source_of
+from block_store.transfer.nixl_agent import NixlAgent
 from common import convert
 from common.errors import (
     FailedPrecondition,
@@ -44,15 +45,16 @@ class BlockStoreServicer:
 
     def __init__(
         self, owner: ArenaOwner, expect_workers: int, attach_timeout_s: float, pulls: Pulls | None = None,
-        byte_port: Callable[[], int] = lambda: 0, tracer: Tracer = NO_TRACER,
+        byte_port: Callable[[], int] = lambda: 0, tracer: Tracer = NO_TRACER, nixl: NixlAgent | None = None,
     ) -> None:  # fmt: skip
         """Creates the service. `pulls` is None if the store does not accept pulls. `byte_port` returns the port of the
-        store's byte channels, or 0 if it has none.
+        store's byte channels, or 0 if it has none. `nixl` is the agent from which other hosts read.
         """
         self._owner = owner
         self._pulls = pulls
         self._byte_port = byte_port
         self._tracer = tracer
+        self._nixl = nixl
         self._expect_workers = expect_workers
         self._timeout_s = attach_timeout_s
         self._layout: KvLayout | None = None
@@ -148,6 +150,19 @@ class BlockStoreServicer:
             hashes = await asyncio.to_thread(source.keep, ticket, refs)
         lease_ms = round(TICKET_LEASE_S * 1000)
         return pb.KeepTicketResponse(prefix_hashes=hashes, lease_ms=lease_ms, byte_port=self._byte_port())
+
+    async def LocateBlocks(self, request: pb.LocateBlocksRequest, context: Any) -> pb.LocateBlocksResponse:
+        """Returns where this store's NIXL agent has mapped a ticket's blocks, and their digests. Extends the ticket's
+        lease.
+
+        Fails with FAILED_PRECONDITION if there is no agent, and for the reasons for which `KeepTicket` fails.
+        """
+        source, ticket = source_of(self._owner, request.arena_id), _ticket_id(request)
+        refs, (agent, address) = convert.table_from_pb(request.table), await mapped_by(self._nixl, source.arena)
+        with as_statuses():
+            digests = await asyncio.to_thread(source.sealed_digests, ticket, refs)
+        size = source.arena.block_bytes
+        return pb.LocateBlocksResponse(agent=agent, address=address, block_bytes=size, digests=digests)
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> pb.PullResponse:
         """Copies the blocks of another host's ticket into this arena, and returns a ticket for the copies.
@@ -263,7 +278,7 @@ def _asked(request: pb.PullRequest | pb.PullEarlyRequest) -> tuple[Ticket, str, 
     return ticket, request.source, quota, request.public_tokens
 
 
-def _ticket_id(request: pb.ReadBlocksRequest | pb.KeepTicketRequest) -> TicketId:
+def _ticket_id(request: pb.ReadBlocksRequest | pb.KeepTicketRequest | pb.LocateBlocksRequest) -> TicketId:
     return TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from block_store.arena.arena import Arena
 from block_store.arena.header import Memory
 from block_store.errors import BlockStoreError, Gone, NotHolder, Stale
 from block_store.server.arena_owner import ArenaOwner
 from block_store.transfer.block_source import BlockSource
+from block_store.transfer.nixl_agent import NixlAgent
 from common.errors import Aborted, FailedPrecondition, NotFound, PermissionDenied, Unavailable
 
 
@@ -22,6 +24,21 @@ def source_of(owner: ArenaOwner, arena_id: str) -> BlockSource:
     if arena.placement.memory is Memory.WORKER_DEVICE:
         raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
     return BlockSource(arena, ledger)
+
+
+async def mapped_by(agent: NixlAgent | None, arena: Arena) -> tuple[bytes, int]:
+    """Returns the metadata of the store's NIXL agent, and the address of block 0 in its memory. Raises
+    FailedPrecondition if there is no agent, if it is starting, or if the blocks are not in host memory.
+    """
+    if agent is None:
+        raise FailedPrecondition("this block store has no NIXL agent; start it with --transport nixl")
+    if arena.placement.memory is not Memory.HOST:
+        raise FailedPrecondition("blocks in the memory of a GPU are not read over NIXL")
+    try:
+        mapped = await agent.use(arena)
+    except Unavailable as error:
+        raise FailedPrecondition(str(error)) from error
+    return mapped.agent, mapped.address
 
 
 @contextmanager

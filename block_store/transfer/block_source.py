@@ -64,6 +64,17 @@ class BlockSource:
             raise Stale("a block of the ticket was reallocated")
         return [b"" if one == _NO_HASH else one for one in hashes]
 
+    def sealed_digests(self, ticket: TicketId, refs: Sequence[BlockRef]) -> list[int]:
+        """Returns the digests that were computed when the blocks were sealed. Extends the ticket's lease. Raises Gone
+        if the ticket has ended, NotHolder if the ticket lacks a block, and Stale if a block was reallocated or is not
+        sealed.
+        """
+        for part in chunks(refs):
+            self._ledger.keep(ticket, part)
+        self._check_sealed(*ref_arrays(refs))
+        digests: list[int] = self.arena.digests[ref_arrays(refs)[0]].tolist()
+        return digests
+
     def frames(self, ticket: TicketId, refs: Sequence[BlockRef]) -> Iterator[bytes]:
         """Yields the blocks in serialized frames. Checks the ticket before the first frame, and again after every CHUNK
         blocks. Raises the errors of `parts` and `read`.
@@ -100,8 +111,7 @@ class BlockSource:
         and after the body.
         """
         ids, generations = ref_arrays(refs)
-        if not self.arena.check(ids, generations) or (self.arena.states[ids] != HeaderState.SEALED).any():
-            raise Stale("a block is not sealed in the requested generation")
+        self._check_sealed(ids, generations)
         digests = self.arena.digests[ids]
         pieces: Sequence[bytes | memoryview] = self.arena.views(ids)
         if not digests.all():
@@ -113,3 +123,7 @@ class BlockSource:
         yield Reading(pieces, digests)
         if not self.arena.check(ids, generations):
             raise Stale("a block changed while it was read")
+
+    def _check_sealed(self, ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> None:
+        if not self.arena.check(ids, generations) or (self.arena.states[ids] != HeaderState.SEALED).any():
+            raise Stale("a block is not sealed in the requested generation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -32,6 +33,19 @@ _LOST = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The blocks of a ticket in the memory of the source's NIXL agent."""
+
+    agent: bytes
+    """NIXL's metadata of the agent."""
+    address: int
+    """Address of block 0. Block i begins `i * block_bytes` bytes later."""
+    block_bytes: int
+    digests: Sequence[int]
+    """The digest of each block, which was computed when the block was sealed."""
 
 
 class SourceClient:
@@ -73,6 +87,26 @@ class SourceClient:
                 raise _translated(error) from None
             finally:
                 call.cancel()
+
+    async def locate(self, source: str, ticket: Ticket, refs: Sequence[BlockRef]) -> Located:
+        """Returns where the source's NIXL agent has the blocks. Raises FailedPrecondition or Unimplemented if the
+        source has no agent.
+        """
+        request = pb.LocateBlocksRequest(
+            arena_id=ticket.arena_id,
+            table=convert.table_to_pb(refs),
+            ticket_epoch=ticket.id.epoch,
+            ticket_secret=ticket.id.secret,
+        )
+        with self._channels.use(source) as channel:
+            stub = block_store_pb2_grpc.BlockStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                response: pb.LocateBlocksResponse = await stub.LocateBlocks(
+                    request, timeout=KEEP_TIMEOUT_S, metadata=self._metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                raise _translated(error) from None
+        return Located(response.agent, response.address, response.block_bytes, list(response.digests))
 
     async def refresh(self) -> None:
         """Closes channels whose certificates have been replaced."""

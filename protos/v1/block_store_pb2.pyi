@@ -202,6 +202,30 @@ class KeepTicketResponse(_message.Message):
     byte_port: int
     def __init__(self, prefix_hashes: _Optional[_Iterable[bytes]] = ..., lease_ms: _Optional[int] = ..., byte_port: _Optional[int] = ...) -> None: ...
 
+class LocateBlocksRequest(_message.Message):
+    __slots__ = ("arena_id", "table", "ticket_epoch", "ticket_secret")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKET_SECRET_FIELD_NUMBER: _ClassVar[int]
+    arena_id: str
+    table: _types_pb2.BlockTable
+    ticket_epoch: int
+    ticket_secret: bytes
+    def __init__(self, arena_id: _Optional[str] = ..., table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ..., ticket_epoch: _Optional[int] = ..., ticket_secret: _Optional[bytes] = ...) -> None: ...
+
+class LocateBlocksResponse(_message.Message):
+    __slots__ = ("agent", "address", "block_bytes", "digests")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    agent: bytes
+    address: int
+    block_bytes: int
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, agent: _Optional[bytes] = ..., address: _Optional[int] = ..., block_bytes: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PullRequest(_message.Message):
     __slots__ = ("ticket", "source", "cache_quota", "public_tokens")
     TICKET_FIELD_NUMBER: _ClassVar[int]

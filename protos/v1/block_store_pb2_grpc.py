@@ -56,6 +56,11 @@ class BlockStoreServiceStub:
                 request_serializer=protos_dot_v1_dot_block__store__pb2.KeepTicketRequest.SerializeToString,
                 response_deserializer=protos_dot_v1_dot_block__store__pb2.KeepTicketResponse.FromString,
                 _registered_method=True)
+        self.LocateBlocks = channel.unary_unary(
+                '/looseleaf.v1.BlockStoreService/LocateBlocks',
+                request_serializer=protos_dot_v1_dot_block__store__pb2.LocateBlocksRequest.SerializeToString,
+                response_deserializer=protos_dot_v1_dot_block__store__pb2.LocateBlocksResponse.FromString,
+                _registered_method=True)
         self.Pull = channel.unary_unary(
                 '/looseleaf.v1.BlockStoreService/Pull',
                 request_serializer=protos_dot_v1_dot_block__store__pb2.PullRequest.SerializeToString,
@@ -107,6 +112,13 @@ class BlockStoreServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LocateBlocks(self, request, context):
+        """LocateBlocks returns where the store's NIXL agent has mapped the blocks, for a host whose ticket holds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Pull(self, request, context):
         """Pull copies the blocks of another host's ticket into this arena, and returns a ticket that holds the copies.
         """
@@ -151,6 +163,11 @@ def add_BlockStoreServiceServicer_to_server(servicer, server):
                     servicer.KeepTicket,
                     request_deserializer=protos_dot_v1_dot_block__store__pb2.KeepTicketRequest.FromString,
                     response_serializer=protos_dot_v1_dot_block__store__pb2.KeepTicketResponse.SerializeToString,
+            ),
+            'LocateBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateBlocks,
+                    request_deserializer=protos_dot_v1_dot_block__store__pb2.LocateBlocksRequest.FromString,
+                    response_serializer=protos_dot_v1_dot_block__store__pb2.LocateBlocksResponse.SerializeToString,
             ),
             'Pull': grpc.unary_unary_rpc_method_handler(
                     servicer.Pull,
@@ -278,6 +295,33 @@ class BlockStoreService:
             '/looseleaf.v1.BlockStoreService/KeepTicket',
             protos_dot_v1_dot_block__store__pb2.KeepTicketRequest.SerializeToString,
             protos_dot_v1_dot_block__store__pb2.KeepTicketResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/looseleaf.v1.BlockStoreService/LocateBlocks',
+            protos_dot_v1_dot_block__store__pb2.LocateBlocksRequest.SerializeToString,
+            protos_dot_v1_dot_block__store__pb2.LocateBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -265,7 +265,7 @@ async def test_a_table_with_a_block_without_a_generation_is_refused(ends: Any) -
 Check = Callable[[Any], Coroutine[Any, Any, None]]
 BUGS: dict[str, tuple[type, str, str, str, Check]] = {
     "generations not compared before the read": (
-        BlockSource, "reading", "not self.arena.check(ids, generations) or ", "",
+        BlockSource, "_check_sealed", "not self.arena.check(ids, generations) or ", "",
         test_the_bytes_of_a_reallocated_block_are_not_sent,
     ),
     "generations not compared after the read": (

@@ -13,7 +13,7 @@ import pytest
 from block_store.errors import Exhausted, Stale
 from block_store.holder.attach import Attached, Needs
 from block_store.redis.redis_server import RedisHandle
-from block_store.transfer import frames
+from block_store.transfer import frames, puller
 from block_store.transfer.block_source import BlockSource
 from block_store.transfer.pulled_blocks import copied_tokens, leading_blocks
 from block_store.transfer.puller import Puller
@@ -95,14 +95,14 @@ async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
     needs = Needs("pull", "pull", LAYOUT, 0, 0, 0, 0)
     attached = await asyncio.to_thread(Attached, store.arena, redis_handle.url, needs)
     transport = LateTransport()
-    puller = Puller(attached, cast(SourceClient, NamedBlocks()), transport)
-    upkeep = asyncio.create_task(puller.run())
+    receiver = Puller(attached, cast(SourceClient, NamedBlocks()), transport)
+    upkeep = asyncio.create_task(receiver.run())
     with pytest.raises(Unavailable):
         if early:
-            await puller.early(SOURCE, "elsewhere:1").__aenter__()
+            await receiver.early(SOURCE, "elsewhere:1").__aenter__()
         else:
-            await puller.pull(SOURCE, "elsewhere:1")
-    assert puller.num_withheld == 2
+            await receiver.pull(SOURCE, "elsewhere:1")
+    assert receiver.num_withheld == 2
     worker = store.held("other")
     everything_else = worker.alloc(store.arena.num_blocks - 2)
     with pytest.raises(Exhausted):
@@ -112,7 +112,7 @@ async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
         worker.alloc(1)
     transport.write()
     assert all(store.arena.read(ref.block)[0] != 0xEE for ref in everything_else)
-    while puller.num_withheld:
+    while receiver.num_withheld:
         await asyncio.sleep(0.01)
     async with asyncio.timeout(60):  # until the ledger, whose Redis may pause, has been told
         while store.moment().counts.free + store.moment().counts.cached < 2:
@@ -120,7 +120,28 @@ async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
     assert len(worker.alloc(2)) == 2
     upkeep.cancel()
     worker.close()
-    await puller.close()
+    await receiver.close()
+
+
+BUGS = {
+    "blocks of a failed copy are released at once": ("_undo", "if self._transport.is_quiescent(copy):", "if True:"),
+    "withheld blocks are released by time alone": ("_upkeep", " if self._transport.is_quiescent(pair[0])]", "]"),
+}
+"""Method of `Puller`, text in its source, and replacement."""
+
+
+@pytest.mark.parametrize("name", BUGS)
+async def test_a_missing_question_to_the_transport_is_noticed(
+    redis_handle: RedisHandle, store: TestStore, shm: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    method, right, wrong = BUGS[name]
+    source = Path(puller.__file__).read_text()
+    assert source.count(right) == 1, "the bug cannot be planted any more"
+    namespace: dict[str, Any] = {"__name__": puller.__name__}
+    exec(compile(source.replace(right, wrong), puller.__name__, "exec"), namespace)
+    monkeypatch.setattr(Puller, method, vars(namespace["Puller"])[method])
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        await test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(redis_handle, store, shm, False)
 
 
 def test_copied_positions_are_counted_once() -> None:
