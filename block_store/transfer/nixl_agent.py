@@ -93,7 +93,7 @@ class NixlAgent:
 
     async def use(self, arena: Arena) -> Mapped:
         """Registers an arena in host memory, as will all later processes. An agent can have only one arena. Raises
-        Unavailable if the process is starting, or ends meanwhile.
+        Unavailable if there is no process at the moment, or if it ends meanwhile.
         """
         assert self._arena in (None, arena)
         self._arena = arena
@@ -149,7 +149,7 @@ class NixlAgent:
             if isinstance(error, TimeoutError):
                 raise StartupError(f"the NIXL agent has not started within {START_S:g} s") from None
             raise
-        if self._arena is not None:
+        if self._arena is not None and self._mapping is None:  # `use` may have sent the order meanwhile
             with suppress(Unavailable):  # the process has ended again
                 self._map(self._arena)
 
