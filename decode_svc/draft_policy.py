@@ -39,7 +39,8 @@ class DraftLimits:
     """
     catch_up_share: float | None = 0.5
     """A draft model catches up with a sequence if that takes at most this part of the time that drafts are expected to
-    save in the rest of the sequence. None: it always catches up, in the largest chunks.
+    save in the rest of the sequence. None: it always catches up, in the
+    largest chunks, whatever that takes.
     """
 
 

@@ -5,7 +5,9 @@ the measured times of both models and the sequences' rates of right predictions.
 model has caught up with it, in chunks between the steps of the target.
 
 While no draft pays, a share of the time is saved up for *probes*, which are drafts that are verified only to find out
-whether predictions have become better.
+whether predictions have become better. The time that drafts have really saved, less the time of all passes of the draft
+model, is added to these savings. Catching up may overdraw them only so far: if it is not followed by drafts that pay,
+it ends.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ READY = CHUNKS[-1]
 PROBE_SHARE = 0.01
 """Part of the time that is spent on probes while no draft pays."""
 PROBE_TOKENS = 3
+MAX_DEBT = 32
+"""The draft model may catch up until the savings are overdrawn by the time of this many steps without drafts. They are
+also not increased beyond this time.
+"""
 TRIALS = 8
 """The worker's first TRIALS drafts are made whether they pay or not, because nothing has been measured."""
 MAX_PAUSE = 16
@@ -59,7 +65,9 @@ class ModelSpeculation(DraftPolicy):
         self._asked: dict[Sequence, int] = {}
         """Number of tokens that were predicted for each sequence of this step."""
         self._saved_s = 0.0
-        """Time that a probe may take."""
+        """Time that a probe may take; negative if the savings are overdrawn."""
+        self._passes_s = 0.0
+        """Time of the passes before this step."""
         self._is_catching_up = False
         """Whether a probe has begun, which must catch up before it predicts tokens."""
         self._fallbacks = Fallbacks(logger)
@@ -70,7 +78,7 @@ class ModelSpeculation(DraftPolicy):
         """Returns one draft per sequence of the plan, or an empty list if there are no tokens to verify. If the draft
         model fails, there are no further drafts. Raises the failure if the device is no longer usable.
         """
-        self._asked = {}
+        self._asked, self._passes_s = {}, 0.0
         if self._has_failed or self._num_skipped < self._pause:
             self._num_skipped += 1
             return []
@@ -87,10 +95,15 @@ class ModelSpeculation(DraftPolicy):
 
     def note(self, taken: Seq[Taken], num_rows: int, seconds: float) -> None:
         super().note(taken, num_rows, seconds)
-        self._saved_s += PROBE_SHARE * seconds
-        for item in taken if self._asked else ():
-            for is_right in _outcomes(item, self._asked.get(item.sequence, 0)):
-                self._learn(item.sequence, is_right)
+        self._saved_s += PROBE_SHARE * seconds - self._passes_s
+        if self._asked:
+            plain_s = self._times.at(len(taken))
+            num_more = sum(item.num_accepted for item in taken)
+            self._saved_s += plain_s * num_more / len(taken) - max(0.0, seconds - plain_s)
+            self._saved_s = min(self._saved_s, MAX_DEBT * plain_s)
+            for item in taken:
+                for is_right in _outcomes(item, self._asked.get(item.sequence, 0)):
+                    self._learn(item.sequence, is_right)
 
     # --- inside
 
@@ -109,7 +122,8 @@ class ModelSpeculation(DraftPolicy):
         ready = [option for option in options if option.unseen <= READY]
         lens = self._choose(ready, num, max_rows, time_of, self._passes.at)
         late: list[tuple[Sequence, int]] = []
-        if len(ready) < len(options):
+        may_owe = self._limits.catch_up_share is None or self._saved_s > -MAX_DEBT * plain_s
+        if len(ready) < len(options) and may_owe:
             caught_up = [option._replace(unseen=1) for option in options]
             wanted = self._choose(caught_up, num, max_rows, time_of, self._passes.at)
             chosen = [option for option in options if option.unseen > READY and wanted[option.place]]
@@ -160,8 +174,10 @@ class ModelSpeculation(DraftPolicy):
                 break
             began = time.perf_counter()
             drawn = self._model.step(parts)
+            pass_s = time.perf_counter() - began
+            self._passes_s += pass_s
             if self._model.num_rows:
-                self._passes.note(self._model.num_rows, time.perf_counter() - began)
+                self._passes.note(self._model.num_rows, pass_s)
             for place, token in zip(places, drawn, strict=False):
                 if token is not None:
                     found[place].append(token)
@@ -179,16 +195,13 @@ class ModelSpeculation(DraftPolicy):
         if not self._is_catching_up and self._saved_s < cost_s and self.counts.num_drafts >= TRIALS:
             self._pause, self._num_skipped = min(MAX_PAUSE, 2 * self._pause + 1), 0
             return {}
-        began, lens = time.perf_counter(), [0] * num
+        lens = [0] * num
         self._is_catching_up = option.unseen > READY
         if self._is_catching_up:
-            found = self._run(plan, lens, {}, [(plan[option.place][1], min(option.unseen, chunk))])
-            self._saved_s -= time.perf_counter() - began
-        else:
-            lens[option.place] = length
-            found = self._run(plan, lens, {option.place: option.unseen}, ())
-            self._saved_s = min(0.0, self._saved_s - (time.perf_counter() - began) - verified_s)
-        return found
+            return self._run(plan, lens, {}, [(plan[option.place][1], min(option.unseen, chunk))])
+        self._saved_s = min(0.0, self._saved_s)
+        lens[option.place] = length
+        return self._run(plan, lens, {option.place: option.unseen}, ())
 
     def _learn(self, sequence: Sequence, is_right: bool) -> None:
         rate = self._rates.get(sequence, self._mean_rate)

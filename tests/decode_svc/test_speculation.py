@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from common.speculative_config import SpeculativeConfig
 from common.types import KvKind, KvLayout, KvSpec, SamplingParams, StoppingParams
 from decode_svc.draft_lengths import Option, best_lengths, saved_share
 from decode_svc.draft_policy import DraftLimits
-from decode_svc.model_speculation import MAX_PAUSE, PROBE_TOKENS, READY, TRIALS, ModelSpeculation
+from decode_svc.model_speculation import MAX_DEBT, MAX_PAUSE, PROBE_TOKENS, READY, TRIALS, ModelSpeculation
 from decode_svc.ngram import LOOK_AHEAD, NgramDrafter
 from decode_svc.role import speculation_of
 from decode_svc.sampling_step import Taken
@@ -311,6 +313,26 @@ def test_wrong_predictions_end_drafts_and_probes_begin_them_again(target: ModelR
     drafted, _ = modeled.run(MAX_PAUSE + 6, seconds=1e-9)
     assert drafted == 1, "first it catches up, then it predicts"
     assert modeled.num_passes <= num_passes + 5 + PROBE_TOKENS, "a probe uses up what had been saved"
+
+
+def test_catching_up_ends_if_it_is_not_followed_by_drafts_that_pay(target: ModelRunner, model: Path) -> None:
+    """All seems to pay, but the draft model is not asked for drafts: what it computes overdraws the savings."""
+    modeled = Modeled(target, str(model), PROMPT)
+
+    def only_late(options: Seq[Option], num: int, *how: Any) -> list[int]:
+        return [3 if options and all(option.unseen == 1 for option in options) else 0] * num
+
+    modeled.policy._choose = only_late
+    modeled.policy._limits = replace(modeled.policy._limits, catch_up_share=1e9)
+    modeled.policy._saved_s = -0.5 * MAX_DEBT
+    modeled.run(6, seconds=1.0)
+    num_passes = modeled.num_passes
+    assert num_passes > 0, "it catches up on credit"
+    modeled.policy._saved_s = -1.5 * MAX_DEBT
+    modeled.model.begin_round(())
+    modeled.policy.counts = replace(modeled.policy.counts, num_drafts=TRIALS)
+    modeled.run(6, seconds=1.0)
+    assert modeled.num_passes == num_passes
 
 
 def test_a_draft_model_that_fails_costs_no_step(
