@@ -1,4 +1,4 @@
-"""Simulates KV memory that is reserved contiguously or allocated in blocks, under the real decode scheduler.
+"""Defines KV memory that is reserved contiguously or allocated in blocks, and runs it under the real decode scheduler.
 
 The contiguous arms reserve memory for a whole request when it starts, with a buddy allocator, as the PagedAttention
 paper assumes for Orca (section 6.1). The paged arm adds a block when a sequence needs one, and preempts the last
@@ -7,6 +7,7 @@ running sequence if no block is free; a preempted sequence needs its blocks agai
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -16,9 +17,12 @@ from common.types import SamplingParams, StoppingParams
 from decode_svc.scheduler import DecodeScheduler, Group
 from engine.sequence import Sequence as Tokens
 
+BLOCK_SIZE = 16
 Kind = Literal["max", "pow2", "oracle"]
 Lens = tuple[int, int]
 """The lengths of a request's prompt and output in tokens."""
+Compute = Callable[[Sequence[Group], bool], Sequence[int]]
+"""Returns the next token of each running group. The flag says whether the step counts for the shares."""
 
 
 class Buddy:
@@ -78,6 +82,9 @@ class Arm(Protocol):
     def taken(self) -> tuple[int, int]:
         """Returns (slots reserved for running requests, slots allocated for them)."""
 
+    def blocks(self, group: Group) -> Sequence[int]:
+        """Returns the numbers of the group's blocks of BLOCK_SIZE slots, in order of its positions."""
+
 
 class Contiguous:
     """An arm that reserves contiguous slots: for the longest sequence (max), for an output of the next power of two
@@ -108,33 +115,42 @@ class Contiguous:
         held = self._held.values()
         return sum(size for size, _ in held), sum(chunk for _, (_, chunk) in held)
 
+    def blocks(self, group: Group) -> Sequence[int]:
+        start, chunk = self._held[group.handle][1]
+        assert start % BLOCK_SIZE == chunk % BLOCK_SIZE == 0, "the chunk does not consist of whole blocks"
+        return range(start // BLOCK_SIZE, (start + chunk) // BLOCK_SIZE)
+
 
 class Paged:
     """An arm that allocates blocks as sequences grow."""
 
     def __init__(self, num_slots: int, block_size: int) -> None:
-        self._size, self._free = block_size, num_slots // block_size
-        self._held: dict[int, int] = {}
+        self._size, self._free = block_size, list(range(num_slots // block_size))
+        self._held: dict[int, list[int]] = {}
 
     def start(self, group: Group) -> bool:
         return self._take(group, blocks_of(group.sequences[0].num_tokens + 1, self._size))
 
     def grow(self, group: Group) -> bool:
-        return self._take(group, blocks_of(group.sequences[0].num_tokens + 1, self._size) - self._held[group.handle])
+        need = blocks_of(group.sequences[0].num_tokens + 1, self._size)
+        return self._take(group, need - len(self._held[group.handle]))
 
     def _take(self, group: Group, num: int) -> bool:
-        if num > self._free:
+        if num > len(self._free):
             return False
-        self._free -= num
-        self._held[group.handle] = self._held.get(group.handle, 0) + num
+        self._held.setdefault(group.handle, []).extend(self._free.pop() for _ in range(num))
         return True
 
     def end(self, group: Group) -> None:
         self._free += self._held.pop(group.handle)
 
     def taken(self) -> tuple[int, int]:
-        slots = self._size * sum(self._held.values())
+        slots = self._size * sum(map(len, self._held.values()))
         return slots, slots
+
+    def blocks(self, group: Group) -> Sequence[int]:
+        assert self._size == BLOCK_SIZE
+        return self._held[group.handle]
 
 
 @dataclass(slots=True)
@@ -174,13 +190,15 @@ class Shares:
         }
 
 
-def simulate(arm: Arm, requests: Sequence[Lens], warm: float = 0.2) -> Shares:
+def simulate(arm: Arm, requests: Sequence[Lens], warm: float = 0.2, compute: Compute | None = None) -> Shares:
     """Runs all requests, which wait from the beginning. Counts the steps from the time when the share `warm` of the
-    requests has ended until no request is waiting. Raises RuntimeError if memory is too small for a single request.
+    requests has ended until no request is waiting. Without `compute`, no model runs, and every token is 0. Raises
+    RuntimeError if memory is too small for a single request.
     """
     scheduler, shares, ended = DecodeScheduler(max_num_seqs=1 << 20, max_queue=len(requests)), Shares(), 0
     for handle, (prompt, output) in enumerate(requests):
-        tokens = Tokens([0] * prompt, [], SamplingParams(), StoppingParams(max_tokens=output))
+        ids = random.Random(handle).choices(range(5, 200), k=prompt)
+        tokens = Tokens(ids, [], SamplingParams(temperature=0.0), StoppingParams(max_tokens=output))
         scheduler.add(Group(handle, 0, [tokens], live=[tokens]))
     while not scheduler.idle:
         while (group := scheduler.resumable()) is not None and arm.start(group):
@@ -189,9 +207,11 @@ def simulate(arm: Arm, requests: Sequence[Lens], warm: float = 0.2) -> Shares:
         if not scheduler.running:
             raise RuntimeError("the memory is too small for one request")
         _reserve(scheduler, arm, shares)
-        if ended >= warm * len(requests) and scheduler.load().num_waiting:
+        counts = ended >= warm * len(requests) and scheduler.load().num_waiting > 0
+        if counts:
             shares.note(arm, scheduler.running)
-        ended += _step(scheduler, arm)
+        running = scheduler.running
+        ended += _step(scheduler, arm, compute(running, counts) if compute is not None else [0] * len(running))
     return shares
 
 
@@ -205,12 +225,12 @@ def _reserve(scheduler: DecodeScheduler, arm: Arm, shares: Shares) -> None:
             shares.preempted += 1
 
 
-def _step(scheduler: DecodeScheduler, arm: Arm) -> int:
-    """Adds a token to every running sequence. Returns the number of groups that have ended."""
+def _step(scheduler: DecodeScheduler, arm: Arm, tokens: Sequence[int]) -> int:
+    """Adds its token to every running sequence. Returns the number of groups that have ended."""
     done: list[Group] = []
-    for group in scheduler.running:
+    for group, token in zip(scheduler.running, tokens, strict=True):
         [sequence] = group.sequences
-        sequence.output_ids.append(0)
+        sequence.output_ids.append(token)
         if len(sequence.output_ids) >= sequence.stopping.max_tokens:
             done.append(group)
     for group in done:
@@ -223,5 +243,5 @@ ARMS: dict[str, Callable[[int, int], Arm]] = {
     "Orca (Max)": lambda slots, most: Contiguous("max", slots, most),
     "Orca (Pow2)": lambda slots, most: Contiguous("pow2", slots, most),
     "Orca (Oracle)": lambda slots, most: Contiguous("oracle", slots, most),
-    "paged, 16": lambda slots, _: Paged(slots, 16),
+    "paged, 16": lambda slots, _: Paged(slots, BLOCK_SIZE),
 }

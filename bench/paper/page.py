@@ -26,14 +26,7 @@ Each result is stored beside this page as NAME.json, with date, commit and machi
 files.
 """
 LEFT_OUT: Mapping[str, str] = {
-    "contiguous reservation in the engine": "it is simulated only; no worker of ours reserves contiguous memory",
     "time by block size, from 4 to 256": "only the share of unused slots is measured, not the bytes that a step reads",
-    "throughput against batch, static and continuous batching (Orca)": "`python -m loadtest.batching` compares 16 "
-    "requests at once with one at a time; there is no arm with static batches",
-    "decoding without a KV cache": "there is no arm that computes all keys and values again for each token",
-    "throughput against request rate": "there is no measurement that raises the rate until the latency doubles",
-    "interference of prefill and decode, time of a hand-over, goodput under SLO (DistServe, Sarathi-Serve)": "there is "
-    "no measurement with their definitions; `python -m loadtest.roles` compares arrangements of the roles",
 }
 """The measurements that are not made, with the reasons."""
 

@@ -10,7 +10,10 @@ from typing import Any, Protocol, cast
 
 from common.errors import StartupError
 
-PARTS = ("worked_example", "memory", "sharing", "preemption", "hit_rates")
+PARTS = (
+    "worked_example", "memory", "contiguous", "sharing", "preemption", "hit_rates", "batching", "load", "no_cache",
+    "interference", "hand_over", "goodput", "front",
+)  # fmt: skip
 """The modules of this package that are measurements, in the order of the page."""
 
 VLLM = "Kwon et al., *Efficient Memory Management for LLM Serving with PagedAttention*, SOSP 2023"

@@ -31,7 +31,7 @@ from loadtest.svg import document, rect, text
 from looseleaf.serve.model_source import BUILT_IN
 from testing.decode import DOMAIN, Answer, DecodeBench
 
-LIMIT_S = 60
+LIMIT_S = 30
 PROMPT = "One day the dog saw a"
 NUM_BLOCKS, BLOCK_SIZE = 9, 4
 PAPER_ORDER = (7, 1, 3, 0, 2, 4, 5, 6, 8)

@@ -44,15 +44,20 @@ TEXT = (
 
 
 class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """A prefill service that completes every prompt at once."""
+    """A prefill service that completes every prompt at once, and also the request if it asks for one token."""
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        is_over = request.stopping.max_tokens == 1
+        ends = types_pb2.FINISH_REASON_LENGTH if is_over else types_pb2.FINISH_REASON_UNSPECIFIED
         tables = [types_pb2.BranchTables(num_tokens=len(request.prompt_token_ids)) for _ in request.branches]
         done = prefill_pb2.PrefillDone(
-            ticket=types_pb2.Ticket(arena_id="bench", epoch=1, branches=tables),
-            tokens=[prefill_pb2.BranchToken(sample_index=b.sample_index, token_id=5) for b in request.branches],
+            ticket=None if is_over else types_pb2.Ticket(arena_id="bench", epoch=1, branches=tables),
+            tokens=[
+                prefill_pb2.BranchToken(sample_index=b.sample_index, token_id=5, finish_reason=ends)
+                for b in request.branches
+            ],
             load=types_pb2.WorkerLoad(),
         )
         yield prefill_pb2.PrefillResponse(done=done)
