@@ -25,10 +25,6 @@ and were not checked against the papers' texts, except those that other pages of
 Each result is stored beside this page as NAME.json, with date, commit and machine. The page is generated from these
 files.
 """
-LEFT_OUT: Mapping[str, str] = {
-    "time by block size, from 4 to 256": "only the share of unused slots is measured, not the bytes that a step reads",
-}
-"""The measurements that are not made, with the reasons."""
 
 
 def store(folder: Path, name: str, file: Path, origin: Mapping[str, Any]) -> None:
@@ -60,9 +56,8 @@ def render(sections: Mapping[str, Section], origins: Mapping[str, Mapping[str, A
     for name, section in sections.items():
         parts += [f"## {section.title}", origin_line(name, origins[name]), section.text]
         parts += [f"![{caption(image)}]({file})" for file, image in section.plots.items()]
-    missing = {name: "it has not been run yet" for name in PARTS if name not in sections}
-    if left_out := {**missing, **LEFT_OUT}:
-        parts += ["## Not measured", "\n".join(f"* **{name}**: {why}." for name, why in left_out.items())]
+    if missing := [name for name in PARTS if name not in sections]:
+        parts += ["## Not measured", "\n".join(f"* **{name}**: it has not been run yet." for name in missing)]
     parts += ["## Sources", "\n".join(f"* {source}" for source in (VLLM, ORCA, DISTSERVE, SARATHI, MOONCAKE))]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 from common.errors import StartupError
 
 PARTS = (
-    "worked_example", "memory", "contiguous", "sharing", "preemption", "hit_rates", "batching", "load", "no_cache",
-    "interference", "hand_over", "goodput", "front",
+    "worked_example", "memory", "contiguous", "block_sizes", "sharing", "preemption", "hit_rates", "batching", "load",
+    "no_cache", "interference", "hand_over", "goodput", "front",
 )  # fmt: skip
 """The modules of this package that are measurements, in the order of the page."""
 
