@@ -28,24 +28,20 @@ from looseleaf.simulation.trace import TraceRequest
 from looseleaf.simulation.worker import WorkerOptions
 
 LIMIT_S = 420
-SLO = Slo(ttft_s=1.0, tpot_s=0.03)
-RATES, SECONDS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0), 12.0
-QUICK_RATES, QUICK_SECONDS = (2.0,), 2.0
+SHARE = 0.9
+PREFILLS, STEPS = 5.0, 2.5
+"""The limits, as multiples of the time to prefill a mean prompt alone, and of a decode step of four sequences."""
+LOADS, SECONDS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), 12.0
+QUICK_LOADS, QUICK_SECONDS = (0.3,), 2.0
+"""The rates, as shares of what two processes could serve if they did nothing else, and the time at each in seconds."""
 MOST_FAILED = 2
 """An arrangement serves no higher rate after this many rates at which it misses the SLO."""
-PROMPT, OUTPUT = (64, 320), (16, 64)
+PROMPT, OUTPUT = (32, 160), (8, 32)
 """The smallest and the largest length of a prompt and of an output in tokens, drawn uniformly."""
 FLEET, SIMULATED_S, HALVINGS = 4, 20.0, 5
 """Number of processes of the larger simulated fleet, the time in which simulated requests arrive, and the number of
 rates that a bisection tries.
 """
-ARMS: Mapping[str, Mapping[str, Any]] = {
-    "split": {"roles": "split"},
-    "both": {"roles": "both", "max_itl": 0.0, "max_num_batched_tokens": 512},
-    "chunked": {"roles": "both", "max_itl": 1e3 * SLO.tpot_s},
-    "adaptive": {"roles": "adaptive", "max_itl": 1e3 * SLO.tpot_s, "slo_ttft": SLO.ttft_s, "slo_itl": SLO.tpot_s},
-}
-"""Settings of the services. In `both`, a prompt is one step; in `chunked`, steps are as short as the limit requires."""
 Point = dict[str, float]
 """A rate, the share of requests that met the SLO (attained), and 90th percentiles in seconds."""
 
@@ -60,23 +56,48 @@ def trace(rate: float, seconds: float, seed: int) -> list[TraceRequest]:
         requests.append(TraceRequest(at_s, ((len(requests) + 1, rng.randint(*PROMPT)),), rng.randint(*OUTPUT)))
 
 
-def point_of(rate: float, outcomes: Sequence[Outcome]) -> Point:
+def arms(slo: Slo) -> dict[str, dict[str, Any]]:
+    """Returns the services' settings. In `both`, a prompt is one step; in `chunked`, steps are as short as the limit on
+    TPOT requires.
+    """
+    chunked = {"max_itl": 1e3 * slo.tpot_s}
+    return {
+        "split": {"roles": "split"},
+        "both": {"roles": "both", "max_itl": 0.0, "max_num_batched_tokens": 512},
+        "chunked": {"roles": "both", **chunked},
+        "adaptive": {"roles": "adaptive", **chunked, "slo_ttft": slo.ttft_s, "slo_itl": slo.tpot_s},
+    }
+
+
+def work_s(costs: Costs) -> float:
+    """Returns the time for which a mean request occupies a process whose batch has eight sequences."""
+    length, output = sum(PROMPT) // 2, sum(OUTPUT) / 2
+    return costs.prefill_s([(0, length)]) + output * costs.decode_s(8, 8 * length) / 8
+
+
+def slo_of(costs: Costs) -> Slo:
+    length = sum(PROMPT) // 2
+    ttft_s, tpot_s = PREFILLS * costs.prefill_s([(0, length)]), STEPS * costs.decode_s(4, 4 * length)
+    return Slo(round(ttft_s, 2), round(tpot_s, 3), SHARE)
+
+
+def point_of(rate: float, outcomes: Sequence[Outcome], slo: Slo) -> Point:
     served = [outcome for outcome in outcomes if not outcome.refusal]
     return {
-        "rate": rate, "requests": len(outcomes), "attained": round(SLO.attained(outcomes), 3),
+        "rate": rate, "requests": len(outcomes), "attained": round(slo.attained(outcomes), 3),
         "ttft_p90": round(quantile([outcome.ttft_s for outcome in served], 0.9), 3),
         "tpot_p90": round(quantile([outcome.tpot_s for outcome in served], 0.9), 4),
     }  # fmt: skip
 
 
 def goodput(points: Sequence[Mapping[str, float]]) -> float:
-    """Returns the rate at which the share of requests within the SLO falls below `SLO.share`, by linear interpolation
+    """Returns the rate at which the share of requests within the SLO falls below SHARE, by linear interpolation
     between the points; the share at rate 0 counts as 1. Returns the last rate if the share does not fall below it.
     """
     rate, attained = 0.0, 1.0
     for point in points:
-        if point["attained"] < SLO.share:
-            part = (attained - SLO.share) / (attained - point["attained"])
+        if point["attained"] < SHARE:
+            part = (attained - SHARE) / (attained - point["attained"])
             return rate + part * (point["rate"] - rate)
         rate, attained = point["rate"], point["attained"]
     return rate
@@ -99,32 +120,32 @@ def fit() -> Costs:
         return asyncio.run(replay.fit(llm.addresses.grpc, MODEL.name, kv_bytes, vocab_size, LONGEST))
 
 
-def serve(arm: Mapping[str, Any], rates: Sequence[float], seconds: float) -> list[Point]:
+def serve(arm: Mapping[str, Any], rates: Sequence[float], seconds: float, slo: Slo) -> list[Point]:
     """Serves one rate after another with real services. Returns the points up to the second miss of the SLO."""
     vocab_size, points = ModelConfig.from_directory(MODEL).vocab_size, list[Point]()
     with served(**arm) as llm:
-        warm_up = [TraceRequest(0.0, ((-100 - n, 300),), 16) for n in range(6)]
+        warm_up = [TraceRequest(0.0, ((-100 - n, PROMPT[1]),), 16) for n in range(6)]
         asyncio.run(replay.replay(llm.addresses.grpc, warm_up, vocab_size, -3))
         for seed, rate in enumerate(rates):
             outcomes = asyncio.run(replay.replay(llm.addresses.grpc, trace(rate, seconds, 0), vocab_size, seed))
-            points.append(point_of(rate, outcomes))
-            if sum(point["attained"] < SLO.share for point in points) >= MOST_FAILED:
+            points.append(point_of(rate, outcomes, slo))
+            if sum(point["attained"] < SHARE for point in points) >= MOST_FAILED:
                 break
     return points
 
 
-def fleets(costs: Costs, processes: int) -> dict[str, FleetOptions]:
+def fleets(costs: Costs, processes: int, slo: Slo) -> dict[str, FleetOptions]:
     """Returns the simulated arrangements of `processes` processes, with every division of `split`. The chunks of
     `chunked` are the largest that fit into the limit beside a decode step of eight sequences.
     """
-    room = SLO.tpot_s - costs.decode_s(8, 8 * sum(PROMPT) // 2)
+    room = slo.tpot_s - costs.decode_s(8, 8 * sum(PROMPT) // 2)
     chunk = max([16, *(size for size in (32, 64, 128, 256) if costs.prefill_s([(0, size)]) <= room)])
     workers = WorkerOptions(16, NUM_BLOCKS * processes, MAX_MODEL_LEN, max_num_batched_tokens=512)
     both = FleetOptions(
         prefill=0, decode=0, both=processes, disaggregates=False, workers=workers, max_queue=128 * processes
     )
     chunked = replace(both, workers=replace(workers, max_num_batched_tokens=chunk))
-    targets = Targets(SLO.ttft_s, SLO.tpot_s)
+    targets = Targets(slo.ttft_s, slo.tpot_s)
     splits = {
         f"split {n}p{processes - n}d": replace(both, prefill=n, decode=processes - n, both=0, disaggregates=True)
         for n in range(1, processes)
@@ -137,31 +158,31 @@ def predict(costs: Costs, processes: int, seconds: float) -> dict[str, list[Poin
     """Simulates all arrangements, each at rates that bisect towards its goodput. Returns the points of each by
     ascending rate, and of `split` only the best division.
     """
-    length, output = sum(PROMPT) // 2, sum(OUTPUT) / 2
-    work_s = costs.prefill_s([(0, length)]) + output * costs.decode_s(8, 8 * length) / 8
+    slo = slo_of(costs)
     found: dict[str, list[Point]] = {}
-    for name, options in fleets(costs, processes).items():
-        low, high, points = 0.0, 1.5 * processes / work_s, list[Point]()
+    for name, options in fleets(costs, processes, slo).items():
+        low, high, points = 0.0, 1.5 * processes / work_s(costs), list[Point]()
         for _ in range(HALVINGS):
             rate = round((low + high) / 2, 2)
-            points.append(point_of(rate, simulate(trace(rate, seconds, 1), costs, options)))
-            low, high = (rate, high) if points[-1]["attained"] >= SLO.share else (low, rate)
+            points.append(point_of(rate, simulate(trace(rate, seconds, 1), costs, options), slo))
+            low, high = (rate, high) if points[-1]["attained"] >= SHARE else (low, rate)
         found[name] = sorted(points, key=lambda point: point["rate"])
     best = max((name for name in found if name.startswith("split")), key=lambda name: goodput(found[name]))
     return {best: found[best], **{name: points for name, points in found.items() if not name.startswith("split")}}
 
 
 def measure(options: Options) -> dict[str, Any]:
-    rates, seconds = (QUICK_RATES, QUICK_SECONDS) if options.quick else (RATES, SECONDS)
+    loads, seconds = (QUICK_LOADS, QUICK_SECONDS) if options.quick else (LOADS, SECONDS)
     costs = fit()
-    real = {name: serve(arm, rates, seconds) for name, arm in ARMS.items()}
+    slo, rates = slo_of(costs), [round(2 * load / work_s(costs), 1) for load in loads]
+    real = {name: serve(arm, rates, seconds, slo) for name, arm in arms(slo).items()}
     simulated_s = QUICK_SECONDS if options.quick else SIMULATED_S
     simulated = {str(processes): predict(costs, processes, simulated_s) for processes in (2, FLEET)}
-    return {"seconds": seconds, "costs": asdict(costs), "real": real, "simulated": simulated}
+    return {"seconds": seconds, "slo": asdict(slo), "costs": asdict(costs), "real": real, "simulated": simulated}
 
 
 def section(result: Mapping[str, Any]) -> Section:
-    real, simulated = result["real"], result["simulated"]
+    real, simulated, slo = result["real"], result["simulated"], Slo(**result["slo"])
     found = {name: goodput(points) for name, points in real.items()}
     predicted = {
         num: {name.split()[0]: goodput(points) for name, points in arms.items()} for num, arms in simulated.items()
@@ -178,8 +199,10 @@ def section(result: Mapping[str, Any]) -> Section:
         "first missed rate", "share within limits", "TTFT p90 (s)", "TPOT p90 (ms)",
     ]  # fmt: skip
     described = (
-        f"Goodput is the rate at which {SLO.share:.0%} of the requests meet both limits: {SLO.ttft_s:g} s to the first "
-        f"token (TTFT), and a mean of {1e3 * SLO.tpot_s:g} ms per later token (TPOT). Requests arrive at random "
+        f"Goodput is the rate at which {SHARE:.0%} of the requests meet both limits: {slo.ttft_s:g} s to the first "
+        f"token (TTFT), and a mean of {1e3 * slo.tpot_s:g} ms per later token (TPOT). These are {PREFILLS:g} times the "
+        f"time to prefill a mean prompt alone, and {STEPS:g} times a decode step of four sequences, as measured at the "
+        "start of the run with one thread. Requests arrive at random "
         f"(Poisson), with prompts of {PROMPT[0]} to {PROMPT[1]} tokens and outputs of {OUTPUT[0]} to {OUTPUT[1]}. Each "
         f"rate is served for {result['seconds']:g} s by real services with llama-125m (random weights): two processes "
         "with one thread each, which share the two cores with the gateway, Redis and the client. *split*: one process "
@@ -193,7 +216,7 @@ def section(result: Mapping[str, Any]) -> Section:
         f"{divisions[fleet]} of {fleet} processes.\n\n" + table(header, rows)
     )
     plot = lines(
-        f"Requests within {SLO.ttft_s:g} s and {1e3 * SLO.tpot_s:g} ms per token, by rate",
+        f"Requests within {slo.ttft_s:g} s and {1e3 * slo.tpot_s:g} ms per token, by rate",
         axis_of("requests/s", [0.0, *(point["rate"] for points in real.values() for point in points)], zero=True),
         Axis("% of requests", 0, 100),
         {name: [(point["rate"], 100 * point["attained"]) for point in points] for name, points in real.items()},
@@ -202,7 +225,7 @@ def section(result: Mapping[str, Any]) -> Section:
 
 
 def _misses(points: Sequence[Mapping[str, float]]) -> list[str]:
-    missed = next((point for point in points if point["attained"] < SLO.share), None)
+    missed = next((point for point in points if point["attained"] < SHARE), None)
     if missed is None:
         return [f"none up to {points[-1]['rate']:g}", "", "", ""]
     ttft_s, tpot_ms = missed["ttft_p90"], 1e3 * missed["tpot_p90"]

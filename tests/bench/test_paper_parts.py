@@ -16,6 +16,7 @@ from engine.tiny import make_checkpoint
 from looseleaf.llm import LLM
 from looseleaf.simulation.costs import Costs
 from looseleaf.simulation.outcome import Outcome
+from looseleaf.simulation.report import Slo
 
 COSTS = Costs("m", 4096, ((1.0, 0.01), (512.0, 0.2)), 1e-8, ((1.0, 0.005), (32.0, 0.03)), 1e-7)
 QUICK = Options(quick=True)
@@ -42,7 +43,7 @@ def test_goodput_is_the_rate_at_which_too_few_requests_meet_the_limits() -> None
     assert goodput.goodput(points(1.0, 0.9)) == 2.0
     late, slow = Outcome(0.0, (1.2, 1.21)), Outcome(0.0, (0.5, 0.6))
     good, refused = Outcome(0.0, (0.5, 0.52)), Outcome(0.0, refusal="full")
-    assert goodput.point_of(1.0, [good, good, late, slow, refused])["attained"] == 0.4
+    assert goodput.point_of(1.0, [good, good, late, slow, refused], Slo(1.0, 0.03))["attained"] == 0.4
 
 
 def test_the_simulated_arrangements_and_their_goodput() -> None:
