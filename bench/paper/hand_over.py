@@ -28,8 +28,8 @@ from testing.system import prompts
 
 LIMIT_S = 120
 LENGTHS, QUICK_LENGTHS = (16, 64, 256, 512, 1024, 2048), (16, 256)
-ROUNDS, PULLS = 7, 10
-OUTPUT_LEN = 64
+ROUNDS, PULLS = 5, 5
+OUTPUT_LEN = 32
 PAPER_SHARE, PAPER_MS = 0.1, 30.0
 """DistServe's figures: percent of the total latency, and ms that 95 % of the requests do not exceed."""
 
