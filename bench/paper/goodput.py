@@ -31,14 +31,14 @@ LIMIT_S = 420
 SHARE = 0.9
 PREFILLS, STEPS = 5.0, 2.5
 """The limits, as multiples of the time to prefill a mean prompt alone, and of a decode step of four sequences."""
-LOADS, SECONDS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), 12.0
+LOADS, SECONDS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), 10.0
 QUICK_LOADS, QUICK_SECONDS = (0.3,), 2.0
 """The rates, as shares of what two processes could serve if they did nothing else, and the time at each in seconds."""
 MOST_FAILED = 2
 """An arrangement serves no higher rate after this many rates at which it misses the SLO."""
 PROMPT, OUTPUT = (32, 160), (8, 32)
 """The smallest and the largest length of a prompt and of an output in tokens, drawn uniformly."""
-FLEET, SIMULATED_S, HALVINGS = 4, 20.0, 5
+FLEET, SIMULATED_S, HALVINGS = 4, 15.0, 5
 """Number of processes of the larger simulated fleet, the time in which simulated requests arrive, and the number of
 rates that a bisection tries.
 """
