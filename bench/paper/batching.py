@@ -24,7 +24,7 @@ from testing.system import prompts
 LIMIT_S = 180
 BATCH, NUM_REQUESTS, NUM_ALONE = 16, 48, 8
 QUICK_REQUESTS, QUICK_ALONE = 8, 2
-ROUNDS = 2
+ROUNDS = 1
 PROMPT, MEAN_OUTPUT, MOST_OUTPUT = (16, 64), 40, 160
 """The range of prompt lengths; the mean and the largest output length in tokens, before they are limited."""
 Work = Sequence[tuple[list[int], int]]
