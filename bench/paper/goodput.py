@@ -31,7 +31,7 @@ LIMIT_S = 420
 SHARE = 0.9
 PREFILLS, STEPS = 5.0, 2.5
 """The limits, as multiples of the time to prefill a mean prompt alone, and of a decode step of four sequences."""
-LOADS, SECONDS = (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), 10.0
+LOADS, SECONDS = (0.15, 0.3, 0.45, 0.6, 0.8), 10.0
 QUICK_LOADS, QUICK_SECONDS = (0.3,), 2.0
 """The rates, as shares of what two processes could serve if they did nothing else, and the time at each in seconds."""
 MOST_FAILED = 2

@@ -20,8 +20,8 @@ from looseleaf.client import AsyncClient
 from looseleaf.llm import LLM
 
 LIMIT_S = 150
-PROMPTS, QUICK_PROMPTS = (512, 1024, 2048), (256,)
-STREAMS, ROUNDS = 8, 2
+PROMPTS, QUICK_PROMPTS = (256, 512, 1024), (256,)
+STREAMS, ROUNDS = 4, 1
 LIMIT_MS = 60.0
 """The limit of the arm `chunked` on the time between two tokens."""
 ARMS: Mapping[str, Mapping[str, Any]] = {
