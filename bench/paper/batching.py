@@ -21,7 +21,7 @@ from looseleaf.client import AsyncClient
 from looseleaf.llm import LLM
 from testing.system import prompts
 
-LIMIT_S = 180
+LIMIT_S = 120
 BATCH, NUM_REQUESTS, NUM_ALONE = 16, 48, 8
 QUICK_REQUESTS, QUICK_ALONE = 8, 2
 ROUNDS = 1

@@ -26,7 +26,7 @@ from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
 from loadtest.svg import Axis, bars
 
-LIMIT_S = 100
+LIMIT_S = 80
 NUM_SLOTS = 15_696
 """The slots of the paper's memory for OPT-13B, in whole blocks."""
 NUM_REQUESTS, QUICK_REQUESTS = 80, 50

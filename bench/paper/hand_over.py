@@ -97,7 +97,9 @@ def section(result: Mapping[str, Any]) -> Section:
     shares = [100 * row["hand_over_ms"] / row["total_ms"] for row in near]
     slowest = max(row["hand_over_p95_ms"] for row in near)
     growth = near[-1]["hand_over_ms"] / near[0]["hand_over_ms"]
-    small = f"the requests are short: {near[0]['total_ms']:.0f} to {near[-1]['total_ms']:.0f} ms, against many seconds"
+    below = next((row["prompt"] for row, share in zip(near, shares, strict=True) if share < PAPER_SHARE), None)
+    small = f"the requests are short: {near[0]['total_ms']:.0f} to {near[-1]['total_ms']:.0f} ms"
+    small += "" if below is None else f". From {below} prompt tokens on, the share is lower than the paper's"
     claims = [
         Claim("the hand-over is a tiny part of a request's time", "DistServe, section 6.3", f"< {PAPER_SHARE:g} %",
               f"{min(shares):.2f} to {max(shares):.2f} %", max(shares) < PAPER_SHARE,

@@ -27,7 +27,7 @@ from loadtest.svg import axis_of, lines
 from loadtest.workload import MOONCAKE_TRACE
 from looseleaf.simulation.trace import MOONCAKE_BLOCK, BlockKey, read
 
-LIMIT_S = 240
+LIMIT_S = 260
 CAPACITIES = (1_000, 3_000, 10_000, 30_000, 100_000)
 QUICK_REQUESTS, QUICK_CAPACITIES = 600, (1_000, 3_000)
 LAYOUT = KvLayout(16, (KvSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="bfloat16"),))

@@ -24,7 +24,7 @@ from looseleaf.simulation.report import Summary, quantile
 from looseleaf.simulation.trace import TraceRequest
 from testing.system import prompts
 
-LIMIT_S = 210
+LIMIT_S = 180
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32, 64), (1, 4)
 PROMPT_LEN, BATCH_OUTPUT = 32, 96
 RATES, SECONDS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0), 12.0

@@ -15,7 +15,7 @@ from loadtest.svg import Axis, axis_of, bars, lines
 from loadtest.workload import Lengths
 from looseleaf.simulation.trace import read_lengths
 
-LIMIT_S = 60
+LIMIT_S = 40
 NUM_SLOTS, MAX_LEN = 15_700, 2048
 """The number of KV slots, and the length of the longest sequence, for OPT-13B on a GPU of 40 GB (the paper's table 1).
 """

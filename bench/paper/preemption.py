@@ -11,7 +11,7 @@ from bench.paper.parts import Claim, Options, Section, table
 from bench.served.cpu import last_line
 from loadtest.svg import axis_of, lines
 
-LIMIT_S = 360
+LIMIT_S = 420
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 QUICK_BLOCK_SIZES = (16,)
 SMALLEST_RATIO = 1.3

@@ -42,7 +42,7 @@ def test_three_quick_measurements_and_their_page(tmp_path: Path) -> None:
 
 
 def test_the_committed_page_is_what_its_results_give(tmp_path: Path) -> None:
-    for name in PARTS:
+    for name in page.stored(FOLDER):
         (tmp_path / f"{name}.json").write_bytes((FOLDER / f"{name}.json").read_bytes())
     page.write(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in FOLDER.iterdir())
