@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.paper.memory import MAX_LEN, PAPER, ROOM, lengths
-from bench.paper.memory_arms import ARMS, BLOCK_SIZE, Arm, Lens, simulate
+from bench.paper.memory_arms import ARMS, Arm, Lens, Paged, simulate
 from bench.paper.parts import Claim, Options, Section, table
 from common.types import BlockRef
 from decode_svc.scheduler import Group
@@ -27,9 +27,10 @@ from engine.tiny import make_checkpoint
 from loadtest.svg import Axis, bars
 
 LIMIT_S = 80
-NUM_SLOTS = 15_696
-"""The slots of the paper's memory for OPT-13B, in whole blocks."""
-NUM_REQUESTS, QUICK_REQUESTS = 80, 50
+SCALE = 4
+"""Lengths, memory and block size are the paper's, divided by this number."""
+NUM_SLOTS, LONGEST, BLOCK_SIZE = 3_924, MAX_LEN // SCALE, 16 // SCALE
+NUM_REQUESTS, QUICK_REQUESTS = 200, 80
 EVERY = 16
 """Positions are counted in one of so many steps."""
 
@@ -56,7 +57,7 @@ class Engine:
         return self._arm.grow(group) and self._set_table(group)
 
     def _set_table(self, group: Group) -> bool:
-        [sequence], blocks = group.sequences, self._arm.blocks(group)
+        [sequence], blocks = group.sequences, self._arm.blocks(group, BLOCK_SIZE)
         for block in blocks[len(sequence.table) :]:
             sequence.table.append(BlockRef(block, 1))
         return True
@@ -70,8 +71,8 @@ class Engine:
     def taken(self) -> tuple[int, int]:
         return self._arm.taken()
 
-    def blocks(self, group: Group) -> Sequence[int]:
-        return self._arm.blocks(group)
+    def blocks(self, group: Group, size: int) -> Sequence[int]:
+        return self._arm.blocks(group, size)
 
     def compute(self, running: Sequence[Group], counts: bool) -> list[int]:
         """Computes all missing positions of the running sequences, and draws their next tokens."""
@@ -89,23 +90,28 @@ class Engine:
         return tokens
 
 
-def run(runner: ModelRunner, name: str, requests: Sequence[Lens], num_slots: int) -> tuple[dict[str, float], Any]:
+def make(name: str) -> Arm:
+    return Paged(NUM_SLOTS, BLOCK_SIZE) if name.startswith("paged") else ARMS[name](NUM_SLOTS, LONGEST)
+
+
+def run(runner: ModelRunner, name: str, requests: Sequence[Lens]) -> tuple[dict[str, float], Any]:
     """Returns the share of written positions in percent with further figures, and the generated tokens by request."""
-    engine = Engine(runner, ARMS[name](num_slots, MAX_LEN), num_slots)
+    engine = Engine(runner, make(name), NUM_SLOTS)
     shares = simulate(engine, requests, compute=engine.compute)
-    written = 100 * sum(engine.counted) / len(engine.counted) / num_slots
-    return {**shares.row(num_slots), "written": round(written, 1), "counted": len(engine.counted)}, engine.outputs
+    written = 100 * sum(engine.counted) / len(engine.counted) / NUM_SLOTS
+    return {**shares.row(NUM_SLOTS), "written": round(written, 1), "counted": len(engine.counted)}, engine.outputs
 
 
 def measure(options: Options) -> dict[str, Any]:
-    requests = lengths(options, QUICK_REQUESTS if options.quick else NUM_REQUESTS)
+    pairs = lengths(options, QUICK_REQUESTS if options.quick else NUM_REQUESTS)
+    requests = [(-(-prompt // SCALE), -(-output // SCALE)) for prompt, output in pairs]
     with tempfile.TemporaryDirectory(prefix="looseleaf-paper-") as directory:
-        model = make_checkpoint(Path(directory), max_position_embeddings=MAX_LEN)
+        model = make_checkpoint(Path(directory), max_position_embeddings=LONGEST)
         runner = ModelRunner(RunnerSettings(str(model), load_format="dummy", block_size=BLOCK_SIZE))
-        found = {name: run(runner, name, requests, NUM_SLOTS) for name in ARMS}
+        found = {name: run(runner, name, requests) for name in ARMS}
     first, *others = (outputs for _, outputs in found.values())
     assert all(outputs == first for outputs in others), "the arms generated different tokens"
-    simulated = {name: simulate(make(NUM_SLOTS, MAX_LEN), requests).row(NUM_SLOTS) for name, make in ARMS.items()}
+    simulated = {name: simulate(make(name), requests).row(NUM_SLOTS) for name in ARMS}
     return {
         "requests": len(requests), "tokens": sum(map(len, first.values())),
         "arms": {name: row for name, (row, _) in found.items()},
@@ -129,9 +135,10 @@ def section(result: Mapping[str, Any]) -> Section:
     ]  # fmt: skip
     described = (
         f"The same arms as above, with the real engine: a tiny model computes {result['requests']} requests "
-        f"({result['tokens']:,} tokens) with lengths as above, over an arena of {NUM_SLOTS:,} positions. A "
-        "contiguous arm gives a sequence a table of consecutive blocks for its whole reservation when it starts; the "
-        "paged arm adds a block when a sequence needs it. The shares are counted in the arena's bytes, as positions "
+        f"({result['tokens']:,} tokens) over an arena of {NUM_SLOTS:,} positions. Lengths, memory and block size "
+        "are a quarter of those above, so that the run is short. A contiguous arm gives a sequence a table of "
+        "consecutive blocks for its whole reservation when it starts; the paged arm adds a block when a sequence needs "
+        "it. The shares are counted in the arena's bytes, as positions "
         f"whose keys are not zero, in one of {EVERY} steps. The measurement fails if the count differs from the number "
         "of tokens of the running sequences, or if an arm generates other tokens than the others.\n\n"
         + table(["arm", "written positions", "simulated", "paper", "running", "preempted", "steps"], rows)

@@ -17,7 +17,6 @@ from common.types import SamplingParams, StoppingParams
 from decode_svc.scheduler import DecodeScheduler, Group
 from engine.sequence import Sequence as Tokens
 
-BLOCK_SIZE = 16
 Kind = Literal["max", "pow2", "oracle"]
 Lens = tuple[int, int]
 """The lengths of a request's prompt and output in tokens."""
@@ -82,8 +81,8 @@ class Arm(Protocol):
     def taken(self) -> tuple[int, int]:
         """Returns (slots reserved for running requests, slots allocated for them)."""
 
-    def blocks(self, group: Group) -> Sequence[int]:
-        """Returns the numbers of the group's blocks of BLOCK_SIZE slots, in order of its positions."""
+    def blocks(self, group: Group, size: int) -> Sequence[int]:
+        """Returns the numbers of the group's blocks of `size` slots, in order of its positions."""
 
 
 class Contiguous:
@@ -115,10 +114,10 @@ class Contiguous:
         held = self._held.values()
         return sum(size for size, _ in held), sum(chunk for _, (_, chunk) in held)
 
-    def blocks(self, group: Group) -> Sequence[int]:
+    def blocks(self, group: Group, size: int) -> Sequence[int]:
         start, chunk = self._held[group.handle][1]
-        assert start % BLOCK_SIZE == chunk % BLOCK_SIZE == 0, "the chunk does not consist of whole blocks"
-        return range(start // BLOCK_SIZE, (start + chunk) // BLOCK_SIZE)
+        assert start % size == chunk % size == 0, "the chunk does not consist of whole blocks"
+        return range(start // size, (start + chunk) // size)
 
 
 class Paged:
@@ -148,8 +147,8 @@ class Paged:
         slots = self._size * sum(map(len, self._held.values()))
         return slots, slots
 
-    def blocks(self, group: Group) -> Sequence[int]:
-        assert self._size == BLOCK_SIZE
+    def blocks(self, group: Group, size: int) -> Sequence[int]:
+        assert self._size == size
         return self._held[group.handle]
 
 
@@ -243,5 +242,5 @@ ARMS: dict[str, Callable[[int, int], Arm]] = {
     "Orca (Max)": lambda slots, most: Contiguous("max", slots, most),
     "Orca (Pow2)": lambda slots, most: Contiguous("pow2", slots, most),
     "Orca (Oracle)": lambda slots, most: Contiguous("oracle", slots, most),
-    "paged, 16": lambda slots, _: Paged(slots, BLOCK_SIZE),
+    "paged, 16": lambda slots, _: Paged(slots, 16),
 }

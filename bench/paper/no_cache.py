@@ -21,7 +21,7 @@ from testing.engine import Batch
 
 LIMIT_S = 120
 PROMPT_LEN = 8
-LENGTHS, QUICK_LENGTHS = (32, 48, 64, 96, 128, 192, 256), (16, 32, 64)
+LENGTHS, QUICK_LENGTHS = (24, 32, 48, 64, 96, 128), (16, 32, 64)
 """The numbers of generated tokens at which the total time is noted."""
 NEAR = 8
 """The time of a token is the median over this many tokens."""

@@ -31,7 +31,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     model = make_checkpoint(tmp_path_factory.mktemp("model"))
-    return ModelRunner(RunnerSettings(str(model), load_format="dummy", block_size=16))
+    return ModelRunner(RunnerSettings(str(model), load_format="dummy", block_size=4))
 
 
 def test_goodput_is_the_rate_at_which_too_few_requests_meet_the_limits() -> None:
@@ -68,7 +68,7 @@ def test_the_same_tokens_without_a_cache_as_with_one(runner: ModelRunner) -> Non
 def test_contiguous_and_paged_arms_generate_the_same_tokens(runner: ModelRunner) -> None:
     requests = [(20, 12), (9, 30), (40, 6), (17, 17), (30, 20), (12, 9)]
     outputs = []
-    for arm in (Contiguous("max", 160, 64), Contiguous("pow2", 160, 64), Paged(112, 16)):
+    for arm in (Contiguous("max", 160, 64), Contiguous("pow2", 160, 64), Paged(112, 4)):
         engine = contiguous.Engine(runner, arm, 160)
         shares = simulate(engine, requests, warm=0.0, compute=engine.compute)
         assert engine.counted, "no step was counted"
