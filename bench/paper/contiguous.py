@@ -30,7 +30,7 @@ LIMIT_S = 80
 SCALE = 4
 """Lengths, memory and block size are the paper's, divided by this number."""
 NUM_SLOTS, LONGEST, BLOCK_SIZE = 3_924, MAX_LEN // SCALE, 16 // SCALE
-NUM_REQUESTS, QUICK_REQUESTS = 200, 80
+NUM_REQUESTS, QUICK_REQUESTS = 200, 120
 EVERY = 16
 """Positions are counted in one of so many steps."""
 
