@@ -9,6 +9,7 @@ LOOSELEAF_CLIENTS_OFFLINE=1, nothing is installed, and only clients that are the
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -89,7 +90,16 @@ def cache() -> Path:
 
 
 def install(client: Client) -> None:
-    """Creates the client's directory if it does not exist. Raises NotInstalled."""
+    """Creates the client's directory if it does not exist. Raises NotInstalled. Waits while another process, such as
+    another worker of the same test run, installs a client.
+    """
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _install(client)
+
+
+def _install(client: Client) -> None:
     stamp, wanted = client.directory / ".installed", "\n".join(client.packages)
     if stamp.exists() and stamp.read_text() == wanted:
         return
