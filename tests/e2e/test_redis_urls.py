@@ -20,7 +20,7 @@ from looseleaf import LLM
 from looseleaf.commands.certs import make
 from testing.oracle import Oracle
 from testing.redis_sentinel import SentinelGroup
-from testing.redis_tls import TlsRedis
+from testing.redis_tls import TlsRedis, server_has
 from testing.streams import run_streams
 from testing.system import assert_nothing_held, prompts
 
@@ -47,6 +47,11 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
+needs_tls = pytest.mark.skipif(
+    not server_has("tls-cert-file"), reason="this redis-server was built without TLS; Debian's has it"
+)
+
+
 def deployment(checkpoint: Path, url: str) -> LLM:
     return LLM(str(checkpoint), num_blocks=4096, max_model_len=1024, roles="split", redis_url=url)
 
@@ -55,6 +60,7 @@ async def streams(llm: LLM, salt: str, disturb: Callable[[], None] = lambda: Non
     return await run_streams(llm.addresses.grpc, PROMPTS, OPTIONS, salt=salt, disturb=disturb)
 
 
+@needs_tls
 async def test_over_tls_with_a_password(checkpoint: Path, expected: list[tuple[int, ...]], directory: Path) -> None:
     redis = TlsRedis(directory)
 
@@ -91,6 +97,7 @@ async def test_a_killed_master_behind_a_sentinel_is_replaced_by_its_replica(
         assert run_id.decode() == group.replica.client.info("server")["run_id"]
 
 
+@needs_tls
 def test_a_wrong_ca_stops_the_start_with_an_error_that_names_it(checkpoint: Path, directory: Path) -> None:
     redis = TlsRedis(directory)
     (strangers := directory / "strangers").mkdir()
