@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from looseleaf.cli import main
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.relay import Relay
 from testing.ledger.store import LAYOUT, TestStore, chain
+from testing.planted_bug import plant
 
 NUM_BLOCKS = 8
 
@@ -290,10 +290,6 @@ BUGS: dict[str, tuple[type, str, str, str, Check]] = {
 @pytest.mark.parametrize("name", BUGS)
 async def test_a_missing_check_is_noticed(ends: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     owner, method, right, wrong, check = BUGS[name]
-    source = Path(str(sys.modules[owner.__module__].__file__)).read_text()
-    assert source.count(right) == 1, "the bug cannot be planted any more"
-    namespace = {"__name__": owner.__module__}
-    exec(compile(source.replace(right, wrong), owner.__module__, "exec"), namespace)
-    monkeypatch.setattr(owner, method, vars(namespace[owner.__name__])[method])
+    plant(monkeypatch, owner, method, right, wrong)
     with pytest.raises((AssertionError, pytest.fail.Exception, Unavailable)):
         await check(ends)

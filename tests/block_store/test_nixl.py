@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from importlib.util import find_spec
@@ -36,6 +35,7 @@ from common.ticket import Ticket, TicketId
 from common.types import BlockRef
 from testing.ledger.hosts import Host
 from testing.ledger.store import LAYOUT, TestStore, chain, wait_until
+from testing.planted_bug import plant
 
 pytestmark = [
     pytest.mark.nixl,
@@ -386,11 +386,7 @@ BUGS: dict[str, tuple[type, str, str, str, Check]] = {
 @pytest.mark.parametrize("name", BUGS)
 async def test_a_missing_check_is_noticed(ends: Ends, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     owner, method, right, wrong, check = BUGS[name]
-    source = Path(str(sys.modules[owner.__module__].__file__)).read_text()
-    assert source.count(right) == 1, "the bug cannot be planted any more"
-    namespace = {"__name__": owner.__module__}
-    exec(compile(source.replace(right, wrong), owner.__module__, "exec"), namespace)
-    monkeypatch.setattr(owner, method, vars(namespace[owner.__name__])[method])
+    plant(monkeypatch, owner, method, right, wrong)
     monkeypatch.setattr(nixl_agent, "READ_S", 0.3 if check is check_overdue else LONG_S)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         await check(ends)

@@ -13,7 +13,7 @@ import pytest
 from block_store.errors import Exhausted, Stale
 from block_store.holder.attach import Attached, Needs
 from block_store.redis.redis_server import RedisHandle
-from block_store.transfer import frames, puller
+from block_store.transfer import frames
 from block_store.transfer.block_source import BlockSource
 from block_store.transfer.pulled_blocks import copied_tokens, leading_blocks
 from block_store.transfer.puller import Puller
@@ -24,6 +24,7 @@ from common.ticket import Ticket, TicketId
 from common.types import BlockRef, Epoch
 from protos.v1 import block_store_pb2 as pb
 from testing.ledger.store import LAYOUT, TestStore, chain
+from testing.planted_bug import plant
 
 NAMES = chain("late", 2)
 SOURCE = Ticket("elsewhere", TicketId(Epoch(1), b"s"), (((BlockRef(0, 1), BlockRef(1, 1)),),), (32,))
@@ -134,12 +135,7 @@ BUGS = {
 async def test_a_missing_question_to_the_transport_is_noticed(
     redis_handle: RedisHandle, store: TestStore, shm: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    method, right, wrong = BUGS[name]
-    source = Path(puller.__file__).read_text()
-    assert source.count(right) == 1, "the bug cannot be planted any more"
-    namespace: dict[str, Any] = {"__name__": puller.__name__}
-    exec(compile(source.replace(right, wrong), puller.__name__, "exec"), namespace)
-    monkeypatch.setattr(Puller, method, vars(namespace["Puller"])[method])
+    plant(monkeypatch, Puller, *BUGS[name])
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         await test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(redis_handle, store, shm, False)
 
