@@ -9,13 +9,13 @@ other load on the machine affects both. Prints the medians of each, and the medi
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
+from bench.checkout import Checkout
 from bench.engine import MODEL
+from common.errors import StartupError
 
 DRIVER = """
 import sys
@@ -31,43 +31,6 @@ for line in sys.stdin:
 """A program that runs in each checkout. It reads batch sizes, 0 for a prompt, and prints milliseconds."""
 
 
-class Checkout:
-    """A process that has loaded the engine of one directory."""
-
-    def __init__(self, directory: Path, args: argparse.Namespace) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(Path(args.model).resolve()), str(args.context), str(args.steps)],
-            cwd=directory,
-            env=os.environ | {"PYTHONPATH": str(directory.resolve())},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._read("ready")
-
-    def measure(self, batch: int) -> float:
-        """Returns the milliseconds of a step with `batch` sequences, or of a prompt if `batch` is 0."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{batch}\n")
-        self._process.stdin.flush()
-        return float(self._read("found")[0])
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60.0)
-
-    def _read(self, word: str) -> list[str]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            first, *rest = line.split()
-            if first == word:
-                return rest
-        sys.exit(f"bench.engine_pair: the engine in {self._process.args!r} has ended")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine_pair", description=__doc__)
     parser.add_argument("--other", type=Path, required=True, help="directory of the other checkout, with built kernels")
@@ -79,24 +42,27 @@ def main() -> None:
     args = parser.parse_args()
     works = [*args.batches, 0]
     found: dict[int, list[tuple[float, float]]] = {work: [] for work in works}
-    other, this = Checkout(args.other, args), Checkout(Path.cwd(), args)
-    for number in range(args.rounds):
-        for work in works:
-            if number % 2:
-                before, after = other.measure(work), this.measure(work)
-            else:
-                after, before = this.measure(work), other.measure(work)
-            found[work].append((before, after))
+    arguments = [str(Path(args.model).resolve()), str(args.context), str(args.steps)]
+    with Checkout(args.other, DRIVER, arguments) as other, Checkout(Path.cwd(), DRIVER, arguments) as this:
+        for number in range(args.rounds):
+            for work in works:
+                if number % 2:
+                    before, after = other.ask(str(work)), this.ask(str(work))
+                else:
+                    after, before = this.ask(str(work)), other.ask(str(work))
+                found[work].append((float(before[0]), float(after[0])))
     for work, rounds in found.items():
-        before, after = map(statistics.median, zip(*rounds, strict=True))
+        before_ms, after_ms = map(statistics.median, zip(*rounds, strict=True))
         ratios = sorted(new / old for old, new in rounds)
         print(
-            f"{f'decode batch {work}' if work else f'prompt of {args.context} tokens'}: other {before:.2f} ms, "
-            f"this {after:.2f}, ratio {statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            f"{f'decode batch {work}' if work else f'prompt of {args.context} tokens'}: other {before_ms:.2f} ms, "
+            f"this {after_ms:.2f}, ratio {statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
-    other.close()
-    this.close()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except StartupError as error:
+        print(f"bench.engine_pair: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -8,17 +8,13 @@ load on the machine affects both. Prints the medians of each, and the median of 
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from pydantic import Field
 
+from bench.checkout import Checkout
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 
@@ -51,63 +47,23 @@ class PairSettings(Settings):
     rounds: int = Field(9, ge=1, description="measurements of each")
 
 
-class Checkout:
-    """A running stack with the code of one directory."""
-
-    def __init__(self, directory: Path, settings: PairSettings) -> None:
-        options = ["--streams", str(settings.streams), "--seconds", str(settings.seconds)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *options],
-            cwd=directory,
-            env=os.environ | {"PYTHONPATH": str(directory.resolve())},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def __enter__(self) -> Self:
-        self._read("ready")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60.0)
-
-    def measure(self, kind: str, rate: float) -> tuple[float, float]:
-        """Returns (CPU time per token in us, tokens per message)."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{kind} {rate}\n")
-        self._process.stdin.flush()
-        us, tokens = self._read("found")
-        return float(us), float(tokens)
-
-    def _read(self, word: str) -> list[str]:
-        """Returns the words after `word` in the driver's next line that begins with it. Raises StartupError if the
-        driver ends.
-        """
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            first, *rest = line.split()
-            if first == word:
-                return rest
-        raise StartupError(f"the driver in {self._process.args!r} has ended")
+def measure(checkout: Checkout, kind: str, rate: float) -> tuple[float, float]:
+    """Returns (CPU time per token in us, tokens per message)."""
+    us, tokens = checkout.ask(f"{kind} {rate}")
+    return float(us), float(tokens)
 
 
 def main(settings: PairSettings) -> None:
     works = [(kind, rate) for rate in (settings.rate, settings.full_rate) for kind in ("http", "grpc")]
     found: dict[tuple[str, float], list[tuple[float, float, float, float]]] = {work: [] for work in works}
-    with ExitStack() as stack:
-        other, this = (stack.enter_context(Checkout(at, settings)) for at in (settings.other, Path.cwd()))
+    options = ["--streams", str(settings.streams), "--seconds", str(settings.seconds)]
+    with Checkout(settings.other, DRIVER, options) as other, Checkout(Path.cwd(), DRIVER, options) as this:
         for number in range(settings.rounds):
             for work in works:
                 if number % 2:
-                    before, after = other.measure(*work), this.measure(*work)
+                    before, after = measure(other, *work), measure(this, *work)
                 else:
-                    after, before = this.measure(*work), other.measure(*work)
+                    after, before = measure(this, *work), measure(other, *work)
                 found[work].append((*before, *after))
     for (kind, rate), rounds in found.items():
         before_us, before_tokens, after_us, after_tokens = map(statistics.median, zip(*rounds, strict=True))
