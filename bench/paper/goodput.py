@@ -8,11 +8,11 @@ schedulers then serve longer traces of the same kind on the simulator's clock, w
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from bench.paper.arrivals import poisson
 from bench.paper.parts import Claim, Options, Section, table
 from bench.served.simulated import LONGEST, MAX_MODEL_LEN, MODEL, NUM_BLOCKS
 from engine.config import ModelConfig
@@ -48,12 +48,7 @@ Point = dict[str, float]
 
 def trace(rate: float, seconds: float, seed: int) -> list[TraceRequest]:
     """Returns requests with Poisson arrivals. Every prompt is different."""
-    rng, at_s, requests = random.Random(f"goodput/{rate}/{seed}"), 0.0, list[TraceRequest]()
-    while True:
-        at_s += rng.expovariate(rate)
-        if at_s > seconds and requests:
-            return requests
-        requests.append(TraceRequest(at_s, ((len(requests) + 1, rng.randint(*PROMPT)),), rng.randint(*OUTPUT)))
+    return poisson(f"goodput/{rate}/{seed}", rate, seconds, PROMPT, OUTPUT)
 
 
 def arms(slo: Slo) -> dict[str, dict[str, Any]]:

@@ -5,13 +5,13 @@ doubles (PagedAttention, figure 12), with real services.
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from bench.paper.arrivals import poisson
 from bench.paper.parts import Claim, Options, Section, table
 from bench.served.simulated import MODEL
 from engine.config import ModelConfig
@@ -36,10 +36,8 @@ FLAT = 1.25
 """A higher rate is beyond the knee if the latency has grown by this factor."""
 
 
-async def together(client: AsyncClient, num: int, num_tokens: int, seed: int) -> dict[str, float]:
-    """Sends `num` requests at once. Returns the tokens per second of all while all decode, and the median time in
-    seconds between two tokens of a request.
-    """
+async def together(client: AsyncClient, num: int, num_tokens: int, seed: int) -> list[list[float]]:
+    """Sends `num` requests at once. Returns the times at which each request's tokens arrived."""
     stamps: list[list[float]] = [[] for _ in range(num)]
 
     async def send(prompt: Sequence[int], seen: list[float]) -> None:
@@ -49,7 +47,14 @@ async def together(client: AsyncClient, num: int, num_tokens: int, seed: int) ->
 
     drawn = prompts(num, seed=seed, lengths=(PROMPT_LEN, PROMPT_LEN))
     await asyncio.gather(*(send(prompt, seen) for prompt, seen in zip(drawn, stamps, strict=True)))
-    begin, end = max(seen[1] for seen in stamps), min(seen[-1] for seen in stamps)
+    return stamps
+
+
+def row_of(stamps: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns the tokens per second of all requests while all decode, and the mean time in ms between two tokens of a
+    request.
+    """
+    num, begin, end = len(stamps), max(seen[1] for seen in stamps), min(seen[-1] for seen in stamps)
     counted = sum(begin < at <= end for seen in stamps for at in seen)
     return {"batch": num, "tokens_per_s": round(counted / (end - begin), 1),
             "itl_ms": round(1e3 * (end - begin) * num / counted, 3)}  # fmt: skip
@@ -57,12 +62,7 @@ async def together(client: AsyncClient, num: int, num_tokens: int, seed: int) ->
 
 def trace(rate: float, seconds: float) -> list[TraceRequest]:
     """Returns requests with Poisson arrivals."""
-    rng, at_s, requests = random.Random(f"load/{rate}"), 0.0, list[TraceRequest]()
-    while True:
-        at_s += rng.expovariate(rate)
-        if at_s > seconds and len(requests) > 1:
-            return requests
-        requests.append(TraceRequest(at_s, ((len(requests) + 1, rng.randint(*PROMPT)),), rng.randint(*OUTPUT)))
+    return poisson(f"load/{rate}", rate, seconds, PROMPT, OUTPUT, least=2)
 
 
 def normalised_s(outcome: Outcome) -> float:
@@ -85,7 +85,7 @@ def point_of(rate: float, outcomes: Sequence[Outcome]) -> dict[str, float]:
 async def batch_rows(address: str, sizes: Sequence[int]) -> list[dict[str, float]]:
     async with AsyncClient(address) as client:
         await together(client, 4, 8, -1)  # warms up
-        return [await together(client, size, BATCH_OUTPUT, size) for size in sizes]
+        return [row_of(await together(client, size, BATCH_OUTPUT, size)) for size in sizes]
 
 
 def measure(options: Options) -> dict[str, Any]:
