@@ -82,8 +82,10 @@ def draft_runner_of(
     if settings.speculative_config is None or runner.layout.has_states:
         return None
     model = SpeculativeConfig.parse(settings.speculative_config).model
-    if model is None or (loaded is not None and loaded.settings.model == draft_path(model)):
-        return None if model is None else loaded
+    if model is None:
+        return None
+    if loaded is not None and loaded.settings.model == draft_path(model):
+        return loaded
     return load_draft_model(model, runner)
 
 

@@ -31,7 +31,7 @@ def test_a_stage_that_takes_too_long_is_ended_and_its_fixtures_with_it(tmp_path:
     tests, mark = tmp_path / "test_it.py", tmp_path / "torn down"
     tests.write_text(
         f"import pathlib, pytest, time\n@pytest.fixture\ndef f():\n    yield\n    pathlib.Path({str(mark)!r}).touch()\n"
-        "def test_a(f): time.sleep(60)\n"
+        "@pytest.mark.parametrize('i', range(5))\ndef test_a(f, i): time.sleep(4)\n"
     )
     outcome = check.run(check.Stage("slow", (str(tests),), 60), 10, tmp_path)
     assert outcome.status == "out of time" and mark.exists()
