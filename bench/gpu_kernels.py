@@ -1,11 +1,11 @@
 """Compares the GPU kernels with the measured limits of this device (`python -m bench.gpu_kernels`).
 
-The limits are measured in the same run: memory with a copy of 4 GiB (bytes read and written), arithmetic with an
-8192 x 8192 x 8192 bf16 matrix product. Shapes are those of Llama-3-8B: 32 layers, 32 query heads, 8 KV heads of 128,
-blocks of 16. Calls cycle through the layers, so keys and values come from memory and not from the L2 cache. Calls are
-replayed from one CUDA graph, except those of prefill and of attention providers without graph capture. `--rehearse`
-runs every case at a toy size on the CPU under Triton's interpreter. It runs the same code, but its figures have no
-meaning. The last line is JSON. This benchmark has not been run on a GPU yet.
+The limits are measured in the same run: memory with a copy of 4 GiB (bytes read and written) and with a sum over 4 GiB
+(bytes read), of which the higher rate counts, arithmetic with an 8192 x 8192 x 8192 bf16 matrix product. Shapes are
+those of Llama-3-8B: 32 layers, 32 query heads, 8 KV heads of 128, blocks of 16. Calls cycle through the layers, so keys
+and values come from memory and not from the L2 cache. Calls are replayed from one CUDA graph, except those of prefill
+and of attention providers without graph capture. `--rehearse` runs every case at a toy size on the CPU under Triton's
+interpreter. It runs the same code, but its figures have no meaning. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from kernels.providers.base import AttentionBatch, AttentionProvider, AttentionS
 from kernels.providers.choice import ProviderName, open_provider
 
 BF16 = torch.bfloat16
+LEAST_CALLS = 8
+"""The minimum number of calls in a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Shape:
     """A decode step with one long context among short contexts: (short sequences, their context, the long context)."""
     copies: tuple[int, ...] = (1, 8, 64, 512)
     rows: tuple[int, ...] = (1, 64, 2048)
-    pool_bytes: int = 48 << 30
+    pool_bytes: int = 24 << 30
+    most_keys: int = 1 << 21
+    """The maximum number of keys of all sequences of a decode step: 8 GiB of keys and values per layer."""
 
     @property
     def kv_bytes(self) -> int:
@@ -97,7 +101,7 @@ class Bench:
     def __init__(self, device: torch.device, shape: Shape) -> None:
         self.device, self.shape = device, shape
         self.generator = torch.Generator(device).manual_seed(1)
-        self.ceilings = {"memory": self._copy_rate(), "compute": self._product_rate()}
+        self.ceilings = {"memory": max(self._copy_rate(), self._read_rate()), "compute": self._product_rate()}
 
     def randn(self, *size: int) -> Tensor:
         return torch.randn(*size, device=self.device, dtype=BF16, generator=self.generator)
@@ -114,6 +118,7 @@ class Bench:
             call()
         if self.device.type != "cuda":
             return self._clock(calls), "clock"
+        calls = [*calls] * -(-LEAST_CALLS // len(calls))  # so that the launch of a graph takes little of the time
         replay, how = self._captured(calls) if capturable else (None, "events")
         if replay is None:
             return self._events(lambda: [call() for call in calls]) / len(calls), how
@@ -168,6 +173,13 @@ class Bench:
         target = torch.empty_like(source)
         seconds, _ = self.timed([lambda: target.copy_(source)], True)
         return 2 * size / seconds / 1e9
+
+    def _read_rate(self) -> float:
+        """Returns the bandwidth of a reduction in GB/s, which counts bytes read."""
+        size = 1 << 30 if self.device.type == "cuda" else 1 << 20
+        source = torch.randn(size, device=self.device)
+        seconds, _ = self.timed([source.sum], True)
+        return 4 * size / seconds / 1e9
 
     def _product_rate(self) -> float:
         """Returns the speed of a bf16 matrix product of random data, in TFLOP/s."""
@@ -226,16 +238,24 @@ def names_of(bench: Bench, library: str | None) -> list[tuple[ProviderName, bool
 
 def attention_cases(bench: Bench, library: str | None) -> Iterable[Case]:
     shape, names = bench.shape, names_of(bench, library)
-    sizes = [(num_seqs, 1, context) for num_seqs, context in itertools.product(shape.batches, shape.contexts)]
+    pairs = itertools.product(shape.batches, shape.contexts)
+    sizes = [(num_seqs, 1, context) for num_seqs, context in pairs if num_seqs * context <= shape.most_keys]
     batches = [(q_len, [context] * num_seqs) for num_seqs, q_len, context in [*sizes, *shape.prefills]]
     num_short, short, context = shape.skewed
     for q_len, contexts in [*batches, (1, [context] + [short] * num_short)]:
-        batch, num_blocks = batch_of(bench, q_len, contexts)
-        layers, context = caches(bench, num_blocks), batch.max_context_len
-        q = bench.randn(len(contexts) * q_len, shape.heads, shape.head_dim)
-        for name, deterministic in names:
-            provider = open_provider(name, spec_of(bench, deterministic=deterministic, max_model_len=context), library)
-            yield _attention(bench, provider, q, layers, batch)
+        yield from _attention_cases_of(bench, library, names, q_len, contexts)
+
+
+def _attention_cases_of(
+    bench: Bench, library: str | None, names: list[tuple[ProviderName, bool]], q_len: int, contexts: Sequence[int]
+) -> Iterable[Case]:
+    """Yields the cases of one size. Its memory is free again when they have run."""
+    batch, num_blocks = batch_of(bench, q_len, contexts)
+    layers, context = caches(bench, num_blocks), batch.max_context_len
+    q = bench.randn(len(contexts) * q_len, bench.shape.heads, bench.shape.head_dim)
+    for name, deterministic in names:
+        provider = open_provider(name, spec_of(bench, deterministic=deterministic, max_model_len=context), library)
+        yield _attention(bench, provider, q, layers, batch)
 
 
 def _attention(
@@ -341,6 +361,7 @@ def main() -> None:
         for group in options.only:
             for case in CASES[group](bench, options.attention_library):
                 result = bench.run(case)
+                del case  # the next case may need its memory
                 results.append(result)
                 what = f"{result.kernel:13} {result.provider:22} {result.size:22}"
                 print(

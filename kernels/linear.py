@@ -197,7 +197,7 @@ class PackedLinear:
     weight: [out, in] bf16 or fp32; bias: [out] in the same dtype, or None. If no provider can pack the weight so that
         its product agrees with F.linear on a probe, F.linear is used; this is logged once and counted under "linear".
         On a GPU nothing is packed, and fp16 is allowed: F.linear is used or, with `deterministic`, the Triton kernel,
-        whose tiles are fixed.
+        whose rows do not depend on each other.
         QuantizedWeights, in the order of their outputs, need `dtype`, the dtype of inputs and outputs. If our product
         for them is not available (a GPU, a build without C++ kernels), they run as a matrix of `dtype`. This is logged
         once and counted.
@@ -264,8 +264,9 @@ def _on_gpu(
 ) -> tuple[Literal["torch", "triton"], None, Product]:
     if not deterministic:
         return "torch", None, lambda x: linear_reference(x, weight, bias)
-    from kernels.gpu.linear import linear
+    from kernels.gpu.linear import compile_tiles, linear
 
+    compile_tiles(weight, bias)
     return "triton", None, lambda x: linear(x, weight, bias)
 
 

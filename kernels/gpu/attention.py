@@ -119,7 +119,8 @@ def plan(a: Attention, chip: Chip, max_q_len: int | None) -> tuple[Tiling, int]:
     varlen = a.cu_seqlens_q is not None
     fp32 = tiles.fp32_tiling(*shape[:2]) if a.q.dtype == torch.float32 and not INTERPRETED else None
     if a.deterministic:
-        return fp32 or tiles.deterministic_tiling(*shape), 1 if varlen else tiles.num_pieces(a.max_keys, a.window)
+        pieces = 1 if varlen else tiles.num_pieces(a.max_keys, a.window)
+        return fp32 or tiles.deterministic_tiling(*shape, chip), pieces
     if varlen:
         return fp32 or tiles.prefill_tiling(*shape, chip, max_q_len), 1
     tiling = fp32 or tiles.decode_tiling(*shape)

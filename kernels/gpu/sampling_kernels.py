@@ -18,6 +18,7 @@ LOG2E = tl.constexpr(1.44269504088896341)
 NEVER_DRAWN = tl.constexpr(88.0)  # below the maximum: 2^x is 0 at a distance of 126 ln 2 = 87.34 or more
 LEAST = tl.constexpr(-(1 << 63))
 FIRST_STEPS = tl.constexpr(16)
+AT_ONCE = tl.constexpr(4)
 LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 
@@ -121,17 +122,18 @@ def measure(x_ptr, weight_ptr, vocab, last, limit, bound, BY_MASS: tl.constexpr,
     count = tl.zeros((TILE,), tl.int32)
     lowest = tl.full((TILE,), HIGHEST_KEY, tl.int32)
     below = tl.full((TILE,), LOWEST_KEY, tl.int32)
-    for start in range(0, vocab, TILE):
-        at = start + tl.arange(0, TILE)
-        key = key_of(tl.load(x_ptr + at, mask=at < vocab, other=float("-inf")))
-        inside = in_prefix(key, at, last, limit)
-        kept = inside & (key >= bound)
-        count += kept.to(tl.int32)
-        lowest = tl.minimum(lowest, tl.where(kept, key, HIGHEST_KEY))
-        below = tl.maximum(below, tl.where(inside & (key < bound), key, LOWEST_KEY))
-        if BY_MASS:
-            weight = tl.load(weight_ptr + at, mask=at < vocab, other=0.0)
-            mass += tl.where(kept, weight, 0.0).to(tl.float64)
+    for start in range(0, vocab, AT_ONCE * TILE):
+        for i in tl.static_range(AT_ONCE):  # loads of several tiles are in flight at the same time
+            at = start + i * TILE + tl.arange(0, TILE)
+            key = key_of(tl.load(x_ptr + at, mask=at < vocab, other=float("-inf")))
+            inside = in_prefix(key, at, last, limit)
+            kept = inside & (key >= bound)
+            count += kept.to(tl.int32)
+            lowest = tl.minimum(lowest, tl.where(kept, key, HIGHEST_KEY))
+            below = tl.maximum(below, tl.where(inside & (key < bound), key, LOWEST_KEY))
+            if BY_MASS:
+                weight = tl.load(weight_ptr + at, mask=at < vocab, other=0.0)
+                mass += tl.where(kept, weight, 0.0).to(tl.float64)
     number = tl.sum(count, 0)
     total = tl.sum(mass, 0) if BY_MASS else number.to(tl.float64)
     return total, number, tl.min(lowest, 0), tl.max(below, 0)

@@ -91,10 +91,13 @@ def main() -> None:
     parser.add_argument("kind", choices=CASES)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--sequences", type=int, nargs="+", help="only the cases with so many sequences")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     for case in (TOY if args.rehearse else CASES)[args.kind]:
+        if args.sequences and case[0] not in args.sequences:
+            continue
         tune(case, args, "cuda" if torch.cuda.is_available() else "cpu")
 
 

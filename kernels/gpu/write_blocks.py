@@ -3,7 +3,8 @@
 
 One program handles one token and a few heads of q, or of k and v. Slots and positions are on the device, so the host
 does not check them. For a slot past the cache, k and v are not written. A position past the table turns the rotated
-dimensions of the token's q and k into NaN.
+dimensions of the token's q and k into NaN. The compiler must not fuse a multiplication and an addition, so that the
+rotation rounds as in the reference.
 """
 
 from __future__ import annotations
@@ -157,5 +158,5 @@ def write_blocks(
         q.shape[1], num_kv_heads, num_blocks * block_size, block_size, table.shape[0], k_scale, v_scale,
         *(t.stride(dim) for t in (q, k, v) for dim in (0, 1)),
         *(t.stride(dim) for t in (key_cache, value_cache) for dim in (0, 1, 2)),
-        **variant, num_warps=warps(variant),
+        **variant, num_warps=warps(variant), enable_fp_fusion=False,
     )  # fmt: skip

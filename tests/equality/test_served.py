@@ -54,7 +54,8 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def expected(cases: list[Case]) -> list[Answer]:
-    oracle = Oracle(ModelRunner(RunnerSettings(BUILT_IN, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu")))
+    settings = RunnerSettings(BUILT_IN, num_threads=1, max_model_len=MAX_MODEL_LEN, deterministic=True)
+    oracle = Oracle(ModelRunner(settings))
     return [expect(oracle, case) for case in cases]
 
 
@@ -282,7 +283,7 @@ async def test_quantized_weights_served_swapped_and_with_decode_killed_midway(ho
 async def served_swapped_and_killed(model: Path, cases: list[Case], **settings: Any) -> list[Answer]:
     """Serves the cases with swaps, then with a kill. Returns the answers, which must be those of a single process."""
     settings = {"block_size": 16} | settings
-    how = RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, device="cpu", **settings)
+    how = RunnerSettings(model, num_threads=1, max_model_len=MAX_MODEL_LEN, deterministic=True, **settings)
     runner = ModelRunner(how)
     oracle, groups = Oracle(runner), len(runner.layout.groups)
     expected = [expect(oracle, case) for case in cases]

@@ -29,10 +29,10 @@ WHEELS = (
     "python-dotenv==1.2.4", "starlette==1.10.0", "uvicorn==0.54.0", "httptools==0.9.0", "xxhash==4.1.0",
     "prometheus-client==0.26.0", "protobuf==6.33.6", "grpcio==1.81.1", "grpcio-health-checking==1.81.1",
     "grpcio-reflection==1.81.1", "grpcio-status==1.81.1", "googleapis-common-protos==1.76.0", "pytest-asyncio==1.5.0",
-    "msgspec==0.22.0", "setproctitle==1.3.8", "llguidance==1.9.1",
+    "msgspec==0.22.0", "setproctitle==1.3.8", "llguidance==1.9.1", "gguf==0.19.0",
 )  # fmt: skip
-PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
-             "manylinux_2_5_x86_64", "manylinux1_x86_64")  # fmt: skip
+PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64",
+             "manylinux2014_x86_64", "manylinux_2_5_x86_64", "manylinux1_x86_64")  # fmt: skip
 VLLM = "vllm==0.26.0"
 FA3_MEMBER = "_vllm_fa3_C"
 

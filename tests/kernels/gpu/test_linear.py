@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.linear import constexprs, linear
+from kernels.gpu.linear import FEW_ROWS, NARROW, TILES, WIDE, fixed_tile, linear, tile_of, tiles_agree
 from testing.gpu_kernels import rounded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,9 +63,31 @@ def test_strided_rows_beside_poison(device: str) -> None:
     assert torch.equal(linear(wide[:, 8:158], tall[:70, :150], bias), linear(x, weight, bias))
 
 
-def test_the_tile_of_columns_fills_the_chip() -> None:
-    """4,096 columns need the narrowest tile; the columns of a wide MLP do not. The number of rows has no effect."""
-    assert [constexprs(n, False)["BLOCK_N"] for n in (4096, 6144, 14_336, 28_672, 128_256)] == [32, 32, 64, 128, 128]
+def test_the_fixed_tile_fills_the_chip() -> None:
+    """4,096 columns need the narrowest tile; the columns of a wide MLP do not."""
+    assert [fixed_tile(n).columns for n in (4096, 6144, 14_336, 28_672, 128_256)] == [32, 32, 64, 128, 128]
+
+
+def test_the_tile_suits_the_number_of_rows() -> None:
+    assert [tile_of(rows, 4096) for rows in (1, 16, 17, 33, 64, 512)] == [
+        FEW_ROWS[0], FEW_ROWS[0], FEW_ROWS[1], NARROW, NARROW, WIDE[0],
+    ]  # fmt: skip
+    assert [tile_of(rows, 28_672) for rows in (16, 64, 65)] == [FEW_ROWS[0], WIDE[1], WIDE[0]]
+    assert {tile_of(rows, out) for rows in range(1, 1000) for out in (64, 4096, 28_672)} == set(TILES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_every_tile_gives_the_same_bits_on_a_gpu(device: str, dtype: torch.dtype) -> None:
+    if device == "cpu":
+        assert not tiles_agree(torch.device("cpu"), dtype)
+        pytest.skip("the interpreter multiplies with numpy, whose order of summation depends on the shape")
+    for n_in, n_out in ((4096, 1024), (14_336, 512), (150, 70)):
+        x, weight, bias = _make((1100,), n_in, n_out, dtype, device)
+        first, *others = (linear(x, weight, bias, tile=tile) for tile in (*TILES, fixed_tile(n_out)))
+        assert all(torch.equal(first, other) for other in others)
+        assert tiles_agree(x.device, dtype)
+        for rows in (1, 16, 17, 64, 65, 300):
+            assert torch.equal(linear(x[:rows], weight, bias), first[:rows])
 
 
 def test_refuses_what_does_not_fit(device: str) -> None:

@@ -199,7 +199,7 @@ def test_splits_follow_from_shapes() -> None:
     h200, tiling = Chip(90, 132), Tiling(16, 64, 4, programs_per_sm=4)
     assert num_splits(tiling, 64 * 8, 4096, h200) == 1  # 512 programs for 528 places
     assert num_splits(tiling, 8, 32_768, h200) == 64  # the maximum
-    assert num_splits(tiling, 16 * 8, 4096, h200) == 5
+    assert num_splits(tiling, 16 * 8, 4096, h200) == 4  # 512 programs for 528 places
     assert num_splits(tiling, 8, 256, h200) == 2  # splits of 128 keys
     assert num_splits(tiling, 8, 16, h200) == 1
     assert [num_pieces(n, None) for n in (0, 1, 512, 513, 4096)] == [1, 1, 1, 2, 8]

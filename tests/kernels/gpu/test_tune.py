@@ -11,7 +11,7 @@ from kernels.gpu import tune
 
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
-    [(["decode"], "(16, 64, 4, 3, 1)"), (["prefill", "--deterministic", "--head-dim", "64"], "(32, 64, 8, 3, 1)")],
+    [(["decode"], "(16, 64, 4, 3, 1)"), (["prefill", "--deterministic", "--head-dim", "64"], "(64, 64, 4, 2, 1)")],
 )
 def test_rehearsal(device: str, arguments: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip  # noqa: E501
     monkeypatch.setattr(sys, "argv", ["tune", *arguments, "--rehearse"])
