@@ -85,7 +85,7 @@ class CpuDevice:
 
 class CudaDevice:
     """The first GPU that is visible to the process, with a stream and a memory pool for graphs. Two runners of one
-    process have separate streams, so that their steps can overlap. This class has not run on a GPU yet.
+    process have separate streams, so that their steps can overlap.
     """
 
     def __init__(self, num_threads: int, urgent: bool = False) -> None:

@@ -2,8 +2,7 @@
 sizes, the *buckets*. A smaller batch is padded with rows to the next bucket.
 
 A replay is a single launch, whereas an eager step launches several kernels per layer from Python. A padding row has
-context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written). The graphs have not run on a GPU
-yet.
+context 0 (attention gives zeros and reads no block) and slot -1 (nothing is written).
 """
 
 from __future__ import annotations

@@ -52,10 +52,12 @@ async def together(client: AsyncClient, num: int, num_tokens: int, seed: int) ->
 
 def row_of(stamps: Sequence[Sequence[float]]) -> dict[str, float]:
     """Returns the tokens per second of all requests while all decode, and the mean time in ms between two tokens of a
-    request.
+    request. Raises ValueError if there is no time at which all decode.
     """
     num, begin, end = len(stamps), max(seen[1] for seen in stamps), min(seen[-1] for seen in stamps)
     counted = sum(begin < at <= end for seen in stamps for at in seen)
+    if not counted:
+        raise ValueError(f"the {num} requests did not decode at the same time; ask for more tokens")
     return {"batch": num, "tokens_per_s": round(counted / (end - begin), 1),
             "itl_ms": round(1e3 * (end - begin) * num / counted, 3)}  # fmt: skip
 
@@ -82,10 +84,10 @@ def point_of(rate: float, outcomes: Sequence[Outcome]) -> dict[str, float]:
     }  # fmt: skip
 
 
-async def batch_rows(address: str, sizes: Sequence[int]) -> list[dict[str, float]]:
+async def batch_rows(address: str, sizes: Sequence[int], num_tokens: int = BATCH_OUTPUT) -> list[dict[str, float]]:
     async with AsyncClient(address) as client:
         await together(client, 4, 8, -1)  # warms up
-        return [row_of(await together(client, size, BATCH_OUTPUT, size)) for size in sizes]
+        return [row_of(await together(client, size, num_tokens, size)) for size in sizes]
 
 
 def measure(options: Options) -> dict[str, Any]:

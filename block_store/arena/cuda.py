@@ -1,8 +1,8 @@
 """Makes the CUDA driver calls that an arena in device memory needs, through ctypes and `libcuda.so.1`, without torch or
 the CUDA toolkit.
 
-The calls need driver 470 or later (`cuDeviceGetUuid_v2`). Their signatures are those of CUDA 13.0's `cuda.h`. This
-module has not run on a GPU yet; the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
+The calls need driver 470 or later (`cuDeviceGetUuid_v2`). Their signatures are those of CUDA 13.0's `cuda.h`. Without
+a GPU, the tests use a stand-in library (`tests/block_store/stand_in_cuda.c`).
 """
 
 from __future__ import annotations

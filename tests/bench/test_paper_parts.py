@@ -96,7 +96,7 @@ def test_a_rehearsal_of_batches_loads_gaps_and_hand_overs(llm: LLM) -> None:
     address = llm.addresses.grpc
     arms = asyncio.run(batching.rounds(address, QUICK))
     assert list(arms) == list(batching.ARMS) and all(done["tokens_per_s"] > 0 for done in arms.values())
-    assert [row["batch"] for row in asyncio.run(load.batch_rows(address, (1, 3)))] == [1, 3]
+    assert [row["batch"] for row in asyncio.run(load.batch_rows(address, (1, 3), 400))] == [1, 3]
     [row] = asyncio.run(interference.gaps(address, (200,), 1, most=900))
     assert row["worst_ms"] > 0 and row["ttft_ms"] > 0
     short, long = asyncio.run(hand_over.on_one_host(address, (16, 200), 1))

@@ -1,6 +1,4 @@
-"""An arena in the memory of a real GPU, accessed through the driver and through torch. These tests have not run on a
-GPU yet.
-"""
+"""An arena in the memory of a real GPU, accessed through the driver and through torch."""
 
 from __future__ import annotations
 
