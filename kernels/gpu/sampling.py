@@ -3,8 +3,8 @@
 
 Random numbers, filters and the draw are the same as on the CPU. The token is also the same, unless float64 sums in a
 different order fall on different sides of a limit. Nothing is read back, so a CUDA graph can capture a call if the
-columns are tensors on the device. A filter reads a row once per bisection step, an estimated 15 to 30 times. On an H100,
-top-k and top-p of 64 rows of 128,256 tokens take 0.66 ms.
+columns are tensors on the device. A filter reads a row once per bisection step, an estimated 15 to 30 times. On an
+H100, top-k and top-p of 64 rows of 128,256 tokens take 0.66 ms.
 """
 
 from __future__ import annotations
