@@ -10,7 +10,7 @@ from pydantic import ByteSize, Field
 
 from block_store.arena.cuda import LIBRARY
 from block_store.arena.placement import MemoryOwner
-from common.settings import KV_DISK_DIR, Advertised, ServerSettings, settings_config
+from common.settings import KV_DISK_DIR, Advertised, BlockTransport, ServerSettings, settings_config
 
 
 class BlockStoreSettings(ServerSettings):
@@ -61,7 +61,7 @@ class BlockStoreSettings(ServerSettings):
     pull_blocks: bool = Field(
         False, description="copy blocks from the block stores of other hosts, for decode workers on this one"
     )
-    transport: Literal["bytes", "nixl"] = Field(
+    transport: BlockTransport = Field(
         "bytes",
         description="how blocks travel between hosts: bytes (byte channels or gRPC), or nixl (RDMA; bytes if the other "
         "store has no such agent)",

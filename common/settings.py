@@ -24,6 +24,7 @@ from common.tensor_parallel import MOST_RANKS
 from common.types import KvCacheDType
 
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
+BlockTransport = Literal["bytes", "nixl"]
 KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take about half the bytes of bfloat16"
 TENSOR_PARALLEL_SIZE = "number of processes that share each layer of a worker's model: 1, 2, 4 or 8"
 PIPELINE_PARALLEL_SIZE = "number of stages, each with some of the layers of a worker's model in processes of its own"

@@ -55,7 +55,8 @@ class HostGroup(ServiceGroup):
         _wait_for_redis(redis_url, settings.startup_timeout_s)
         self._make_directories()
         write_secret(self._secret_file, self._deployment.secret)
-        flags = store_flags(settings, self._directory, self._source, host=self._address, pulls=True)
+        transport = self._deployment.settings().transport
+        flags = store_flags(settings, self._directory, self._source, host=self._address, transport=transport)
         self._spawn("block_store", "block_store", flags, store_secrets(redis_url))
         for role in ROLES:
             for number in range(self.plan.count(role)):

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from common.errors import StartupError
-from common.settings import settings_config
+from common.settings import BlockTransport, settings_config
 from looseleaf.serve import hub
 from looseleaf.serve.settings import ServeSettings
 
@@ -37,6 +37,10 @@ class ClusterSettings(ServeSettings):
     spread: Literal["preferred", "strict"] = Field(
         "preferred",
         description="whether two hosts may share a node; preferred: only if a node has been lost; strict: never",
+    )
+    transport: BlockTransport = Field(
+        "bytes",
+        description="how blocks travel between hosts: bytes, or nixl (RDMA; needs looseleaf[nixl] on each node)",
     )
     cpus_per_host: int | None = Field(
         None, ge=1, le=4096, description="CPUs that each host reserves; default: those that its workers need"

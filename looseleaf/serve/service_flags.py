@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from common.secret_files import lasting_secret
+from common.settings import BlockTransport
 from common.tensor_parallel import default_parts
 from looseleaf.serve.model_source import ModelSource
 from looseleaf.serve.placement import grids_by_package, threads_per_worker
@@ -60,17 +61,23 @@ def switch_of(settings: ServeSettings, name: str) -> list[str]:
 
 
 def store_flags(
-    settings: ServeSettings, directory: Path, source: ModelSource, *, host: str = "127.0.0.1", pulls: bool = False
+    settings: ServeSettings,
+    directory: Path,
+    source: ModelSource,
+    *,
+    host: str = "127.0.0.1",
+    transport: BlockTransport | None = None,
 ) -> list[str]:
-    """Returns the flags of `python -m block_store`. `host` is the address on which it listens. With `pulls`, it copies
-    blocks from the stores of other hosts.
+    """Returns the flags of `python -m block_store`. `host` is the address on which it listens. With a `transport`, it
+    copies blocks from the stores of other hosts.
     """
     tiny_default = _TINY_BLOCKS if source.is_tiny and settings.memory_budget is None else None
     return flags_of(
         {
             "host": host,
             "port": 0,
-            "pull_blocks": pulls,
+            "pull_blocks": transport is not None,
+            "transport": transport,
             "directory": directory,
             "expect_workers": settings.prefill + settings.decode,
             "memory_budget": settings.memory_budget,

@@ -93,6 +93,9 @@ def test_block_store_and_gateway_take_what_a_launch_gives_them(gpu: None, monkey
     assert store.redis_url == url
     assert (store.device, store.gpu_memory_utilization) == ("cuda", 0.5)
     assert (store.num_blocks, store.expect_workers, store.directory) == (64, 2, "/dev/shm/x")
+    assert not store.pull_blocks
+    store = BlockStoreSettings.load(store_flags(settings, Path("/dev/shm/x"), SOURCE, transport="nixl"))
+    assert (store.pull_blocks, store.transport) == (True, "nixl")
     gateway = GatewaySettings.load(gateway_flags(settings, SOURCE, "127.0.0.1:1"))
     assert (gateway.redis_url, gateway.salt_secret) == (url, "saltsecret")
     assert (gateway.max_queue, gateway.block_store, gateway.served_model_name) == (9, "127.0.0.1:1", "m")

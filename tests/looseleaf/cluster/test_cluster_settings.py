@@ -36,6 +36,7 @@ def test_a_file_has_the_settings_of_serve_and_those_of_the_cluster(tmp_path: Pat
         ("hosts: 65\nprefill: 64\ndecode: 64", "hosts: Input should be less than or equal to 64"),
         ("hosts: two", r"hosts: Input should be a valid integer.*\(got 'two'\)"),
         ("spread: never", "spread: Input should be 'preferred' or 'strict'"),
+        ("transport: tcp", "transport: Input should be 'bytes' or 'nixl'"),
         ("hosts: 3", "hosts: 3 is more than the 2 workers"),
         ("roles: both", "roles: both is not supported on Ray"),
         ("device: cuda", "device: cuda is not supported on Ray"),
