@@ -131,16 +131,15 @@ async def test_served_cold_cached_and_with_decode_killed_midway(
         assert all(done.usage.cached_tokens >= 16 for done in again)
         sent = llm.requests_by_worker()["prefill"]
         assert sent == 2 * len(cases), "one prefill each, whatever their number of samples"
-        drafts = not torch.cuda.is_available()  # on a GPU, no draft of this tiny model pays
-        assert (num_drafts(llm) > 0) == drafts
+        wait_for(lambda: num_drafts(llm), bool, 10, "no draft was verified")
         await killed_midway(llm, cases, expected)
         check(cases, expected, await answers(llm.addresses.grpc, cases))
-        wait_for(lambda: num_drafts(llm) > 0, lambda found: found == drafts, 10, "the successor verifies no draft")
+        wait_for(lambda: num_drafts(llm), bool, 10, "the successor verifies no draft")
         assert_nothing_held(llm.addresses.block_store)
 
 
 def num_drafts(llm: LLM) -> float:
-    """Returns the number of drafts that the current decode worker has verified."""
+    """Returns the number of drafts that the current decode worker has verified, according to its last report."""
     return total(read(llm.addresses.http), "looseleaf_spec_decode_num_drafts_total")
 
 
