@@ -52,15 +52,15 @@ def trace(rate: float, seconds: float, seed: int) -> list[TraceRequest]:
 
 
 def arms(slo: Slo) -> dict[str, dict[str, Any]]:
-    """Returns the services' settings. In `both`, a prompt is one step; in `chunked`, steps are as short as the limit on
-    TPOT requires.
+    """Returns the services' settings. In `both` and `adaptive`, a prompt is one step; in `chunked`, steps are as short
+    as the limit on TPOT requires.
     """
-    chunked = {"max_itl": 1e3 * slo.tpot_s}
+    whole = {"max_itl": 0.0, "max_num_batched_tokens": 512}
     return {
         "split": {"roles": "split"},
-        "both": {"roles": "both", "max_itl": 0.0, "max_num_batched_tokens": 512},
-        "chunked": {"roles": "both", **chunked},
-        "adaptive": {"roles": "adaptive", **chunked, "slo_ttft": slo.ttft_s, "slo_itl": slo.tpot_s},
+        "both": {"roles": "both", **whole},
+        "chunked": {"roles": "both", "max_itl": 1e3 * slo.tpot_s},
+        "adaptive": {"roles": "adaptive", **whole, "slo_ttft": slo.ttft_s, "slo_itl": slo.tpot_s},
     }
 
 
@@ -145,7 +145,7 @@ def fleets(costs: Costs, processes: int, slo: Slo) -> dict[str, FleetOptions]:
         f"split {n}p{processes - n}d": replace(both, prefill=n, decode=processes - n, both=0, disaggregates=True)
         for n in range(1, processes)
     }
-    adaptive = replace(chunked, disaggregates=True, targets=targets)
+    adaptive = replace(both, disaggregates=True, targets=targets)
     return {**splits, "both": both, "chunked": chunked, "adaptive": adaptive}
 
 
@@ -202,8 +202,8 @@ def section(result: Mapping[str, Any]) -> Section:
         f"rate is served for {result['seconds']:g} s by real services with llama-125m (random weights): two processes "
         "with one thread each, which share the two cores with the gateway, Redis and the client. *split*: one process "
         "prefills, one decodes. *both*: each serves whole requests, and a prompt is one step. *chunked*: the "
-        "same, with prompts in chunks so small that a decode step follows within the TPOT limit. *adaptive*: chunked, "
-        "and the gateway decides for each request whether one process or two work on it. The goodput is "
+        "same, with prompts in chunks so small that a decode step follows within the TPOT limit. *adaptive*: as "
+        "*both*, and the gateway decides for each request whether one process or two work on it. The goodput is "
         "interpolated between the last rate with enough requests within the limits and the first without. With the "
         "numbers of requests here, a share is uncertain by about 5 points.\n\n"
         "The simulator runs the real schedulers and router with the step times that the same run measured first; every "
