@@ -64,18 +64,26 @@ def median_s(call: Callable[[], object], times: int) -> float:
     return statistics.median(seconds[3:])
 
 
-def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: float) -> dict[str, float]:
-    """Repeats one decode step of `num_seqs` sequences of `context` tokens each. Returns the results. `rate` is the
-    memory bandwidth in bytes per second.
+def decode_batch(runner: ModelRunner, num_seqs: int, context: int) -> tuple[Batch, DecodeRows]:
+    """Returns a batch of `num_seqs` sequences whose next step is a decode step at `context` tokens, and the rows with
+    which to lay out its steps. Captures the step's graph on a GPU. KV is zero, because time does not depend on its
+    values.
     """
     vocab = runner.config.vocab_size
     prompts = [[(token + STRIDE * number) % vocab for token in range(context)] for number in range(num_seqs)]
     batch = Batch.of(runner, prompts, 1)
-    runner.bound_arena.zero_()  # KV is zero, because time does not depend on its values
+    runner.bound_arena.zero_()
     start_up.capture(runner, num_seqs)
     for sequence in batch.sequences:
         sequence.num_computed = context - 1
-    rows, sampler = DecodeRows(runner.layout.block_size, len(runner.layout.groups)), Sampler()
+    return batch, DecodeRows(runner.layout.block_size, len(runner.layout.groups))
+
+
+def decode(runner: ModelRunner, num_seqs: int, context: int, steps: int, rate: float) -> dict[str, float]:
+    """Repeats one decode step of `num_seqs` sequences of `context` tokens each. Returns the results. `rate` is the
+    memory bandwidth in bytes per second.
+    """
+    (batch, rows), sampler = decode_batch(runner, num_seqs, context), Sampler()
 
     def around() -> None:
         """Does the work of a step except for the forward pass."""

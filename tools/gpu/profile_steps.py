@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine import start_up
+from bench.engine import decode_batch
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
 from engine.sampler import Sampler
@@ -38,10 +38,6 @@ def show(what: str, step: Callable[[], object], times: int) -> None:
     print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=ROWS, max_name_column_width=60))
 
 
-def prompts(count: int, length: int, vocab: int) -> list[list[int]]:
-    return [[(token + 97 * number) % vocab for token in range(length)] for number in range(count)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -55,22 +51,17 @@ def main() -> None:
     longest = max(options.context, options.prompt) + 1
     runner = ModelRunner(RunnerSettings(options.model, load_format="dummy", max_model_len=longest, **how))
     print(runner.numerics)
-    vocab = runner.config.vocab_size
+    sampler = Sampler()
     for size in options.batches:
-        batch = Batch.of(runner, prompts(size, options.context, vocab), 1)
-        runner.bound_arena.zero_()
-        start_up.capture(runner, size)
-        for sequence in batch.sequences:
-            sequence.num_computed = options.context - 1
-        rows, sampler = DecodeRows(runner.layout.block_size, len(runner.layout.groups)), Sampler()
+        batch, rows = decode_batch(runner, size, options.context)
 
-        def decode(batch: Batch = batch, rows: DecodeRows = rows, sampler: Sampler = sampler) -> None:
+        def decode(batch: Batch = batch, rows: DecodeRows = rows) -> None:
             sampler.draw(runner.step(rows.lay_out(batch.sequences).batch), batch.sequences)
 
         show(f"decode step, batch {size}, context {options.context}", decode, STEPS)
 
     def prefill() -> None:
-        batch = Batch.of(runner, prompts(1, options.prompt, vocab), 1)
+        batch = Batch.of(runner, [[token % runner.config.vocab_size for token in range(options.prompt)]], 1)
         batch.step([Chunk(batch.sequences[0], options.prompt)])
 
     show(f"prompt of {options.prompt} tokens", prefill, 1)
