@@ -49,7 +49,9 @@ CMD ["python", "-m", "prefill_svc", "--host", "0.0.0.0", "--port", "50052", "--m
 
 FROM base AS gateway
 COPY --from=build /wheels /wheels
-RUN pip install "$(ls /wheels/looseleaf-*.whl)[certs,traces]" && pip check
+# For RDMA, build the block store with `--build-arg EXTRAS=certs,traces,nixl`.
+ARG EXTRAS=certs,traces
+RUN pip install "$(ls /wheels/looseleaf-*.whl)[$EXTRAS]" && pip check
 COPY --from=worker /opt/looseleaf/tiny /opt/looseleaf/tiny
 USER 10001:10001
 EXPOSE 8000 50051

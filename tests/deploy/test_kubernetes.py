@@ -21,23 +21,40 @@ from common.settings import ServerSettings, WorkerSettings
 from decode_svc.settings import DecodeSettings
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
+from looseleaf.both_roles.settings import BothSettings
 from prefill_svc.settings import PrefillSettings
 
 ROOT = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 KUBECTL = Path(sys.executable).parent / "kubectl"
-VERSION = "1.33"
+OVERLAYS = {"cpu": ("1.33", 4), "hosts": ("1.33", 5), "nvidia": ("1.34", 3), "rdma": ("1.33", 5)}
+"""The version of Kubernetes whose schemas an overlay must fit, and its number of containers with our services."""
 SETTINGS: dict[str, type[ServerSettings]] = {
     "gateway": GatewaySettings, "block_store": BlockStoreSettings, "prefill_svc": PrefillSettings,
-    "decode_svc": DecodeSettings,
+    "decode_svc": DecodeSettings, "looseleaf.both_roles": BothSettings,
 }  # fmt: skip
 COMPONENTS = sorted(path.name for path in (ROOT / "components").iterdir())
-CASES = [("cpu", ()), ("cpu", tuple(COMPONENTS)), ("hosts", ()), ("hosts", ("models", "tls"))]
+CASES = [
+    (overlay, components)
+    for overlay in OVERLAYS
+    for components in ((), tuple(COMPONENTS) if overlay == "cpu" else ("models", "tls"))
+]
 Object = dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join([case[0], *case[1]]))
-def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    overlay, components = request.param
+def case(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
+    found: tuple[str, tuple[str, ...]] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def overlay(case: tuple[str, tuple[str, ...]]) -> str:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def objects(case: tuple[str, tuple[str, ...]], tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    overlay, components = case
     directory = tmp_path_factory.mktemp("kustomization").resolve()
     use = lambda path: os.path.relpath(ROOT / path, directory)  # noqa: E731
     text = {"resources": [use(f"overlays/{overlay}")], "components": [use(f"components/{name}") for name in components]}
@@ -87,16 +104,17 @@ def services(objects: list[Object], monkeypatch: pytest.MonkeyPatch) -> list[tup
     return found
 
 
-def test_every_object_fits_its_schema(objects: list[Object]) -> None:
+def test_every_object_fits_its_schema(overlay: str, objects: list[Object]) -> None:
+    version, _ = OVERLAYS[overlay]
     for item in objects:
-        kubernetes_validate.validate(item, VERSION, strict=True)
+        kubernetes_validate.validate(item, version, strict=True)
 
 
 def test_every_variable_is_a_setting_and_every_address_reaches_its_port(
-    objects: list[Object], monkeypatch: pytest.MonkeyPatch
+    overlay: str, objects: list[Object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = services(objects, monkeypatch)
-    assert len(found) in (4, 5)
+    assert len(found) == OVERLAYS[overlay][1]
     ports = {"gateway": set[int](), "arena": set[int]()}
     from_arenas = set[int]()
     for pod, container, settings in found:
@@ -162,6 +180,31 @@ def mebibytes(quantity: str) -> int:
     found = re.fullmatch(r"(\d+)(Mi|Gi)", quantity)
     assert found is not None
     return int(found[1]) * {"Mi": 1, "Gi": 1024}[found[2]]
+
+
+def test_containers_on_a_gpu_share_it(overlay: str, objects: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = {o["metadata"]["name"] for o in objects if o["kind"] == "ResourceClaimTemplate"}
+    assert bool(templates) == (overlay == "nvidia")
+    for pod, container, settings in services(objects, monkeypatch):
+        on_gpu = getattr(settings, "device", None) == "cuda"
+        assert on_gpu == (overlay == "nvidia" and not isinstance(settings, GatewaySettings))
+        assert on_gpu == ("claims" in container["resources"])
+        if on_gpu:
+            [claim] = pod["spec"]["resourceClaims"]
+            assert container["resources"]["claims"] == [{"name": claim["name"]}]
+            assert claim["resourceClaimTemplateName"] in templates
+            assert pod["spec"]["shareProcessNamespace"] is True, "CUDA IPC between containers needs it"
+        if isinstance(settings, BlockStoreSettings) and on_gpu:
+            assert settings.num_blocks is None, "the memory profile sizes the arena"
+
+
+def test_stores_of_the_overlay_rdma_have_its_device(
+    overlay: str, objects: list[Object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _, container, settings in services(objects, monkeypatch):
+        with_nixl = isinstance(settings, BlockStoreSettings) and settings.transport == "nixl"
+        assert with_nixl == (overlay == "rdma" and isinstance(settings, BlockStoreSettings))
+        assert with_nixl == any(name.startswith("rdma/") for name in container["resources"]["limits"])
 
 
 def test_probes_ask_what_the_services_answer(objects: list[Object]) -> None:
