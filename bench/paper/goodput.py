@@ -130,16 +130,12 @@ def serve(arm: Mapping[str, Any], rates: Sequence[float], seconds: float, slo: S
 
 
 def fleets(costs: Costs, processes: int, slo: Slo) -> dict[str, FleetOptions]:
-    """Returns the simulated arrangements of `processes` processes, with every division of `split`. The chunks of
-    `chunked` are the largest that fit into the limit beside a decode step of eight sequences.
-    """
-    room = slo.tpot_s - costs.decode_s(8, 8 * sum(PROMPT) // 2)
-    chunk = max([16, *(size for size in (32, 64, 128, 256) if costs.prefill_s([(0, size)]) <= room)])
-    workers = WorkerOptions(16, NUM_BLOCKS * processes, MAX_MODEL_LEN, max_num_batched_tokens=512)
+    """Returns the simulated arrangements of `processes` processes, with every division of `split`."""
+    workers = WorkerOptions(16, NUM_BLOCKS * processes, MAX_MODEL_LEN, max_num_batched_tokens=512, max_itl_s=0.0)
     both = FleetOptions(
         prefill=0, decode=0, both=processes, disaggregates=False, workers=workers, max_queue=128 * processes
     )
-    chunked = replace(both, workers=replace(workers, max_num_batched_tokens=chunk))
+    chunked = replace(both, workers=replace(workers, max_itl_s=slo.tpot_s))
     targets = Targets(slo.ttft_s, slo.tpot_s)
     splits = {
         f"split {n}p{processes - n}d": replace(both, prefill=n, decode=processes - n, both=0, disaggregates=True)

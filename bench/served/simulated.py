@@ -66,6 +66,8 @@ def main(settings: SimulatedSettings) -> None:
     if settings.costs is not None:
         costs.save(settings.costs)
     options = FleetOptions(turns=costs.turns, workers=WorkerOptions(16, NUM_BLOCKS, MAX_MODEL_LEN))
+    if is_small():  # the server has both roles in one process
+        options = replace(options, prefill=0, decode=0, both=1)
     for rate, requests, outcomes in real:
         rows.append(show(rate, Summary.of(outcomes), Summary.of(simulate(requests, costs, options))))
     print(json.dumps({"benchmark": "simulated", "trace": settings.trace.name, "rows": rows, **provenance()}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from common.errors import LooseleafError, ResourceExhausted, StartupError
@@ -31,7 +30,6 @@ from worker.loop import RETRY_ALLOC_S
 
 TENANT = ""
 _DOMAIN = "simulated"
-Turns = AbstractAsyncContextManager[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +108,17 @@ class Fleet:
         options, workers = self._options, self._options.workers
         arena = self.arenas[name] = Arena(name, workers.num_blocks)
         self._tickets[name] = arena.join(0)
-        turns: Turns = asyncio.Lock() if options.turns else nullcontext()
+        turns = asyncio.Lock() if options.turns else None
         for number in range(options.prefill):
             self._add("prefill", f"{name} prefill-{number}", arena, turns)
         for number in range(options.decode):
             self._add("decode", f"{name} decode-{number}", arena, turns)
         for number in range(options.both):
-            within = turns if options.turns else asyncio.Lock()
+            within = turns or asyncio.Lock()
             self._add("prefill", f"{name} worker-{number}", arena, within)
             self._add("decode", f"{name} worker-{number}", arena, within)
 
-    def _add(self, role: Role, process: str, arena: Arena, turns: Turns) -> None:
+    def _add(self, role: Role, process: str, arena: Arena, turns: asyncio.Lock | None) -> None:
         """Adds a worker to a process, whose name is also its address."""
         name = process if role in process else f"{process}.{role}"
         setting = self._setting(name, role, process, arena, turns)
@@ -129,7 +127,7 @@ class Fleet:
         else:
             self.decodes[name] = DecodeWorker(setting)
 
-    def _setting(self, name: str, role: Role, process: str, arena: Arena, turns: Turns) -> Setting:
+    def _setting(self, name: str, role: Role, process: str, arena: Arena, turns: asyncio.Lock | None) -> Setting:
         options = self._options.workers
         floor = self._floor(role)
         record = WorkerRecord(

@@ -11,6 +11,7 @@ from looseleaf.simulation.arena import Table
 from looseleaf.simulation.worker import Running, Setting, Worker, in_ns
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
+from prefill_svc.step_limit import StepLimit
 
 
 class PrefillWorker(Worker):
@@ -19,10 +20,12 @@ class PrefillWorker(Worker):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         options = self.options
+        has_limit = setting.turns is not None and options.max_itl_s > 0
         self.scheduler = PrefillScheduler(
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
             max_queue=options.max_queue,
+            limit=StepLimit(options.max_itl_s, lambda: self.waited_s) if has_limit else None,
         )
         self._running: dict[Job, Running] = {}
         self._plan: list[tuple[Job, Chunk]] = []

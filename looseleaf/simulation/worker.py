@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -35,6 +35,8 @@ class WorkerOptions:
     max_model_len: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_itl_s: float = 0.2
+    """Limit on the time of a prefill and a decode step together, for workers that take turns. 0: no limit."""
     max_queue: int = 1024
     preemption: Choice = "auto"
     swap_bytes: int = 1 << 30
@@ -89,8 +91,8 @@ class Setting:
     holder: Holder
     options: WorkerOptions
     costs: Costs
-    turns: AbstractAsyncContextManager[object]
-    """A lock that workers on the same cores share."""
+    turns: asyncio.Lock | None
+    """A lock that workers on the same cores share, or None if the worker has cores of its own."""
     report: Report
 
 
@@ -101,7 +103,9 @@ class Worker(ABC):
         self.record, self.arena, self.holder = setting.record, setting.arena, setting.holder
         self.options, self.costs = setting.options, setting.costs
         self.busy_s = 0.0
-        self._turns, self._report = setting.turns, setting.report
+        self.waited_s = 0.0
+        """Time that the worker waited for its latest turn."""
+        self._turns, self._report = setting.turns or nullcontext(), setting.report
         self._work = asyncio.Event()
 
     async def run(self) -> None:
@@ -109,7 +113,9 @@ class Worker(ABC):
         clock = asyncio.get_running_loop()
         while True:
             await self._work.wait()
+            asked_at = clock.time()
             async with self._turns:
+                self.waited_s = clock.time() - asked_at
                 seconds = self.begin_step()
                 if seconds is not None:
                     self.busy_s += seconds

@@ -121,6 +121,23 @@ def test_turns_slow_decode_down_while_a_prompt_is_computed() -> None:
     assert together > 1.2 * apart
 
 
+def test_max_itl_bounds_the_gaps_that_prompts_make_only_where_workers_take_turns() -> None:
+    """Without a limit, a prefill step of 512 tokens takes 110 ms."""
+    prompts = [TraceRequest(0.5 * n, ((n, 600),), 1) for n in range(1, 6)]
+    trace = [TraceRequest(0.0, ((0, 16),), 200), *prompts]
+    workers = replace(SMALL, num_blocks=1000, max_model_len=1024)
+
+    def longest_gap_s(turns: bool, max_itl_s: float) -> float:
+        options = FleetOptions(turns=turns, workers=replace(workers, max_itl_s=max_itl_s))
+        outcomes = simulate(trace, COSTS, options)
+        check_ends(trace, outcomes)
+        return max(outcomes[0].gaps_s)
+
+    assert longest_gap_s(True, 0.0) > 0.1
+    assert longest_gap_s(True, 0.06) < 0.1
+    assert longest_gap_s(False, 0.0) == longest_gap_s(False, 0.06) < 0.02
+
+
 def test_processes_with_both_roles_take_turns_and_split_the_work_if_the_router_may() -> None:
     """One long output decodes while prompts arrive. The router computes them in the process that decodes nothing."""
     trace = [TraceRequest(0.0, ((0, 16),), 100), *(TraceRequest(0.2 * n, ((n, 400),), 1) for n in range(1, 6))]
