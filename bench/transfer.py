@@ -1,9 +1,10 @@
 """Measures the cost of copying blocks between the block stores of two hosts (`python -m bench.transfer`).
 
 Runs two real stores over this machine's loopback, each with a separate Redis. A pull is everything between the request
-and the local ticket: hashes, allocation, copy, digests, seals, hand-over. A read is only the request for one block, the
-check of the ticket, the copy and the digest. CPU seconds are those of both store processes; those of their Redis
-servers are separate. The last line is one JSON object.
+and the local ticket: hashes, allocation, copy, digests, seals, hand-over. Its CPU seconds are those of both store
+processes; those of their Redis servers are separate. A read is only the request for blocks, the check of the ticket,
+the copy and the digests. This process is its receiver, so its CPU seconds are those of one store and of this process.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from block_store.transfer.byte_transport import ByteTransport
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy, GrpcTransport
 from common import convert
-from common.types import KvLayout, KvSpec
+from common.ticket import Ticket
+from common.types import BlockRef, KvLayout, KvSpec
 from testing.ledger.hosts import Host
 
 LAYOUTS = {
@@ -81,35 +83,54 @@ def measure(directory: Path, layout: KvLayout, num_bytes: int, rounds: int) -> d
         singles.append((time.perf_counter() - began) * 1e3)
         b.claim_and_release(convert.ticket_from_pb(response.ticket))
         a.end(ticket)
-    reads = asyncio.run(read_ms(a, b))
+    read_rate, read_cost = read(a, b, num_blocks, rounds)
+    one_ms = 1e3 * layout.block_bytes / 1e9 / read(a, b, 1, 200)[0]
     a.stop()
     b.stop()
     return {
         "gb_per_s": round(statistics.median(rates), 3),
         "cpu_s_per_gb": round(statistics.median(costs), 3),
         "redis_cpu_s_per_gb": round(statistics.median(redis_costs), 3),
+        "read_gb_per_s": round(read_rate, 3),
+        "read_cpu_s_per_gb": round(read_cost, 3),
         "one_block_pull_p50_ms": round(statistics.median(singles), 2),
-        "one_block_read_p50_ms": round(statistics.median(reads), 2),
+        "one_block_read_p50_ms": round(one_ms, 2),
     }
 
 
-async def read_ms(a: Host, b: Host) -> list[float]:
-    """Returns the durations of reads of one block in milliseconds. This process reads from `a` and writes into the
-    arena of `b`.
+def read(a: Host, b: Host, num_blocks: int, rounds: int) -> tuple[float, float]:
+    """Reads blocks of `a` into the arena of `b`, `rounds` times. Returns the median rate in GB/s, and the mean CPU cost
+    in s/GB of the store and of this process.
     """
-    blocks, _ = a.fill(names("read", 1))
-    ticket, into, times = a.hand_over([[blocks]]), b.held.alloc(1), list[float]()
-    sources = SourceClient()
+    blocks, _ = a.fill(names(f"read-{num_blocks}", num_blocks))
+    ticket, into = a.hand_over([[blocks]]), b.held.alloc(num_blocks)
+    asyncio.run(read_s(a, b, ticket, blocks, into, 1))  # warms up
+    store = a.store.process.pid
+    before = time.process_time() + cpu_s(store)
+    times = asyncio.run(read_s(a, b, ticket, blocks, into, rounds))
+    used = time.process_time() + cpu_s(store) - before
+    assert b.arena.read(into[-1].block) == a.arena.read(blocks[-1].block)
+    b.held.release(into)
+    a.end(ticket)
+    num_bytes = num_blocks * a.arena.block_bytes
+    return num_bytes / statistics.median(times) / 1e9, used / rounds / num_bytes * 1e9
+
+
+async def read_s(
+    a: Host, b: Host, ticket: Ticket, blocks: list[BlockRef], into: list[BlockRef], rounds: int
+) -> list[float]:
+    """Returns the duration of each read in seconds."""
+    sources, times = SourceClient(), list[float]()
     transport = ByteTransport(sources, GrpcTransport(sources), 1)
     await sources.keep(a.store.address, ticket)  # the reply contains the port of the byte channels
-    for _ in range(201):
+    for _ in range(rounds):
         began = time.perf_counter()
         await transport.fetch(Copy(a.store.address, ticket, blocks, into, b.arena))
-        times.append((time.perf_counter() - began) * 1e3)
-    assert b.arena.read(into[0].block) == a.arena.read(blocks[0].block) and not transport.fallbacks.counts
+        times.append(time.perf_counter() - began)
+    assert not transport.fallbacks.counts
     await transport.close()
     await sources.close()
-    return times[1:]
+    return times
 
 
 def main() -> None:

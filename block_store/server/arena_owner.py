@@ -27,6 +27,7 @@ from block_store.redis.registry import StoreRecord
 from block_store.server.disk_tier import DiskTier
 from block_store.server.sizing import DeviceLimits, WorkerNeeds, device_limits, node_limits, size_arena
 from block_store.settings import BlockStoreSettings
+from block_store.transfer.known_tickets import KnownTickets
 from common.errors import StartupError
 from common.types import KvLayout
 
@@ -60,6 +61,7 @@ class ArenaOwner:
             else DiskTier(settings.kv_disk_dir.expanduser(), settings.kv_disk, redis.url)
         )
         """The disk tier; None if blocks are not copied to disk."""
+        self.known_tickets = KnownTickets()
         # Measured before the workers load their weights, so that the available memory includes room for these.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
         self._ahead: Prefault | None = None

@@ -23,7 +23,7 @@ def source_of(owner: ArenaOwner, arena_id: str) -> BlockSource:
         raise NotFound(f"arena_id {arena_id} is not served here")
     if arena.placement.memory is Memory.WORKER_DEVICE:
         raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
-    return BlockSource(arena, ledger)
+    return BlockSource(arena, ledger, owner.known_tickets)
 
 
 async def mapped_by(agent: NixlAgent | None, arena: Arena) -> tuple[bytes, int]:

@@ -19,6 +19,7 @@ from block_store.errors import Stale
 from block_store.ledger.prefix_hash import HASH_BYTES
 from block_store.ledger.scripts import CHUNK, LedgerScripts, chunks
 from block_store.transfer import frames
+from block_store.transfer.known_tickets import KnownTickets
 from common.ticket import TicketId
 from common.types import BlockRef
 
@@ -42,9 +43,10 @@ class Reading:
 class BlockSource:
     """A reader of one arena's blocks for the owners of tickets."""
 
-    def __init__(self, arena: Arena, ledger: LedgerScripts) -> None:
+    def __init__(self, arena: Arena, ledger: LedgerScripts, known: KnownTickets) -> None:
         self.arena = arena
         self._ledger = ledger
+        self._known = known
 
     def keep(self, ticket: TicketId, refs: Sequence[BlockRef]) -> list[bytes]:
         """Extends the ticket's lease. Returns the prefix hash of each block; the hash of a partial block is empty.
@@ -52,8 +54,16 @@ class BlockSource:
         reallocated.
         """
         for part in chunks(refs) if refs else [refs]:
-            self._ledger.keep(ticket, part)
+            self._keep(ticket, part)
         return self.prefix_hashes(refs)
+
+    def _keep(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
+        """Extends the ticket's lease. Raises Gone if the ticket has ended, and NotHolder if it lacks one of `refs`."""
+        if refs and not self._known.has(ticket, refs):
+            self._ledger.keep(ticket, refs)
+            self._known.add(ticket, refs)
+        else:
+            self._ledger.keep(ticket)
 
     def prefix_hashes(self, refs: Sequence[BlockRef]) -> list[bytes]:
         """Returns the prefix hash of each block; the hash of a partial block is empty. Raises Stale if a block was
@@ -70,7 +80,7 @@ class BlockSource:
         sealed.
         """
         for part in chunks(refs):
-            self._ledger.keep(ticket, part)
+            self._keep(ticket, part)
         self._check_sealed(*ref_arrays(refs))
         digests: list[int] = self.arena.digests[ref_arrays(refs)[0]].tolist()
         return digests
@@ -92,7 +102,7 @@ class BlockSource:
         size = max(1, min(CHUNK, frame_bytes // self.arena.block_bytes))
         for chunk_first in range(0, len(refs), CHUNK):
             chunk = refs[chunk_first : chunk_first + CHUNK]
-            self._ledger.keep(ticket, chunk)
+            self._keep(ticket, chunk)
             for first in range(0, len(chunk), size):
                 yield chunk_first + first, chunk[first : first + size]
 

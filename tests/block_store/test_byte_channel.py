@@ -18,6 +18,7 @@ from block_store.transfer import byte_channel
 from block_store.transfer.block_source import BlockSource
 from block_store.transfer.byte_server import ByteServer
 from block_store.transfer.byte_transport import ByteTransport, _Receiving
+from block_store.transfer.known_tickets import KnownTickets
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy
 from common import convert
@@ -64,7 +65,7 @@ class Ends:
 
     def __init__(self, store: TestStore, destination: Arena, trust: Trust, client_trust: Trust) -> None:
         self.store = store
-        self.source = BlockSource(store.arena, store.ledger)
+        self.source = BlockSource(store.arena, store.ledger, KnownTickets())
         self.server = ByteServer("127.0.0.1", 0, trust, lambda arena_id: self.source)
         self.relay = Relay(self.server.listen())
         self.elsewhere = Elsewhere()
@@ -281,7 +282,7 @@ BUGS: dict[str, tuple[type, str, str, str, Check]] = {
         test_a_byte_that_changes_on_the_way_is_found_by_the_digest,
     ),
     "tickets not checked": (
-        BlockSource, "parts", "self._ledger.keep(ticket, chunk)", "pass", test_only_the_tickets_owner_reads
+        BlockSource, "parts", "self._keep(ticket, chunk)", "pass", test_only_the_tickets_owner_reads
     ),
 }  # fmt: skip
 """Method, text in the source of its module, replacement, and the test that notices."""

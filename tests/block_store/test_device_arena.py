@@ -18,6 +18,7 @@ from block_store.errors import ArenaBusy, ArenaError, ArenaLost, HeaderAheadErro
 from block_store.ledger.scripts import LedgerScripts
 from block_store.transfer import frames
 from block_store.transfer.block_source import BlockSource
+from block_store.transfer.known_tickets import KnownTickets
 from common.types import BlockRef
 from testing.ledger.store import LAYOUT, line, python, view
 
@@ -96,7 +97,7 @@ def test_a_seal_takes_no_digest_on_a_device_and_a_reader_gets_one(shm: Path, gpu
     assert arena.seal_digests([ref]) == [0]
     arena.mark_sealed([ref], [b"h" * 32], arena.seal_digests([ref]))
     assert int(arena.digests[1]) == 0
-    source = BlockSource(arena, cast(LedgerScripts, None))  # which reading does not use
+    source = BlockSource(arena, cast(LedgerScripts, None), KnownTickets())  # which reading does not use
     sent = frames.decode(source.read(0, [ref]))
     assert (bytes(sent.data), sent.digests) == (bytes([7]) * LAYOUT.block_bytes, [arena.digest(1)])
     arena.mark_sealed([ref], [b"h" * 32], [arena.digest(1)])

@@ -23,6 +23,7 @@ from block_store.redis.redis_server import RedisHandle
 from block_store.server.sources import as_statuses
 from block_store.transfer import nixl_agent, nixl_transport
 from block_store.transfer.block_source import BlockSource
+from block_store.transfer.known_tickets import KnownTickets
 from block_store.transfer.nixl_agent import NixlAgent
 from block_store.transfer.nixl_process import PACKAGES
 from block_store.transfer.nixl_transport import NixlTransport
@@ -51,7 +52,7 @@ class Source:
     """The source's store, in this process, with an agent in its own."""
 
     def __init__(self, store: TestStore, agent: NixlAgent) -> None:
-        self._source = BlockSource(store.arena, store.ledger)
+        self._source = BlockSource(store.arena, store.ledger, KnownTickets())
         self.store = store
         self.agent: NixlAgent | None = agent
 

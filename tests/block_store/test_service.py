@@ -28,6 +28,7 @@ from block_store.ledger.scripts import LedgerScripts
 from block_store.redis.redis_server import CALL_TIMEOUT_S, open_client
 from block_store.redis.registry import WorkerRegistry
 from block_store.transfer.block_source import BlockSource
+from block_store.transfer.known_tickets import KnownTickets
 from common import convert
 from common.ticket import TicketId
 from common.types import BlockRef, KvLayout, KvSpec
@@ -112,7 +113,7 @@ def test_workers_attach_share_and_are_seen(running: StoreProcess) -> None:
     assert seen.blocks[refs[0].block].prefix_hash == chain("a", 1)[0]
     assert list(seen.blocks[refs[0].block].holders) == [held.epoch]
 
-    source = BlockSource(held.arena, held.holder.ledger)
+    source = BlockSource(held.arena, held.holder.ledger, KnownTickets())
     for ref in (refs[2], BlockRef(refs[0].block, 1)):
         with pytest.raises(Stale):
             source.read(0, [ref])

@@ -15,6 +15,7 @@ from block_store.holder.attach import Attached, Needs
 from block_store.redis.redis_server import RedisHandle
 from block_store.transfer import frames
 from block_store.transfer.block_source import BlockSource
+from block_store.transfer.known_tickets import KnownTickets
 from block_store.transfer.pulled_blocks import copied_tokens, leading_blocks
 from block_store.transfer.puller import Puller
 from block_store.transfer.source_client import SourceClient
@@ -34,7 +35,7 @@ SOURCE = Ticket("elsewhere", TicketId(Epoch(1), b"s"), (((BlockRef(0, 1), BlockR
 def test_a_block_that_is_reallocated_before_or_while_it_is_read_is_not_sent(store: TestStore, when: str) -> None:
     caller = store.caller()
     refs = store.fill(caller, chain("a", 2))
-    source, view = BlockSource(store.arena, store.ledger), store.arena.views
+    source, view = BlockSource(store.arena, store.ledger, KnownTickets()), store.arena.views
 
     def reallocate() -> None:
         store.arena.raise_generations([BlockRef(refs[1].block, refs[1].generation + 1)], caller.slot.number)
