@@ -35,7 +35,7 @@ from looseleaf.llm import LLM
 from looseleaf.serve.model_source import resolve
 from looseleaf.simulation import costs as cost_files
 from looseleaf.simulation import replay
-from looseleaf.simulation.costs import Costs, mean
+from looseleaf.simulation.costs import Costs, median
 from looseleaf.simulation.fleet import FleetOptions, simulate
 from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.report import Slo, Summary
@@ -252,7 +252,7 @@ def main(settings: DisaggregationSettings) -> None:
         found["2 processes on this machine"] = measure(settings, before, config.vocab_size, slo)
         after = fit(settings, config, -2)
         print(f"a prefill step of 512 tokens: {before.prefill[-1][1]:.3f} s before, {after.prefill[-1][1]:.3f} s after")
-        costs = replace(mean(before, after), origin=provenance())
+        costs = replace(median([before, after]), origin=provenance())
         if settings.costs is not None:
             costs.save(settings.costs)
     elif settings.costs is None:

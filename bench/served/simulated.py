@@ -1,15 +1,18 @@
 """Compares the simulator with a real server on this machine (`python -m bench.served.simulated`).
 
-Measures the costs on an idle server before and after it replays a trace, and simulates the same requests. Prints the
-figures of both and the error of the simulation. The last line is JSON. `--costs` stores the measured costs.
+Replays a trace several times, and measures the costs of the idle server before and after each time. Simulates the same
+requests with the medians of these costs. Prints the figures of both, of the server the medians of the replays, and the
+error of the simulation. The last line is JSON. `--costs` stores the measured costs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from pydantic import Field
@@ -21,7 +24,7 @@ from loadtest.workload import AZURE_TRACE
 from looseleaf.serve.model_source import resolve
 from looseleaf.serve.placement import is_small
 from looseleaf.simulation import replay, trace
-from looseleaf.simulation.costs import Costs, mean
+from looseleaf.simulation.costs import Costs, median
 from looseleaf.simulation.fleet import FleetOptions, simulate
 from looseleaf.simulation.report import Summary
 from looseleaf.simulation.worker import WorkerOptions
@@ -38,8 +41,9 @@ class SimulatedSettings(Settings):
 
     trace: Path = Field(AZURE_TRACE, description="trace to replay")
     model: str = Field(str(MODEL), description="model directory; its weights are random")
-    requests: int = Field(60, ge=2, description="number of requests")
-    rates: list[float] = Field([1.0, 2.0], description="mean numbers of requests per second, one replay each")
+    requests: int = Field(120, ge=2, description="number of requests")
+    rounds: int = Field(3, ge=1, description="number of replays at each rate")
+    rates: list[float] = Field([1.0, 2.0], description="mean numbers of requests per second")
     divide: float = Field(8.0, ge=1, description="divide all lengths by this number")
     costs: Path | None = Field(None, description="where to write the measured costs")
 
@@ -56,21 +60,29 @@ def main(settings: SimulatedSettings) -> None:
         def fit(seed: int) -> Costs:
             return asyncio.run(replay.fit(address, directory.name, kv_bytes, vocab_size, LONGEST, seed))
 
-        before, real = fit(-1), []
-        for seed, rate in enumerate(settings.rates):
-            requests = trace.read(settings.trace, count=settings.requests, divisor=settings.divide, rate=rate)
-            real.append((rate, requests, asyncio.run(replay.replay(address, requests, vocab_size, seed))))
-        after = fit(-2)
-    print(f"a prefill step of 512 tokens: {before.prefill[-1][1]:.3f} s before, {after.prefill[-1][1]:.3f} s after")
-    costs = replace(mean(before, after), turns=is_small(), origin=provenance())
+        traces = {
+            rate: trace.read(settings.trace, count=settings.requests, divisor=settings.divide, rate=rate)
+            for rate in settings.rates
+        }
+        fits, real = [fit(-1)], {rate: list[Summary]() for rate in traces}
+        for number, (rate, requests) in enumerate(list(traces.items()) * settings.rounds):
+            real[rate].append(Summary.of(asyncio.run(replay.replay(address, requests, vocab_size, number))))
+            fits.append(fit(-2 - number))
+    print("a prefill step of 512 tokens, in s:", ", ".join(f"{found.prefill[-1][1]:.3f}" for found in fits))
+    costs = replace(median(fits), turns=is_small(), origin=provenance())
     if settings.costs is not None:
         costs.save(settings.costs)
     options = FleetOptions(turns=costs.turns, workers=WorkerOptions(16, NUM_BLOCKS, MAX_MODEL_LEN))
     if is_small():  # the server has both roles in one process
         options = replace(options, prefill=0, decode=0, both=1)
-    for rate, requests, outcomes in real:
-        rows.append(show(rate, Summary.of(outcomes), Summary.of(simulate(requests, costs, options))))
+    for rate, summaries in real.items():
+        rows.append(show(rate, _median(summaries), Summary.of(simulate(traces[rate], costs, options))))
     print(json.dumps({"benchmark": "simulated", "trace": settings.trace.name, "rows": rows, **provenance()}))
+
+
+def _median(summaries: Sequence[Summary]) -> Summary:
+    values = {field.name: [getattr(summary, field.name) for summary in summaries] for field in fields(Summary)}
+    return Summary(**{name: statistics.median(found) for name, found in values.items()})
 
 
 def show(rate: float, real: Summary, simulated: Summary) -> dict[str, object]:

@@ -143,12 +143,16 @@ class Router:
             key = record.pairing, record.arena_id, "" if self.disaggregates else record.address
             if key not in after:
                 after[key] = self._after_prefill_s(record.arena_id, decodes.get((key[0], key[2]), {}), asked, now)
-            prompts = Prompts(prefill.tokens_before(now) + missing, rate, record.prefill_step)
+            prompts = self._prompts_of(prefill, missing, rate, now)
             predicted = sharing.prefill(prompts, missing / rate, self._batch_of(record, now))
             if after[key] < math.inf:
                 found[record.worker_id] = replace(predicted, own_s=predicted.own_s + after[key])
         partnered = [p for p in prefills if p.record.worker_id in found]
-        return self._pick(partnered, lambda p: found[p.record.worker_id], asked, now)
+        pick = self._pick(partnered, lambda p: found[p.record.worker_id], asked, now)
+        if pick is not None:
+            missing_s = asked.missing(pick.record.arena_id) / rate
+            pick.worker.recent.add(missing_s, now, self.costs.group_s)
+        return pick
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
         """Picks the decode worker with the least predicted time after the route's prefill, among those that accept the
@@ -187,6 +191,11 @@ class Router:
         """Returns the length of the longest sequence that every worker accepts, or None if there are no workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
+    def _prompts_of(self, prefill: WorkerState, missing: int, rate: float, now: float) -> Prompts:
+        """Returns the prompts at a prefill worker, with one more of `missing` tokens."""
+        recent_s = prefill.recent.seconds(now, self.costs.group_s) + missing / rate
+        return Prompts(prefill.tokens_before(now) + missing, rate, prefill.record.prefill_step, recent_s)
+
     def _batch_of(self, record: WorkerRecord, now: float) -> Batch:
         """Returns the sequences at the decode worker in the process of `record`."""
         decode = self._at.get((record.address, "decode"))
@@ -199,7 +208,7 @@ class Router:
         """Predicts the decoding of one more group at a worker. `rate` is that of prefill, in tokens per second."""
         prefill, prompts = self._at.get((decode.record.address, "prefill")), Prompts()
         if prefill is not None:
-            prompts = Prompts(prefill.tokens_before(now), rate, prefill.record.prefill_step)
+            prompts = self._prompts_of(prefill, 0, rate, now)
         return sharing.decode(self.costs.decode_s(decode.share(now)), self._batch_of(decode.record, now), prompts)
 
     def _decode_costs(

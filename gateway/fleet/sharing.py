@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-STALL_WEIGHT = 0.1
-"""The cost of a second for which a running sequence waits, relative to a second of a request's own route. The delay is
-spread over the sequence's tokens, whose clients read them more slowly than they are computed.
+STALL_WEIGHT = 2.0
+"""The cost of a second for which a running sequence waits, relative to a second of a request's own route. With 1, the
+mean latency of requests would count; more protects the running sequences (docs/log, 2026-11-27).
 """
+MOST_SHARE = 0.95
+"""Largest share of a process's time that prompts are predicted to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Prompts:
     tokens_per_s: float = 1.0
     chunk_tokens: int = 0
     """The most tokens of a step, or 0 if it is unknown."""
+    recent_s: float = 0.0
+    """Time to compute the prompts that arrived while a mean sequence decoded, including those that wait."""
 
     @property
     def seconds(self) -> float:
@@ -79,8 +83,11 @@ class Batch:
     """Mean time for which a sequence decodes."""
 
     def itl_s(self, prompts: Prompts) -> float:
-        """Returns the mean time between two tokens of a sequence that waits once for all of `prompts`."""
-        return self.step_s * (1.0 + prompts.seconds / self.decode_s)
+        """Returns the mean time between two tokens of a sequence, for which prompts take a share of the time: those
+        that wait, or those of the recent past if they take longer.
+        """
+        share = max(prompts.seconds, prompts.recent_s) / self.decode_s
+        return self.step_s / (1.0 - min(share, MOST_SHARE))
 
 
 def prefill(prompts: Prompts, missing_s: float, batch: Batch) -> Prediction:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from common.types import WorkerLoad, WorkerRecord
 
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
+
+
+@dataclass(slots=True)
+class RecentPrompts:
+    """The time in seconds that a worker needs for the prompts which this gateway has sent to it lately. The time of a
+    prompt that was sent t seconds ago counts exp(-t / memory_s).
+    """
+
+    _seconds: float = 0.0
+    _at: float = 0.0
+
+    def seconds(self, now: float, memory_s: float) -> float:
+        return self._seconds * math.exp((self._at - now) / memory_s)
+
+    def add(self, seconds: float, now: float, memory_s: float) -> None:
+        self._seconds, self._at = self.seconds(now, memory_s) + seconds, now
 
 
 @dataclass(slots=True)
@@ -22,6 +39,8 @@ class WorkerState:
     dispatched_tokens: int = 0
     """Number of tokens in this gateway's current prefill calls to the worker: prompts, and outputs of earlier attempts.
     """
+    recent: RecentPrompts = field(default_factory=RecentPrompts)
+    """The prompts of this gateway that the worker has or had, if it is a prefill worker."""
     dispatched_sequences: int = 0
     """Number of sequences that this gateway has sent and that have not ended."""
     suspect_until: float = float("-inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -66,16 +67,18 @@ class Costs:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def mean(first: Costs, second: Costs) -> Costs:
-    """Returns the mean of two measurements of the same model. Their points must have the same amounts."""
+def median(measured: Sequence[Costs]) -> Costs:
+    """Returns the median of each value of several measurements of the same model. Their points must have the same
+    amounts.
+    """
 
-    def middle(a: Points, b: Points) -> Points:
-        return tuple((x, (y + z) / 2) for (x, y), (_, z) in zip(a, b, strict=True))
+    def middle(of_each: Sequence[Points]) -> Points:
+        return tuple((same[0][0], statistics.median(y for _, y in same)) for same in zip(*of_each, strict=True))
 
     times = ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s")
-    values = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in times}
-    prefill, decode = middle(first.prefill, second.prefill), middle(first.decode, second.decode)
-    return replace(first, prefill=prefill, decode=decode, **values)
+    values = {name: statistics.median(getattr(costs, name) for costs in measured) for name in times}
+    prefill, decode = middle([costs.prefill for costs in measured]), middle([costs.decode for costs in measured])
+    return replace(measured[0], prefill=prefill, decode=decode, **values)
 
 
 def load(path: Path) -> Costs:

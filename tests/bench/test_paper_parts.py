@@ -36,11 +36,16 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 def test_goodput_is_the_rate_at_which_too_few_requests_meet_the_limits() -> None:
     def points(*shares: float) -> list[dict[str, float]]:
-        return [{"rate": float(rate), "attained": share} for rate, share in enumerate(shares, 1)]
+        return [{"rate": float(rate), "attained": share, "requests": 50.0} for rate, share in enumerate(shares, 1)]
 
     assert goodput.goodput(points(1.0, 0.95, 0.85, 0.5)) == pytest.approx(2.5)
     assert goodput.goodput(points(0.8)) == pytest.approx(0.5)
     assert goodput.goodput(points(1.0, 0.9)) == 2.0
+    assert goodput.falling(points(0.8, 1.0, 0.9, 0.7, 0.5, 0.6)) == pytest.approx([0.9, 0.9, 0.9, 0.7, 0.55, 0.55])
+    assert goodput.falling(points(0.4, 0.5, 0.6)) == pytest.approx([0.5, 0.5, 0.5])
+    weighted = [{"rate": 1.0, "attained": 0.8, "requests": 30.0}, {"rate": 2.0, "attained": 1.0, "requests": 90.0}]
+    assert goodput.falling(weighted) == pytest.approx([0.95, 0.95])
+    assert goodput.goodput([*points(0.85, 1.0), {"rate": 3.0, "attained": 0.6, "requests": 50.0}]) > 2.0
     late, slow = Outcome(0.0, (1.2, 1.21)), Outcome(0.0, (0.5, 0.6))
     good, refused = Outcome(0.0, (0.5, 0.52)), Outcome(0.0, refusal="full")
     assert goodput.point_of(1.0, [good, good, late, slow, refused], Slo(1.0, 0.03))["attained"] == 0.4

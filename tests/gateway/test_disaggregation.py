@@ -7,7 +7,7 @@ import pytest
 from common import convert
 from common.types import WorkerLoad, WorkerRecord
 from gateway.fleet.routing import Asked, Route, Router
-from gateway.fleet.sharing import STALL_WEIGHT, Targets
+from gateway.fleet.sharing import MOST_SHARE, STALL_WEIGHT, Batch, Prompts, Targets
 from gateway.fleet.worker_state import Pick
 from testing.gateway.parts import make_record
 
@@ -49,10 +49,10 @@ def decode(made: Router, process: str) -> str:
 def test_a_prompt_avoids_running_sequences_until_the_queue_elsewhere_costs_more() -> None:
     made = two_processes()
     made.workers["a.decode"].dispatched_sequences = 8
-    made.workers["b.prefill"].dispatched_tokens = 300
-    assert prefill(made).record.worker_id == "b.prefill", "0.3 s of waiting against 8 sequences that wait 0.5 s each"
-    made.workers["b.prefill"].dispatched_tokens = 700
-    assert prefill(made).record.worker_id == "a.prefill", "0.7 s of waiting"
+    made.workers["b.prefill"].dispatched_tokens = 7_000
+    assert prefill(made).record.worker_id == "b.prefill", "7 s of waiting against 8 sequences that wait 0.5 s each"
+    made.workers["b.prefill"].dispatched_tokens = 9_000
+    assert prefill(made).record.worker_id == "a.prefill", "9 s of waiting"
 
 
 def test_the_explanation_has_the_delay_and_the_time_between_tokens() -> None:
@@ -62,7 +62,7 @@ def test_the_explanation_has_the_delay_and_the_time_between_tokens() -> None:
     assert (best.worker_id, best.delay_s, best.itl_s) == ("b.prefill", 0.0, 0.0)
     assert other.delay_s == pytest.approx(8 * 0.5)
     assert other.predicted_s - best.predicted_s == pytest.approx(5 * STEP_S), "a decode step follows each chunk"
-    assert other.itl_s == pytest.approx(STEP_S * (1 + 0.5 / made.costs.group_s))
+    assert other.itl_s == pytest.approx(STEP_S / (1 - 0.5 / made.costs.group_s))
     assert best.predicted_s < other.predicted_s + STALL_WEIGHT * other.delay_s
 
 
@@ -76,13 +76,34 @@ def test_sequences_avoid_waiting_prompts_until_the_batch_elsewhere_costs_more() 
     assert decode(made, "a") == "a.decode"
 
 
+def test_prompts_of_the_recent_past_count_until_they_are_forgotten() -> None:
+    """A process that got many prompts will get more of them, although none waits there now."""
+    made = two_processes()
+    made.targets = Targets(itl_s=1.2 * STEP_S)
+    group_s = made.costs.group_s
+    for name in ("a.decode", "b.decode"):
+        made.workers[name].dispatched_sequences = 1
+    made.workers["a.prefill"].recent.add(0.4 * group_s, 0.0, group_s)
+    assert decode(made, "a") == "b.decode" and prefill(made).record.worker_id == "b.prefill"
+    assert made.workers["b.prefill"].recent.seconds(0.0, group_s) == pytest.approx(0.5), "the prompt that was picked"
+    made.workers["b.decode"].dispatched_sequences = 8
+    assert decode(made, "b") == "b.decode", "the limit on the time between tokens comes first"
+    later = 3 * group_s
+    pick = made.pick_decode(Route(made.workers["b.prefill"].record, Asked(500)), later, always)
+    assert pick is not None and pick.record.worker_id == "a.decode"
+
+
+def test_prompts_never_take_all_of_the_time() -> None:
+    assert Batch(1, STEP_S, 1.0).itl_s(Prompts(10_000, RATE)) == pytest.approx(STEP_S / (1 - MOST_SHARE))
+
+
 def test_a_prefill_worker_of_its_own_delays_nobody() -> None:
     made = Router()
     alone = make_record("prefill", "p", load=WorkerLoad(prompt_tokens_per_s=RATE))
     made.update([alone, *worker("a")], 0.0)
     made.workers["a.decode"].dispatched_sequences = 8
     assert prefill(made).record.worker_id == "p"
-    made.workers["p"].dispatched_tokens = 2000
+    made.workers["p"].dispatched_tokens = 9_000
     assert prefill(made).record.worker_id == "a.prefill"
 
 
@@ -104,11 +125,11 @@ def test_without_disaggregation_a_request_stays_in_one_process() -> None:
 def test_routes_that_keep_the_limits_come_first() -> None:
     made = two_processes()
     made.workers["a.decode"].dispatched_sequences = 1
-    made.workers["b.prefill"].dispatched_tokens = 300
+    made.workers["b.prefill"].dispatched_tokens = 1_200
     assert prefill(made).record.worker_id == "a.prefill"
     made.targets = Targets(itl_s=STEP_S)
     assert prefill(made).record.worker_id == "b.prefill", "a chunk would delay the sequence in a"
-    made.targets = Targets(ttft_s=0.7, itl_s=STEP_S * 1.2)
+    made.targets = Targets(ttft_s=0.7, itl_s=STEP_S * 1.3)
     assert prefill(made).record.worker_id == "a.prefill", "both limits are kept only in a"
     made.targets = Targets(ttft_s=0.1, itl_s=STEP_S)
     assert prefill(made).record.worker_id == "a.prefill", "the other route misses its limit by more"
