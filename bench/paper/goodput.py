@@ -29,7 +29,7 @@ from looseleaf.simulation.report import Slo, quantile
 from looseleaf.simulation.trace import TraceRequest
 from looseleaf.simulation.worker import WorkerOptions
 
-LIMIT_S = 600
+LIMIT_S = 540
 SHARE = 0.9
 PREFILLS, STEPS = 5.0, 2.5
 """The limits, as multiples of the time to prefill a mean prompt alone, and of a decode step of four sequences."""

@@ -10,7 +10,7 @@ from bench.served.cpu import last_line
 from bench.served.sharing import DATA_SETS, WIDTHS
 from loadtest.svg import axis_of, lines
 
-LIMIT_S = 280
+LIMIT_S = 160
 KINDS = {"n": "samples", "beams": "beams"}
 ROOM = 5.0
 """The number of percentage points by which a saving may lie outside the paper's range."""
