@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from bench.quantization import MODELS, Decoding
+from bench.rounds import turned
 from engine.lora import LoraAdapter
 from engine.model_runner import ModelRunner, RunnerSettings
 from kernels.lora import LoraPart, LoraWeights
@@ -47,8 +48,7 @@ def decode_ms(
         for index, sequence in enumerate(arms[name].sequences if count else ()):
             sequence.adapter = adapters[index % count]
     for turn in range(steps + 3):
-        order = list(arms.values())
-        for arm in order[turn % len(order) :] + order[: turn % len(order)]:  # so that the predecessor changes
+        for arm in turned(list(arms.values()), turn):
             arm.step()
     return {name: statistics.median(arm.seconds[3:]) * 1e3 for name, arm in arms.items()}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.paper.arrivals import poisson
 from bench.paper.parts import Claim, Options, Section, table
+from bench.rounds import turned
 from bench.served.simulated import LONGEST, MAX_MODEL_LEN, MODEL, NUM_BLOCKS
 from engine.config import ModelConfig
 from gateway.fleet.sharing import Targets
@@ -145,16 +146,11 @@ def serve(rates: Sequence[float], seconds: float, slo: Slo) -> dict[str, list[Po
             asyncio.run(replay.replay(addresses[name], warm_up, vocab_size, -3))
             points[name] = []
         for seed, rate in enumerate(rates):
-            for name in _turned(list(points), seed):
+            for name in turned(list(points), seed):
                 if sum(point["attained"] < SHARE for point in points[name]) < MOST_FAILED:
                     outcomes = asyncio.run(replay.replay(addresses[name], trace(rate, seconds, 0), vocab_size, seed))
                     points[name].append(point_of(rate, outcomes, slo))
     return points
-
-
-def _turned(names: list[str], number: int) -> list[str]:
-    """Returns the names in an order that begins with another name for each number."""
-    return names[number % len(names) :] + names[: number % len(names)]
 
 
 def fleets(costs: Costs, processes: int, slo: Slo) -> dict[str, FleetOptions]:

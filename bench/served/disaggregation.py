@@ -25,6 +25,7 @@ from typing import Any
 
 from pydantic import Field
 
+from bench.rounds import medians, turned
 from bench.served.machine import provenance
 from bench.served.simulated import LONGEST, MAX_MODEL_LEN, MODEL, NUM_BLOCKS
 from common.errors import StartupError
@@ -145,10 +146,6 @@ class Figures:
             found.itl_p99, share, found.num_refused,
         )  # fmt: skip
 
-    @classmethod
-    def median(cls, runs: Sequence[Figures]) -> Figures:
-        return cls(*(statistics.median(getattr(run, field.name) for run in runs) for field in fields(cls)))
-
 
 Results = dict[str, dict[str, Figures]]
 """The figures by workload and arrangement."""
@@ -178,8 +175,7 @@ def measure(settings: DisaggregationSettings, costs: Costs, vocab_size: int, slo
     """Serves all workloads in all arrangements, in each round in another order. Returns the medians of the rounds."""
     runs: dict[tuple[str, str], list[Figures]] = {}
     for number in range(settings.rounds):
-        turn = number % len(ARRANGEMENTS)
-        for roles in ARRANGEMENTS[turn:] + ARRANGEMENTS[:turn]:
+        for roles in turned(ARRANGEMENTS, number):
             with served(settings, roles) as llm:
                 warm_up = [TraceRequest(0.0, ((-100 - n, 600),), 16) for n in range(6)]
                 asyncio.run(replay.replay(llm.addresses.grpc, warm_up, vocab_size, -3))
@@ -188,7 +184,7 @@ def measure(settings: DisaggregationSettings, costs: Costs, vocab_size: int, slo
                     outcomes = asyncio.run(replay.replay(llm.addresses.grpc, requests, vocab_size, number))
                     runs.setdefault((name, roles), []).append(figures := Figures.of(outcomes, slo))
                     print(f"  round {number + 1}, {row(f'{name}, {roles}', figures)}", file=sys.stderr, flush=True)
-    return {name: {roles: Figures.median(runs[name, roles]) for roles in ARRANGEMENTS} for name in WORKLOADS}
+    return {name: {roles: medians(runs[name, roles]) for roles in ARRANGEMENTS} for name in WORKLOADS}
 
 
 def predict(settings: DisaggregationSettings, costs: Costs, processes: int, slo: Slo) -> Results:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import httpx
 
+from bench.rounds import turned
 from bench.served import peers_gap
 from bench.served.peers_load import Failed, Load, Row, run_client, same_output
 from bench.served.peers_report import BOTH, SPLIT
@@ -52,8 +53,7 @@ class Rounds:
             if number and started + longest > self.deadline:
                 print(f"no time for round {number + 1} of {count}", flush=True)
                 return number
-            turn = number % len(targets)
-            self._round([*targets[turn:], *targets[:turn]], number, groups)
+            self._round(turned(targets, number), number, groups)
             longest = max(longest, time.monotonic() - started)
         return count
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pydantic import Field
 
+from bench.rounds import medians
 from bench.served.machine import provenance
 from common.errors import StartupError
 from common.settings import Settings, settings_config
@@ -76,13 +75,8 @@ def main(settings: SimulatedSettings) -> None:
     if is_small():  # the server has both roles in one process
         options = replace(options, prefill=0, decode=0, both=1)
     for rate, summaries in real.items():
-        rows.append(show(rate, _median(summaries), Summary.of(simulate(traces[rate], costs, options))))
+        rows.append(show(rate, medians(summaries), Summary.of(simulate(traces[rate], costs, options))))
     print(json.dumps({"benchmark": "simulated", "trace": settings.trace.name, "rows": rows, **provenance()}))
-
-
-def _median(summaries: Sequence[Summary]) -> Summary:
-    values = {field.name: [getattr(summary, field.name) for summary in summaries] for field in fields(Summary)}
-    return Summary(**{name: statistics.median(found) for name, found in values.items()})
 
 
 def show(rate: float, real: Summary, simulated: Summary) -> dict[str, object]:
