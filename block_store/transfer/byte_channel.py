@@ -10,16 +10,20 @@ send:
     server: FRAME u8, index u32, count u32, digests u64[count], the blocks' bytes, OK u8      (for each frame)
     server: END u8
 
-A frame counts only once its OK has arrived. The server sends OK after it has compared the generations again. Instead of
-FRAME, OK or END, the server may send a refusal (STALE, NOT_HELD or UNAVAILABLE), which ends the connection.
+A frame counts only once its OK has arrived. The server sends OK after it has compared the generations again, together
+with what follows. Instead of FRAME, OK or END, the server may send a refusal (STALE, NOT_HELD or UNAVAILABLE), which
+ends the connection. Without TLS, a system call sends or receives many blocks.
 """
 
 from __future__ import annotations
 
 import hmac
+import itertools
 import socket
+import ssl
 import struct
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 NONCE_BYTES = 16
@@ -30,6 +34,8 @@ FRAME_HEAD = struct.Struct("<II")
 MAX_REQUEST_BYTES = 16 << 20
 STALL_S = 4.0
 """Time in seconds without progress, during a request, after which either end closes the connection."""
+MAX_PIECES = 256
+"""Maximum number of pieces that one system call sends or fills. The limit of Linux is 1,024."""
 Buffer = bytes | memoryview
 
 
@@ -61,21 +67,50 @@ def prepare(connection: socket.socket) -> None:
 
 def send(connection: socket.socket, pieces: Iterable[Buffer]) -> None:
     """Sends all pieces. Unlike `sendall`, it raises TimeoutError only if nothing is sent for the socket's timeout."""
-    for piece in pieces:
-        left = memoryview(piece)
-        while left:
-            left = left[connection.send(left) :]
+    left = _Left(pieces)
+    while left.pieces:
+        left.skip(_send_some(connection, left.first()))
 
 
-def receive_into(connection: socket.socket, buffer: memoryview) -> None:
-    """Fills a buffer. Raises ConnectionError if the other end closes the connection first, and TimeoutError if nothing
-    arrives for the socket's timeout.
+def receive_into(connection: socket.socket, *buffers: memoryview) -> None:
+    """Fills the buffers. Raises ConnectionError if the other end closes the connection first, and TimeoutError if
+    nothing arrives for the socket's timeout.
     """
-    while buffer:
-        num_bytes = connection.recv_into(buffer)
-        if num_bytes == 0:
+    left = _Left(buffers)
+    while left.pieces:
+        if (num_bytes := _receive_some(connection, left.first())) == 0:
             raise ConnectionResetError("the other end closed the connection")
-        buffer = buffer[num_bytes:]
+        left.skip(num_bytes)
+
+
+def _send_some(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
+    if isinstance(connection, ssl.SSLSocket):  # TLS takes one buffer at a time
+        return connection.send(pieces[0])
+    return connection.sendmsg(pieces)
+
+
+def _receive_some(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
+    if isinstance(connection, ssl.SSLSocket):
+        return connection.recv_into(pieces[0])
+    return connection.recvmsg_into(pieces)[0]
+
+
+class _Left:
+    """The pieces that are still to be sent or filled."""
+
+    def __init__(self, pieces: Iterable[Buffer]) -> None:
+        self.pieces = deque(memoryview(piece) for piece in pieces if len(piece))
+
+    def first(self) -> list[memoryview]:
+        """Returns the pieces of the next system call."""
+        return list(itertools.islice(self.pieces, MAX_PIECES))
+
+    def skip(self, num_bytes: int) -> None:
+        """Removes the first `num_bytes` bytes."""
+        while num_bytes and num_bytes >= len(self.pieces[0]):
+            num_bytes -= len(self.pieces.popleft())
+        if num_bytes:
+            self.pieces[0] = self.pieces[0][num_bytes:]
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes:

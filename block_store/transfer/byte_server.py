@@ -126,26 +126,30 @@ class ByteServer:
         if size > MAX_REQUEST_BYTES:
             return False
         request = pb.ReadBlocksRequest.FromString(receive(connection, size))
-        refusal = self._answer(connection, request)
-        send(connection, [bytes([Mark.END if refusal is None else refusal])])
-        return refusal is None
+        last = self._answer(connection, request)
+        send(connection, [bytes(last)])
+        return last[-1] is Mark.END
 
-    def _answer(self, connection: socket.socket, request: pb.ReadBlocksRequest) -> Mark | None:
-        """Sends the frames of a request. Returns the refusal that ends the answer early, or None if it is complete."""
+    def _answer(self, connection: socket.socket, request: pb.ReadBlocksRequest) -> list[Mark]:
+        """Sends the frames of a request. The OK of a frame is sent with what follows it, because every message wakes
+        the receiver. Returns the marks that end the answer: END, with the OK of the last frame, or a refusal.
+        """
         ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
+        checked: list[Mark] = []
         try:
             refs = convert.table_from_pb(request.table)
             source = self._source_of(request.arena_id)
             for first, part in source.parts(ticket, refs):
                 with source.reading(part) as reading:
-                    head = FRAME_HEAD.pack(first, len(part))
-                    send(connection, [bytes([Mark.FRAME]) + head + reading.digests.tobytes(), *reading.pieces])
-                send(connection, [bytes([Mark.OK])])
+                    head = bytes([*checked, Mark.FRAME]) + FRAME_HEAD.pack(first, len(part))
+                    checked = []
+                    send(connection, [head + reading.digests.tobytes(), *reading.pieces])
+                checked = [Mark.OK]
         except (Stale, Gone):
-            return Mark.STALE
+            return [*checked, Mark.STALE]
         except (NotHolder, LooseleafError):
-            return Mark.NOT_HELD
+            return [*checked, Mark.NOT_HELD]
         except BlockStoreError as error:
             logger.warning("blocks cannot be sent: %s", error)
-            return Mark.UNAVAILABLE
-        return None
+            return [*checked, Mark.UNAVAILABLE]
+        return [*checked, Mark.END]

@@ -202,8 +202,7 @@ class _Receiving:
         first, count = FRAME_HEAD.unpack(receive(connection, FRAME_HEAD.size))
         pieces = self._copy.places(first, count)
         digests = struct.unpack(f"<{count}Q", receive(connection, 8 * count))
-        for piece in pieces:
-            receive_into(connection, piece)
+        receive_into(connection, *pieces)
         if (mark := _mark(connection)) is not Mark.OK:
             raise _refusal(mark)
         self._copy.accept(digests)
