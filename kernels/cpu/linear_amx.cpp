@@ -1,6 +1,11 @@
 // y = x @ W^T + bias in bf16 on Intel's AMX tiles. The products of an output are summed in ascending order of inputs,
 // in one fp32 accumulator, for any number of rows, so a row's bits do not depend on the other rows.
 //
+// One or two rows are multiplied in vectors instead, which read the weights faster, with the same bits: TDPBF16PS adds
+// the products of the 16 even inputs of a tile in one fp32 sum that begins at zero, those of the odd inputs in another,
+// and then both to the accumulator (Intel's Software Developer's Manual, volume 2). It fuses each multiplication with
+// its addition, and takes denormal numbers as zero.
+//
 // The caller packs the weights (kernels/cpu/amx.py) into panels of 32 outputs. For every 32 inputs a panel holds two
 // tiles of 16 outputs. In a tile, element [r][c][e] belongs to input 2 r + e and output c (TDPBF16PS' second operand).
 #include <immintrin.h>
@@ -21,12 +26,20 @@ constexpr int64_t DEPTH = 32;             // inputs of one tile product
 constexpr int64_t PANEL = 2 * TILE;       // outputs that are computed together
 constexpr int64_t TILE_ELEMS = TILE * DEPTH;
 constexpr int64_t GROUP_BYTES = 1 << 19;  // weights of a group of panels: a part of the L2 cache
-constexpr int64_t AHEAD = 8;              // distance of the prefetch, in tile products
+constexpr int64_t AHEAD = 4;              // distance of the prefetch, in steps of DEPTH inputs
+constexpr int64_t MOST_FEW = 2;           // largest number of rows that are multiplied in vectors
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// While an object of this type exists, the calling thread computes with denormal numbers as zero, as the tiles do.
+struct NoDenormals {
+    NoDenormals() { _mm_setcsr(before | 0x8040); }  // FTZ and DAZ
+    ~NoDenormals() { _mm_setcsr(before); }
+    const unsigned before = _mm_getcsr();
 };
 
 struct Rows {  // 16 rows of x, or the padded copy of its last rows
@@ -35,52 +48,125 @@ struct Rows {  // 16 rows of x, or the padded copy of its last rows
     int64_t valid;
 };
 
-void store(const float* sums, const Rows& rows, uint16_t* out, int64_t stride, const uint16_t* bias,
-           int64_t columns) {
+float as_float(uint16_t number) {
+    const uint32_t bits = uint32_t(number) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Stores the sums of `valid` rows and up to 16 outputs, with the bias.
+void store(const float* sums, int64_t valid, uint16_t* out, int64_t stride, const uint16_t* bias, int64_t columns) {
     const __mmask16 mask = __mmask16((1u << columns) - 1);
     __m512 add = _mm512_setzero_ps();
     if (bias) {
         const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, bias));
         add = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     }
-    for (int64_t row = 0; row < rows.valid; ++row) {
+    for (int64_t row = 0; row < valid; ++row) {
         __m512 sum = _mm512_load_ps(sums + row * TILE);
         if (bias) sum = _mm512_add_ps(sum, add);
         _mm256_mask_storeu_epi16(out + row * stride, mask, (__m256i)_mm512_cvtneps_pbh(sum));
     }
 }
 
-void prefetch_tile(const uint16_t* tile) {
-#pragma GCC unroll 16
-    for (int line = 0; line < 16; ++line) _mm_prefetch(tile + line * 32, _MM_HINT_T0);
+// The weights of the panels that are multiplied together, and of those that are next.
+struct Weights {
+    const uint16_t* at;
+    int64_t depth, panel_elems;
+
+    const uint16_t* step(int64_t panel, int64_t k) const { return at + panel * panel_elems + k * 2 * TILE_ELEMS; }
+
+    // Returns the weights AHEAD steps after `k`, which may be those of the panels after these `panels`.
+    template <int PANELS>
+    const uint16_t* ahead(int64_t panel, int64_t k) const {
+        const int64_t then = k + AHEAD;
+        return then < depth ? step(panel, then) : step(panel + PANELS, std::min(then, 2 * depth - 1) - depth);
+    }
+};
+
+void prefetch_step(const uint16_t* tiles) {
+#pragma GCC unroll 32
+    for (int line = 0; line < 32; ++line) _mm_prefetch(tiles + line * 32, _MM_HINT_T0);
 }
 
-// Computes one panel of outputs for 16 rows, or for 32 (TWO). sums[4][16][16]: tiles (rows, columns) 00, 01, 10, 11.
-template <bool TWO>
-void multiply(const Rows& a0, const Rows& a1, const uint16_t* panel, int64_t depth, float* sums) {
+// Computes one panel of outputs for 32 rows, or one or two panels for 16 rows. sums[4][16][16]: the tiles of the first
+// rows or panel (two halves of the panel), then those of the second ones.
+template <int ROW_TILES, int PANELS>
+void multiply(const Rows& a0, const Rows& a1, const Weights& weights, float* sums) {
+    constexpr bool two = ROW_TILES * PANELS == 2;
+    static_assert(ROW_TILES * PANELS <= 2, "there are four accumulators");
     _tile_zero(0);
     _tile_zero(1);
-    if (TWO) _tile_zero(2);
-    if (TWO) _tile_zero(3);
-    for (int64_t k = 0; k < depth; ++k) {
-        const uint16_t* b = panel + k * 2 * TILE_ELEMS;
-        if (!TWO) prefetch_tile(b + 2 * AHEAD * TILE_ELEMS);
-        if (!TWO) prefetch_tile(b + (2 * AHEAD + 1) * TILE_ELEMS);
+    if (two) _tile_zero(2);
+    if (two) _tile_zero(3);
+    for (int64_t k = 0; k < weights.depth; ++k) {
+        for (int panel = 0; panel < PANELS; ++panel) prefetch_step(weights.ahead<PANELS>(panel, k));
         _tile_loadd(4, a0.at + k * DEPTH, a0.stride_bytes);
-        _tile_loadd(6, b, 64);
-        _tile_loadd(7, b + TILE_ELEMS, 64);
+        const uint16_t* tiles = weights.step(0, k);
+        _tile_loadd(6, tiles, 64);
+        _tile_loadd(7, tiles + TILE_ELEMS, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        if (TWO) {
+        if (ROW_TILES == 2) {
             _tile_loadd(5, a1.at + k * DEPTH, a1.stride_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        if (PANELS == 2) {
+            tiles = weights.step(1, k);
+            _tile_loadd(6, tiles, 64);
+            _tile_loadd(7, tiles + TILE_ELEMS, 64);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_dpbf16ps(3, 4, 7);
+        }
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + TILE * TILE, 64);
-    if (TWO) _tile_stored(2, sums + 2 * TILE * TILE, 64);
-    if (TWO) _tile_stored(3, sums + 3 * TILE * TILE, 64);
+    if (two) _tile_stored(2, sums + 2 * TILE * TILE, 64);
+    if (two) _tile_stored(3, sums + 3 * TILE * TILE, 64);
+}
+
+// Computes one or two panels of outputs for ROWS rows of x, in fp32 [ROWS, n_in]. sums[2 PANELS][16][16], as above.
+template <int ROWS, int PANELS>
+[[gnu::noinline]] void multiply_few(const float* x, int64_t n_in, const Weights& weights, float* sums) {
+    constexpr int HALVES = 2 * PANELS;
+    const __m512i high = _mm512_set1_epi32(int(0xffff0000));
+    __m512 total[ROWS][HALVES];
+    for (auto& of_row : total)
+        for (__m512& one : of_row) one = _mm512_setzero_ps();
+    for (int64_t k = 0; k < weights.depth; ++k, x += DEPTH) {
+        __m512 even[ROWS][HALVES], odd[ROWS][HALVES];
+        for (int row = 0; row < ROWS; ++row)
+            for (int half = 0; half < HALVES; ++half) even[row][half] = odd[row][half] = _mm512_setzero_ps();
+        const uint16_t *at[PANELS], *ahead[PANELS];
+        for (int panel = 0; panel < PANELS; ++panel) {
+            at[panel] = weights.step(panel, k);
+            ahead[panel] = weights.ahead<PANELS>(panel, k);
+        }
+        for (int64_t pair = 0; pair < DEPTH / 2; ++pair) {
+#pragma GCC unroll 4
+            for (int half = 0; half < HALVES; ++half) {
+                const int64_t line = half % 2 * TILE_ELEMS + pair * 32;
+                _mm_prefetch(ahead[half / 2] + line, _MM_HINT_T0);
+                const __m512i words = _mm512_loadu_si512(at[half / 2] + line);
+                const __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+                const __m512 second = _mm512_castsi512_ps(_mm512_and_si512(words, high));
+#pragma GCC unroll 2
+                for (int row = 0; row < ROWS; ++row) {
+                    const float* inputs = x + row * n_in + 2 * pair;
+                    even[row][half] = _mm512_fmadd_ps(_mm512_set1_ps(inputs[0]), first, even[row][half]);
+                    odd[row][half] = _mm512_fmadd_ps(_mm512_set1_ps(inputs[1]), second, odd[row][half]);
+                }
+            }
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int half = 0; half < HALVES; ++half)
+                total[row][half] = _mm512_add_ps(total[row][half], _mm512_add_ps(even[row][half], odd[row][half]));
+    }
+    for (int row = 0; row < ROWS; ++row)
+        for (int half = 0; half < HALVES; ++half)
+            _mm512_store_ps(sums + (half * TILE + row) * TILE, total[row][half]);
 }
 
 decltype(&ll::run_team) others = nullptr;
@@ -119,6 +205,41 @@ __attribute__((visibility("default"))) int ll_amx_linear(
         if (tail && tile == tiles - 1) return Rows{padded.data(), n_in * 2, tail};
         return Rows{x + tile * TILE * x_stride, x_stride * 2, TILE};
     };
+    const auto put = [&](const float* sums, int64_t row, int64_t valid, int64_t panel) {
+        for (int64_t half = 0; half < 2; ++half) {
+            const int64_t column = panel * PANEL + half * TILE, columns = std::min(TILE, n_out - column);
+            if (columns <= 0) break;
+            store(sums + half * TILE * TILE, valid, out + row * out_stride + column, out_stride,
+                  bias ? bias + column : nullptr, columns);
+        }
+    };
+    std::vector<float> wide;  // few rows, in fp32
+    if (rows <= MOST_FEW)
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t i = 0; i < n_in; ++i) wide.push_back(as_float(x[row * x_stride + i]));
+    const auto few = [&](int64_t panel, bool two, float* sums) {
+        const auto multiply = rows == 1 ? two ? multiply_few<1, 2> : multiply_few<1, 1>
+                                        : two ? multiply_few<2, 2> : multiply_few<2, 1>;
+        {
+            const NoDenormals guard;
+            multiply(wide.data(), n_in, {packed + panel * panel_elems, depth, panel_elems}, sums);
+        }
+        put(sums, 0, rows, panel);
+        if (two) put(sums + 2 * TILE * TILE, 0, rows, panel + 1);
+    };
+    const auto tiled = [&](int64_t tile, int64_t panel, bool two, float* sums) {
+        const Weights weights{packed + panel * panel_elems, depth, panel_elems};
+        const Rows a = rows_of(tile);
+        two ? multiply<1, 2>(a, a, weights, sums) : multiply<1, 1>(a, a, weights, sums);
+        put(sums, tile * TILE, a.valid, panel);
+        if (two) put(sums + 2 * TILE * TILE, tile * TILE, a.valid, panel + 1);
+    };
+    const auto twice_tiled = [&](int64_t tile, int64_t panel, float* sums) {
+        const Rows a0 = rows_of(tile), a1 = rows_of(tile + 1);
+        multiply<2, 1>(a0, a1, {packed + panel * panel_elems, depth, panel_elems}, sums);
+        put(sums, tile * TILE, TILE, panel);
+        put(sums + 2 * TILE * TILE, (tile + 1) * TILE, a1.valid, panel);
+    };
     const int64_t threads = std::max<int64_t>(1, std::min(num_threads, panels));
     const int64_t most = std::min(GROUP_BYTES / (panel_elems * 2), panels / (4 * threads));  // several for each thread
     const int64_t size = std::max<int64_t>(1, most), groups = (panels + size - 1) / size;
@@ -128,24 +249,15 @@ __attribute__((visibility("default"))) int ll_amx_linear(
         alignas(64) float sums[4 * TILE * TILE];
         for (int64_t group; (group = claims.next()) < groups;) {
             const int64_t first = group * size, last = std::min(panels, first + size);
-            for (int64_t tile = 0; tile < tiles; tile += 2) {
-                const bool two = tile + 1 < tiles;
-                const Rows a0 = rows_of(tile), a1 = rows_of(two ? tile + 1 : tile);
-                for (int64_t panel = first; panel < last; ++panel) {
-                    const uint16_t* b = packed + panel * panel_elems;
-                    two ? multiply<true>(a0, a1, b, depth, sums) : multiply<false>(a0, a1, b, depth, sums);
-                    for (int64_t half = 0; half < 2; ++half) {
-                        const int64_t column = panel * PANEL + half * TILE;
-                        const int64_t columns = std::min(TILE, n_out - column);
-                        if (columns <= 0) break;
-                        const uint16_t* b0 = bias ? bias + column : nullptr;
-                        uint16_t* to = out + tile * TILE * out_stride + column;
-                        const float* from = sums + half * TILE * TILE;
-                        store(from, a0, to, out_stride, b0, columns);
-                        if (two) store(from + 2 * TILE * TILE, a1, to + TILE * out_stride, out_stride, b0, columns);
-                    }
-                }
-            }
+            if (rows <= MOST_FEW)
+                for (int64_t panel = first; panel < last; panel += 2) few(panel, panel + 1 < last, sums);
+            else
+                for (int64_t tile = 0; tile < tiles; tile += 2)
+                    if (tile + 1 < tiles)
+                        for (int64_t panel = first; panel < last; ++panel) twice_tiled(tile, panel, sums);
+                    else
+                        for (int64_t panel = first; panel < last; panel += 2)
+                            tiled(tile, panel, panel + 1 < last, sums);
         }
         _tile_release();
     });
