@@ -20,6 +20,7 @@ from gateway.fleet.workers import GATE_EXTRA, GATE_FACTOR, ROOM_PER_SEQUENCE
 from gateway.intake.resolved_request import ResolvedRequest
 from looseleaf.simulation import virtual_time
 from looseleaf.simulation.arena import Arena, Holder, Table
+from looseleaf.simulation.cores import Cores
 from looseleaf.simulation.costs import Costs
 from looseleaf.simulation.decode import DecodeWorker
 from looseleaf.simulation.outcome import Outcome
@@ -108,33 +109,36 @@ class Fleet:
         options, workers = self._options, self._options.workers
         arena = self.arenas[name] = Arena(name, workers.num_blocks)
         self._tickets[name] = arena.join(0)
-        turns = asyncio.Lock() if options.turns else None
+        shared = Cores(self._costs) if options.turns else None
         for number in range(options.prefill):
-            self._add("prefill", f"{name} prefill-{number}", arena, turns)
+            self._add("prefill", f"{name} prefill-{number}", arena, shared)
         for number in range(options.decode):
-            self._add("decode", f"{name} decode-{number}", arena, turns)
+            self._add("decode", f"{name} decode-{number}", arena, shared)
         for number in range(options.both):
-            within = turns or asyncio.Lock()
+            within = shared or Cores(self._costs)
             self._add("prefill", f"{name} worker-{number}", arena, within)
             self._add("decode", f"{name} worker-{number}", arena, within)
 
-    def _add(self, role: Role, process: str, arena: Arena, turns: asyncio.Lock | None) -> None:
-        """Adds a worker to a process, whose name is also its address."""
+    def _add(self, role: Role, process: str, arena: Arena, shared: Cores | None) -> None:
+        """Adds a worker to a process, whose name is also its address. `shared` are the cores on which it takes turns
+        with others, or None if it has cores of its own.
+        """
         name = process if role in process else f"{process}.{role}"
-        setting = self._setting(name, role, process, arena, turns)
+        setting = self._setting(name, role, process, arena, shared)
         if role == "prefill":
             self.prefills[name] = PrefillWorker(setting)
         else:
             self.decodes[name] = DecodeWorker(setting)
 
-    def _setting(self, name: str, role: Role, process: str, arena: Arena, turns: asyncio.Lock | None) -> Setting:
-        options = self._options.workers
+    def _setting(self, name: str, role: Role, process: str, arena: Arena, shared: Cores | None) -> Setting:
+        options, costs = self._options.workers, self._costs
         floor = self._floor(role)
         record = WorkerRecord(
-            name, role, process, self._costs.model, arena.arena_id, options.block_size, _DOMAIN, _DOMAIN,
+            name, role, process, costs.model, arena.arena_id, options.block_size, _DOMAIN, _DOMAIN,
             options.max_model_len, options.max_num_seqs, floor, prefill_step=options.max_num_batched_tokens,
         )  # fmt: skip
-        return Setting(record, arena, arena.join(floor), options, self._costs, turns, self._report)
+        cores, takes_turns = shared or Cores(costs), shared is not None
+        return Setting(record, arena, arena.join(floor), options, costs, cores, takes_turns, self._report)
 
     def _floor(self, role: Role) -> int:
         """Returns a worker's floor. A decode worker also gets a part of the blocks that the requested floors leave, as

@@ -20,7 +20,7 @@ class PrefillWorker(Worker):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         options = self.options
-        has_limit = setting.turns is not None and options.max_itl_s > 0
+        has_limit = setting.takes_turns and options.max_itl_s > 0
         self.scheduler = PrefillScheduler(
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
@@ -51,7 +51,8 @@ class PrefillWorker(Worker):
         if not self._plan:
             return None
         self._chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in self._plan]
-        self._seconds = self.costs.prefill_s(self._chunks)
+        factor = self.cores.factor(asyncio.get_running_loop().time())
+        self._seconds = factor * self.costs.prefill_s(self._chunks)
         return self._seconds
 
     def _admit(self, job: Job) -> bool:

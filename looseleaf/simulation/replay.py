@@ -5,6 +5,7 @@ and fits costs to their times.
 from __future__ import annotations
 
 import asyncio
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 SHORT, OUTPUT = 32, 24
 ROUNDS = 2
 NUM_LONG = 4
+PAUSE_S = 0.5
+"""Pause before a probe that finds the machine idle."""
 
 
 async def replay(address: str, requests: Sequence[TraceRequest], vocab_size: int, seed: int = 0) -> list[Outcome]:
@@ -63,8 +66,8 @@ def kv_bytes_per_token(directory: Path, block_size: int = 16) -> int:
 
 
 async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest: int, seed: int = -1) -> Costs:
-    """Returns costs that are fitted to measurements of an idle server. The measurements use single requests, and
-    batches of requests of equal lengths.
+    """Returns costs that are fitted to measurements of an idle server. The measurements use single requests, one after
+    another and after pauses, and batches of requests of equal lengths.
 
     `longest` is the length of the longest prompt. A second fit on the same server needs another seed, because prompts
     must not be cached.
@@ -72,7 +75,9 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
     async with AsyncClient(address) as client:
         prober = _Prober(client, vocab_size, seed)
         await prober.batch(4, SHORT)  # warms up
-        alone = {length: [await prober.alone(length) for _ in range(ROUNDS)] for length in (*PREFILL_LENS, longest)}
+        lengths = (*PREFILL_LENS, longest)
+        alone = {length: [await prober.alone(length) for _ in range(ROUNDS)] for length in lengths}
+        after_pause = {length: [await prober.after_pause(length) for _ in range(ROUNDS)] for length in lengths}
         short = {count: await prober.batch(count, SHORT) for count in BATCHES}
         long_len = longest - OUTPUT
         long = await prober.batch(NUM_LONG, long_len, rounds=1)
@@ -88,7 +93,12 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
     front_s = statistics.median(probe.front_s for probe in probes)
     step_s = at(decode, 1)
     hand_over_s = max(0.0, statistics.median(probe.second_s for probe in probes) - step_s)
-    return Costs(model, kv_bytes, prefill, position_s, decode, decode_position_s, front_s, hand_over_s)
+    idle_starts = [probe.prefill_s / prefill_s[length] for length, found in after_pause.items() for probe in found]
+    random.Random(seed).shuffle(idle_starts)
+    return Costs(
+        model, kv_bytes, prefill, position_s, decode, decode_position_s, front_s, hand_over_s,
+        idle_starts=tuple(idle_starts),
+    )  # fmt: skip
 
 
 def _prefill_position_s(prefill_s: dict[int, float], longest: int) -> float:
@@ -123,6 +133,10 @@ class _Prober:
     async def alone(self, length: int) -> _Probe:
         times, prefill_s = await self._send(length, 4)
         return _Probe(prefill_s, times[1] - times[0] - prefill_s, times[2] - times[1])
+
+    async def after_pause(self, length: int) -> _Probe:
+        await asyncio.sleep(PAUSE_S)
+        return await self.alone(length)
 
     async def batch(self, count: int, length: int, rounds: int = ROUNDS) -> float:
         """Sends `count` requests at once. Returns the median time in seconds between two tokens of a request, while all

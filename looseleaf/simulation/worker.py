@@ -2,7 +2,7 @@
 ones, and measured times replace the model.
 
 The steps are those of `prefill_svc.worker` and `decode_svc.worker`, for requests with one sample, without the reserve
-of blocks for outages. A lock that workers share stands for the cores on which they take turns.
+of blocks for outages.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,6 +17,7 @@ from common.types import SamplingParams, StoppingParams, WorkerLoad, WorkerRecor
 from decode_svc.preemption import Choice
 from engine.sequence import Sequence
 from looseleaf.simulation.arena import Arena, Holder, Key, Table
+from looseleaf.simulation.cores import Cores
 from looseleaf.simulation.costs import Costs
 from looseleaf.simulation.trace import TraceRequest
 from worker.loop import RETRY_ALLOC_S
@@ -91,8 +91,9 @@ class Setting:
     holder: Holder
     options: WorkerOptions
     costs: Costs
-    turns: asyncio.Lock | None
-    """A lock that workers on the same cores share, or None if the worker has cores of its own."""
+    cores: Cores
+    takes_turns: bool
+    """Whether other workers share the cores."""
     report: Report
 
 
@@ -105,7 +106,7 @@ class Worker(ABC):
         self.busy_s = 0.0
         self.waited_s = 0.0
         """Time that the worker waited for its latest turn."""
-        self._turns, self._report = setting.turns or nullcontext(), setting.report
+        self.cores, self._report = setting.cores, setting.report
         self._work = asyncio.Event()
 
     async def run(self) -> None:
@@ -114,12 +115,13 @@ class Worker(ABC):
         while True:
             await self._work.wait()
             asked_at = clock.time()
-            async with self._turns:
+            async with self.cores.turn:
                 self.waited_s = clock.time() - asked_at
                 seconds = self.begin_step()
                 if seconds is not None:
                     self.busy_s += seconds
                     await asyncio.sleep(seconds)
+                    self.cores.end_step(clock.time())
                     self.end_step(clock.time())
             self._report(self.record.worker_id, self.load())
             if self.is_idle:

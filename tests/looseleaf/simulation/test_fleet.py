@@ -73,6 +73,18 @@ def test_one_request_takes_the_times_that_were_measured() -> None:
     assert outcome.gaps_s == pytest.approx([0.003 + 0.010 + 1e-7 * 512, 0.010 + 1e-7 * 513])
 
 
+def test_prefill_takes_longer_after_a_pause() -> None:
+    """The factors of the measurements are used in turn, and only if the cores were idle before."""
+    costs = replace(COSTS, idle_starts=(2.0, 3.0))
+    arrivals = (0.0, 1.0, 1.2, 5.0)
+    trace = [TraceRequest(at_s, ((number, 64),), 60) for number, at_s in enumerate(arrivals)]
+    options = FleetOptions(turns=True, workers=WorkerOptions())
+    plain, after_pauses = ([one.ttft_s - COSTS.front_s for one in simulate(trace, c, options)] for c in (COSTS, costs))
+    step_s = plain[0]
+    assert after_pauses == pytest.approx([2 * step_s, 3 * step_s, plain[2], 2 * step_s], abs=0.011)
+    assert plain[2] < 2 * step_s, "a decode step came before"
+
+
 def test_a_prefix_is_computed_once() -> None:
     trace = [TraceRequest(0.0, ((1, 256), (2, 20)), 2), TraceRequest(1.0, ((1, 256), (3, 20)), 2)]
     first, second = simulate(trace, COSTS, FleetOptions(workers=SMALL))
