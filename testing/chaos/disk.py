@@ -40,6 +40,11 @@ BATCH = 4
 KILL_S = 0.1
 """The longest time in seconds from the first copy to the kill."""
 SECTOR_BYTES = 512
+RETRY_S = 10.0
+"""The time in seconds, from the start of a store, after which each whole block must be restored at once. On a busy
+machine, the store's holder of restored blocks may not be registered yet, or Redis may answer too late; the store then
+restores nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +149,18 @@ def _slots(files: Path) -> U8:
     return np.fromfile(files / "blocks", np.uint8).reshape(NUM_SLOTS, LAYOUT.block_bytes)
 
 
+def _restore(host: Host, name: bytes) -> int:
+    response: pb.RestoreResponse = host.stub.Restore(pb.RestoreRequest(prefix_hashes=[name]), timeout=60)
+    return response.num_blocks
+
+
 def restore(host: Host, on_disk: Mapping[bytes, bool]) -> Restored:
     right = wrong = damaged = lost = 0
+    deadline = time.monotonic() + RETRY_S
     for name, is_whole in on_disk.items():
-        response: pb.RestoreResponse = host.stub.Restore(pb.RestoreRequest(prefix_hashes=[name]), timeout=60)
-        if not response.num_blocks:
+        while not (num_blocks := _restore(host, name)) and is_whole and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not num_blocks:
             lost += is_whole
             damaged += not is_whole
             continue
