@@ -135,21 +135,21 @@ class ByteServer:
         the receiver. Returns the marks that end the answer: END, with the OK of the last frame, or a refusal.
         """
         ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
-        checked: list[Mark] = []
+        pending: list[Mark] = []
         try:
             refs = convert.table_from_pb(request.table)
             source = self._source_of(request.arena_id)
             for first, part in source.parts(ticket, refs):
                 with source.reading(part) as reading:
-                    head = bytes([*checked, Mark.FRAME]) + FRAME_HEAD.pack(first, len(part))
-                    checked = []
+                    head = bytes([*pending, Mark.FRAME]) + FRAME_HEAD.pack(first, len(part))
+                    pending = []
                     send(connection, [head + reading.digests.tobytes(), *reading.pieces])
-                checked = [Mark.OK]
+                pending = [Mark.OK]
         except (Stale, Gone):
-            return [*checked, Mark.STALE]
+            return [*pending, Mark.STALE]
         except (NotHolder, LooseleafError):
-            return [*checked, Mark.NOT_HELD]
+            return [*pending, Mark.NOT_HELD]
         except BlockStoreError as error:
             logger.warning("blocks cannot be sent: %s", error)
-            return [*checked, Mark.UNAVAILABLE]
-        return [*checked, Mark.END]
+            return [*pending, Mark.UNAVAILABLE]
+        return [*pending, Mark.END]

@@ -1,10 +1,10 @@
-// y = x @ W^T + bias in bf16 on Intel's AMX tiles. The products of an output are summed in ascending order of inputs,
-// in one fp32 accumulator, for any number of rows, so a row's bits do not depend on the other rows.
+// y = x @ W^T + bias in bf16 on Intel's AMX tiles. An output's products are summed in the same order for any number of
+// rows, so a row's bits do not depend on the other rows.
 //
-// One or two rows are multiplied in vectors instead, which read the weights faster, with the same bits: TDPBF16PS adds
-// the products of the 16 even inputs of a tile in one fp32 sum that begins at zero, those of the odd inputs in another,
-// and then both to the accumulator (Intel's Software Developer's Manual, volume 2). It fuses each multiplication with
-// its addition, and takes denormal numbers as zero.
+// TDPBF16PS, the product of two tiles, adds the products of 16 even inputs in one fp32 sum that begins at zero, those of
+// the 16 odd inputs in another, and then the sum of both to the accumulator (Intel's Software Developer's Manual,
+// volume 2). It fuses each multiplication with its addition, and takes denormal numbers as zero. One or two rows are
+// multiplied in vectors, in the same order, because vectors read the weights faster.
 //
 // The caller packs the weights (kernels/cpu/amx.py) into panels of 32 outputs. For every 32 inputs a panel holds two
 // tiles of 16 outputs. In a tile, element [r][c][e] belongs to input 2 r + e and output c (TDPBF16PS' second operand).
@@ -27,7 +27,7 @@ constexpr int64_t PANEL = 2 * TILE;       // outputs that are computed together
 constexpr int64_t TILE_ELEMS = TILE * DEPTH;
 constexpr int64_t GROUP_BYTES = 1 << 19;  // weights of a group of panels: a part of the L2 cache
 constexpr int64_t AHEAD = 4;              // distance of the prefetch, in steps of DEPTH inputs
-constexpr int64_t MOST_FEW = 2;           // largest number of rows that are multiplied in vectors
+constexpr int64_t MAX_VECTOR_ROWS = 2;    // largest number of rows that are multiplied in vectors
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -77,7 +77,7 @@ struct Weights {
 
     const uint16_t* step(int64_t panel, int64_t k) const { return at + panel * panel_elems + k * 2 * TILE_ELEMS; }
 
-    // Returns the weights AHEAD steps after `k`, which may be those of the panels after these `panels`.
+    // Returns the weights AHEAD steps after `k`, which may be those of the next PANELS panels.
     template <int PANELS>
     const uint16_t* ahead(int64_t panel, int64_t k) const {
         const int64_t then = k + AHEAD;
@@ -127,9 +127,10 @@ void multiply(const Rows& a0, const Rows& a1, const Weights& weights, float* sum
     if (two) _tile_stored(3, sums + 3 * TILE * TILE, 64);
 }
 
-// Computes one or two panels of outputs for ROWS rows of x, in fp32 [ROWS, n_in]. sums[2 PANELS][16][16], as above.
+// Computes one or two panels of outputs for ROWS rows of x, in fp32 [ROWS, n_in]. sums[2 PANELS][16][16], as above. It
+// is not inlined, so that its arithmetic stays within the life of the caller's NoDenormals.
 template <int ROWS, int PANELS>
-[[gnu::noinline]] void multiply_few(const float* x, int64_t n_in, const Weights& weights, float* sums) {
+[[gnu::noinline]] void multiply_vectors(const float* x, int64_t n_in, const Weights& weights, float* sums) {
     constexpr int HALVES = 2 * PANELS;
     const __m512i high = _mm512_set1_epi32(int(0xffff0000));
     __m512 total[ROWS][HALVES];
@@ -195,8 +196,10 @@ __attribute__((visibility("default"))) int ll_amx_linear(
     int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t num_threads) {
     const int64_t depth = n_in / DEPTH, panels = (n_out + PANEL - 1) / PANEL, panel_elems = PANEL * n_in;
     const int64_t tiles = (rows + TILE - 1) / TILE, tail = rows % TILE;
+    const bool in_vectors = rows <= MAX_VECTOR_ROWS;
+    if (rows == 0) return 0;
     std::vector<uint16_t> padded;
-    if (tail) {
+    if (tail && !in_vectors) {
         padded.resize(TILE * n_in, 0);
         for (int64_t row = 0; row < tail; ++row)
             std::memcpy(padded.data() + row * n_in, x + (rows - tail + row) * x_stride, n_in * 2);
@@ -213,16 +216,16 @@ __attribute__((visibility("default"))) int ll_amx_linear(
                   bias ? bias + column : nullptr, columns);
         }
     };
-    std::vector<float> wide;  // few rows, in fp32
-    if (rows <= MOST_FEW)
+    std::vector<float> x_fp32(in_vectors ? rows * n_in : 0);
+    if (in_vectors)
         for (int64_t row = 0; row < rows; ++row)
-            for (int64_t i = 0; i < n_in; ++i) wide.push_back(as_float(x[row * x_stride + i]));
-    const auto few = [&](int64_t panel, bool two, float* sums) {
-        const auto multiply = rows == 1 ? two ? multiply_few<1, 2> : multiply_few<1, 1>
-                                        : two ? multiply_few<2, 2> : multiply_few<2, 1>;
+            for (int64_t i = 0; i < n_in; ++i) x_fp32[row * n_in + i] = as_float(x[row * x_stride + i]);
+    const auto vectors = [&](int64_t panel, bool two, float* sums) {
+        const auto chosen = rows == 1 ? two ? multiply_vectors<1, 2> : multiply_vectors<1, 1>
+                                      : two ? multiply_vectors<2, 2> : multiply_vectors<2, 1>;
         {
             const NoDenormals guard;
-            multiply(wide.data(), n_in, {packed + panel * panel_elems, depth, panel_elems}, sums);
+            chosen(x_fp32.data(), n_in, {packed + panel * panel_elems, depth, panel_elems}, sums);
         }
         put(sums, 0, rows, panel);
         if (two) put(sums + 2 * TILE * TILE, 0, rows, panel + 1);
@@ -242,15 +245,16 @@ __attribute__((visibility("default"))) int ll_amx_linear(
     };
     const int64_t threads = std::max<int64_t>(1, std::min(num_threads, panels));
     const int64_t most = std::min(GROUP_BYTES / (panel_elems * 2), panels / (4 * threads));  // several for each thread
-    const int64_t size = std::max<int64_t>(1, most), groups = (panels + size - 1) / size;
+    const int64_t size = std::max<int64_t>(2, (most + 1) / 2 * 2);  // even, for pairs of panels
+    const int64_t groups = (panels + size - 1) / size;
     ll::team(threads, [&](ll::Claims& claims) {
         const TileConfig config;
-        _tile_loadconfig(&config);
+        if (!in_vectors) _tile_loadconfig(&config);
         alignas(64) float sums[4 * TILE * TILE];
         for (int64_t group; (group = claims.next()) < groups;) {
             const int64_t first = group * size, last = std::min(panels, first + size);
-            if (rows <= MOST_FEW)
-                for (int64_t panel = first; panel < last; panel += 2) few(panel, panel + 1 < last, sums);
+            if (in_vectors)
+                for (int64_t panel = first; panel < last; panel += 2) vectors(panel, panel + 1 < last, sums);
             else
                 for (int64_t tile = 0; tile < tiles; tile += 2)
                     if (tile + 1 < tiles)
@@ -259,7 +263,7 @@ __attribute__((visibility("default"))) int ll_amx_linear(
                         for (int64_t panel = first; panel < last; panel += 2)
                             tiled(tile, panel, panel + 1 < last, sums);
         }
-        _tile_release();
+        if (!in_vectors) _tile_release();
     });
     return 0;
 }

@@ -16,12 +16,12 @@ class Cores:
 
     def __init__(self, costs: Costs) -> None:
         self.turn = asyncio.Lock()
-        self._starts = itertools.cycle(costs.idle_starts or (1.0,))
+        self._starts = itertools.cycle(costs.idle_factors or (1.0,))
         self._free_since = float("-inf")
 
-    def factor(self, now: float) -> float:
+    def begin_prefill(self, now: float) -> float:
         """Returns how many times as long a prefill step takes that begins now. After a pause, this is the next of the
-        measured factors (`Costs.idle_starts`).
+        measured factors (`Costs.idle_factors`).
         """
         return next(self._starts) if now - self._free_since >= IDLE_S else 1.0
 

@@ -47,7 +47,7 @@ class Costs:
     """Time from the end of prefill until the decode worker has the group."""
     copy_bytes_per_s: float = 2e9
     """Rate of copies between the arena and host memory."""
-    idle_starts: tuple[float, ...] = ()
+    idle_factors: tuple[float, ...] = ()
     """How many times as long prefill takes if the machine was idle before: several measurements, in random order."""
     turns: bool = False
     """Whether workers of the measured host take turns on the same cores."""
@@ -71,7 +71,7 @@ class Costs:
 
 
 def median(measured: Sequence[Costs]) -> Costs:
-    """Returns the median of each value of several measurements of the same model, and all of their idle starts. Their
+    """Returns the median of each value of several measurements of the same model, and all of their idle factors. Their
     points must have the same amounts.
     """
 
@@ -81,8 +81,8 @@ def median(measured: Sequence[Costs]) -> Costs:
     times = ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s")
     values = {name: statistics.median(getattr(costs, name) for costs in measured) for name in times}
     prefill, decode = middle([costs.prefill for costs in measured]), middle([costs.decode for costs in measured])
-    idle_starts = tuple(itertools.chain.from_iterable(costs.idle_starts for costs in measured))
-    return replace(measured[0], prefill=prefill, decode=decode, idle_starts=idle_starts, **values)
+    idle_factors = tuple(itertools.chain.from_iterable(costs.idle_factors for costs in measured))
+    return replace(measured[0], prefill=prefill, decode=decode, idle_factors=idle_factors, **values)
 
 
 def load(path: Path) -> Costs:
@@ -95,16 +95,16 @@ def load(path: Path) -> Costs:
         raise StartupError(f"--costs {path}: must be a JSON object")
     try:
         points = {name: _points(found, name) for name in ("prefill", "decode")}
-        idle_starts = tuple(float(factor) for factor in found.get("idle_starts") or ())
-        costs = Costs(**{**found, **points, "idle_starts": idle_starts})
+        idle_factors = tuple(float(factor) for factor in found.get("idle_factors") or ())
+        costs = Costs(**{**found, **points, "idle_factors": idle_factors})
     except (TypeError, ValueError) as error:
         raise StartupError(f"--costs {path}: {error}") from None
     for name in ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s", "kv_bytes_per_token"):
         value = getattr(costs, name)
         if not isinstance(value, int | float) or not 0 <= value < 1e9:
             raise StartupError(f"--costs {path}: {name} must be a number of at least 0, got {value!r}")
-    if not all(0 < factor < 1e9 for factor in costs.idle_starts):
-        raise StartupError(f"--costs {path}: idle_starts must be positive numbers")
+    if not all(0 < factor < 1e9 for factor in costs.idle_factors):
+        raise StartupError(f"--costs {path}: idle_factors must be positive numbers")
     return costs
 
 

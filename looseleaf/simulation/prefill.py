@@ -51,7 +51,7 @@ class PrefillWorker(Worker):
         if not self._plan:
             return None
         self._chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in self._plan]
-        factor = self.cores.factor(asyncio.get_running_loop().time())
+        factor = self.cores.begin_prefill(asyncio.get_running_loop().time())
         self._seconds = factor * self.costs.prefill_s(self._chunks)
         return self._seconds
 

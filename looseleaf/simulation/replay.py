@@ -75,9 +75,8 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
     async with AsyncClient(address) as client:
         prober = _Prober(client, vocab_size, seed)
         await prober.batch(4, SHORT)  # warms up
-        lengths = (*PREFILL_LENS, longest)
-        alone = {length: [await prober.alone(length) for _ in range(ROUNDS)] for length in lengths}
-        after_pause = {length: [await prober.after_pause(length) for _ in range(ROUNDS)] for length in lengths}
+        alone = {length: [await prober.alone(length) for _ in range(ROUNDS)] for length in (*PREFILL_LENS, longest)}
+        after_pause = {n: [await prober.after_pause(n) for _ in range(ROUNDS)] for n in PREFILL_LENS}
         short = {count: await prober.batch(count, SHORT) for count in BATCHES}
         long_len = longest - OUTPUT
         long = await prober.batch(NUM_LONG, long_len, rounds=1)
@@ -93,11 +92,11 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
     front_s = statistics.median(probe.front_s for probe in probes)
     step_s = at(decode, 1)
     hand_over_s = max(0.0, statistics.median(probe.second_s for probe in probes) - step_s)
-    idle_starts = [probe.prefill_s / prefill_s[length] for length, found in after_pause.items() for probe in found]
-    random.Random(seed).shuffle(idle_starts)
+    idle_factors = [probe.prefill_s / max(1e-6, prefill_s[n]) for n, found in after_pause.items() for probe in found]
+    random.Random(seed).shuffle(idle_factors)
     return Costs(
         model, kv_bytes, prefill, position_s, decode, decode_position_s, front_s, hand_over_s,
-        idle_starts=tuple(idle_starts),
+        idle_factors=tuple(idle_factors),
     )  # fmt: skip
 
 

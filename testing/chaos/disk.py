@@ -40,10 +40,9 @@ BATCH = 4
 KILL_S = 0.1
 """The longest time in seconds from the first copy to the kill."""
 SECTOR_BYTES = 512
-RETRY_S = 10.0
-"""The time in seconds, from the start of a store, after which each whole block must be restored at once. On a busy
-machine, the store's holder of restored blocks may not be registered yet, or Redis may answer too late; the store then
-restores nothing.
+READY_S = 10.0
+"""The longest time in seconds until a new store restores its first block. On a busy machine, the store's holder of
+restored blocks may not be registered at once; the store then restores nothing.
 """
 
 
@@ -156,9 +155,9 @@ def _restore(host: Host, name: bytes) -> int:
 
 def restore(host: Host, on_disk: Mapping[bytes, bool]) -> Restored:
     right = wrong = damaged = lost = 0
-    deadline = time.monotonic() + RETRY_S
-    for name, is_whole in on_disk.items():
-        while not (num_blocks := _restore(host, name)) and is_whole and time.monotonic() < deadline:
+    deadline = time.monotonic() + READY_S
+    for name, is_whole in sorted(on_disk.items(), key=lambda item: not item[1]):  # the whole blocks first
+        while not (num_blocks := _restore(host, name)) and is_whole and not right and time.monotonic() < deadline:
             time.sleep(0.1)
         if not num_blocks:
             lost += is_whole

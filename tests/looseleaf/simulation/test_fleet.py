@@ -75,7 +75,7 @@ def test_one_request_takes_the_times_that_were_measured() -> None:
 
 def test_prefill_takes_longer_after_a_pause() -> None:
     """The factors of the measurements are used in turn, and only if the cores were idle before."""
-    costs = replace(COSTS, idle_starts=(2.0, 3.0))
+    costs = replace(COSTS, idle_factors=(2.0, 3.0))
     arrivals = (0.0, 1.0, 1.2, 5.0)
     trace = [TraceRequest(at_s, ((number, 64),), 60) for number, at_s in enumerate(arrivals)]
     options = FleetOptions(turns=True, workers=WorkerOptions())
