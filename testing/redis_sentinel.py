@@ -94,9 +94,13 @@ class SentinelGroup:
 
     def wait_promoted(self) -> None:
         """Waits until the replica is a master."""
-        wait_for(
-            lambda: self.replica.client.info("replication")["role"], lambda role: role == "master", 60, "no failover"
-        )
+        wait_for(self._role, lambda role: role == "master", 60, "no failover")
+
+    def _role(self) -> str:
+        try:
+            return str(self.replica.client.info("replication")["role"])
+        except Exception as error:  # the Sentinel closes all connections of the server that it promotes, in one step
+            return f"unknown: {error}"
 
     def close(self) -> None:
         self._sentinel.kill()
