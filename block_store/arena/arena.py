@@ -328,7 +328,7 @@ class Arena:
         """
         data = self._blocks
         assert isinstance(data, np.ndarray)
-        ends = [*(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)] if len(blocks) else []
+        ends = [*(np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist(), len(blocks)] if len(blocks) else []
         runs = zip([0, *ends], ends, strict=False)
         return [data[int(blocks[first]) : int(blocks[last - 1]) + 1].reshape(-1).data for first, last in runs]
 

@@ -8,6 +8,7 @@ data     u8[n, block_bytes] at a multiple of 2 MiB (huge-page friendly); not in 
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from dataclasses import asdict, dataclass
@@ -153,6 +154,7 @@ def encode_layout(layout: KvLayout) -> bytes:
     return json.dumps(asdict(layout), sort_keys=True, separators=(",", ":")).encode()
 
 
+@functools.lru_cache(maxsize=16)
 def decode_layout(text: bytes) -> KvLayout:
     fields: dict[str, Any] = json.loads(text)
     groups = tuple(KvSpec(**{**group, "kind": KvKind(group["kind"])}) for group in fields.pop("groups"))

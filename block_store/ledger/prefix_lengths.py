@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import redis
 
+from block_store.ledger.lua_library import source
 from block_store.ledger.replies import reading
-from block_store.ledger.scripts import LedgerScripts, answering, source
+from block_store.ledger.scripts import LedgerScripts, answering
 
 NAME = "prefix_lengths"
 MOST_ARENAS = 128

@@ -32,7 +32,8 @@ from block_store.arena.header import HeaderState
 from block_store.errors import LedgerUnavailable, StaleDataset
 from block_store.ledger.block_record import RECORDS
 from block_store.ledger.inspection import BlockState
-from block_store.ledger.scripts import LEASE_S, LedgerScripts, server_run_id, source
+from block_store.ledger.lua_library import source
+from block_store.ledger.scripts import LEASE_S, LedgerScripts, server_run_id
 
 _LOG = logging.getLogger(__name__)
 _CHUNK = 1024

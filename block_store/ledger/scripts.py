@@ -12,13 +12,12 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import redis
 
 from block_store import errors
-from block_store.ledger import codec, replies
+from block_store.ledger import codec, lua_library, replies
 from block_store.ledger.codec import SealItem
 from block_store.ledger.replies import ReapReport, Standing
 from common.ticket import TicketId
@@ -40,8 +39,6 @@ RELEASE_CHUNK = 96
 its tenant has a quota.
 """
 
-LIBRARY = ("state", "room", "prefix_index", "cache", "references", "holders", "sealing")
-"""Files of `lua/lib`. Each file may use the files that precede it."""
 T = TypeVar("T")
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
@@ -69,8 +66,8 @@ class LedgerScripts:
         self.dataset = dataset
         self.client = client
         self.tag = f"{{looseleaf:{arena_id}}}:"
-        before = library()
-        self._scripts = {name: client.register_script(before + source(name)) for name in _OPERATIONS}
+        scripts = {name: lua_library.with_library(lua_library.source(name)) for name in _OPERATIONS}
+        self._scripts = {name: client.register_script(script) for name, script in scripts.items()}
 
     @classmethod
     def attach(cls, client: redis.Redis, arena: Arena) -> LedgerScripts:
@@ -340,16 +337,6 @@ def server_run_id(client: redis.Redis) -> str:
     """Returns the `run_id` of the Redis server behind `client`."""
     info: dict[str, Any] = client.info("server")
     return str(info["run_id"])
-
-
-def source(name: str) -> str:
-    """Returns the text of the file `lua/<name>.lua`."""
-    return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
-
-
-def library() -> str:
-    """Returns the text of the library, which precedes the script of each of `_OPERATIONS`."""
-    return "\n".join(source(f"lib/{part}") for part in LIBRARY)
 
 
 def _ms(seconds: float) -> int:

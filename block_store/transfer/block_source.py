@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,18 @@ class Reading:
     """The digest of each block."""
 
 
+class Part(NamedTuple):
+    """The blocks of one frame."""
+
+    first: int
+    """Position of the first block in the request's table."""
+    refs: Sequence[BlockRef]
+    is_confirmed: bool
+    """Whether the ledger has confirmed the ticket. If not, the ledger has found the blocks in it earlier, and `confirm`
+    must succeed before the frame counts.
+    """
+
+
 class BlockSource:
     """A reader of one arena's blocks for the owners of tickets."""
 
@@ -63,7 +76,11 @@ class BlockSource:
             self._ledger.keep(ticket, refs)
             self._known.add(ticket, refs)
         else:
-            self._ledger.keep(ticket)
+            self.confirm(ticket)
+
+    def confirm(self, ticket: TicketId) -> None:
+        """Extends the ticket's lease. Raises Gone if the ticket has ended."""
+        self._ledger.keep(ticket)
 
     def prefix_hashes(self, refs: Sequence[BlockRef]) -> list[bytes]:
         """Returns the prefix hash of each block; the hash of a partial block is empty. Raises Stale if a block was
@@ -87,24 +104,25 @@ class BlockSource:
 
     def frames(self, ticket: TicketId, refs: Sequence[BlockRef]) -> Iterator[bytes]:
         """Yields the blocks in serialized frames. Checks the ticket before the first frame, and again after every CHUNK
-        blocks. Raises the errors of `parts` and `read`.
+        blocks. Raises the errors of `parts`, `confirm` and `read`.
         """
-        for first, part in self.parts(ticket, refs, MESSAGE_BYTES):
-            yield self.read(first, part)
+        for part in self.parts(ticket, refs, MESSAGE_BYTES):
+            if not part.is_confirmed:  # a message cannot be taken back
+                self.confirm(ticket)
+            yield self.read(part.first, part.refs)
 
-    def parts(
-        self, ticket: TicketId, refs: Sequence[BlockRef], frame_bytes: int = FRAME_BYTES
-    ) -> Iterator[tuple[int, Sequence[BlockRef]]]:
-        """Yields the blocks of each frame, with the position of its first block, once the ledger has confirmed that the
-        ticket holds them. The confirmation extends the ticket's lease. Raises Gone if the ticket has ended, and
-        NotHolder if it lacks a block.
+    def parts(self, ticket: TicketId, refs: Sequence[BlockRef], frame_bytes: int = FRAME_BYTES) -> Iterator[Part]:
+        """Yields the blocks of each frame, once the ledger has found them in the ticket. The ticket is confirmed, which
+        extends its lease, before every CHUNK blocks, or by the caller if the ledger had found them before. Raises Gone
+        if the ticket has ended, and NotHolder if it lacks a block.
         """
         size = max(1, min(CHUNK, frame_bytes // self.arena.block_bytes))
         for chunk_first in range(0, len(refs), CHUNK):
             chunk = refs[chunk_first : chunk_first + CHUNK]
-            self._keep(ticket, chunk)
+            if not (is_known := self._known.has(ticket, chunk)):
+                self._keep(ticket, chunk)
             for first in range(0, len(chunk), size):
-                yield chunk_first + first, chunk[first : first + size]
+                yield Part(chunk_first + first, chunk[first : first + size], first > 0 or not is_known)
 
     def read(self, index: int, refs: Sequence[BlockRef]) -> bytes:
         """Returns a serialized frame (`frames`) with the blocks and their digests. `index` is the position of the first

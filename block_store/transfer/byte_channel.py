@@ -36,6 +36,9 @@ STALL_S = 4.0
 """Time in seconds without progress, during a request, after which either end closes the connection."""
 MAX_PIECES = 256
 """Maximum number of pieces that one system call sends or fills. The limit of Linux is 1,024."""
+READ_AHEAD = 4096
+"""Number of bytes that a receiver reads ahead. They are copied once more if they belong to blocks."""
+_CLOSED = "the other end closed the connection"
 Buffer = bytes | memoryview
 
 
@@ -72,15 +75,40 @@ def send(connection: socket.socket, pieces: Iterable[Buffer]) -> None:
         left.skip(_send_some(connection, left.first()))
 
 
-def receive_into(connection: socket.socket, *buffers: memoryview) -> None:
-    """Fills the buffers. Raises ConnectionError if the other end closes the connection first, and TimeoutError if
+class Receiver:
+    """The receiving side of one end. It reads up to READ_AHEAD bytes ahead, so that the small parts of a message take
+    one system call. Its methods raise ConnectionError if the other end closes the connection first, and TimeoutError if
     nothing arrives for the socket's timeout.
     """
-    left = _Left(buffers)
-    while left.pieces:
-        if (num_bytes := _receive_some(connection, left.first())) == 0:
-            raise ConnectionResetError("the other end closed the connection")
-        left.skip(num_bytes)
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._ahead = memoryview(b"")
+
+    def take(self, num_bytes: int) -> bytes:
+        """Returns the next `num_bytes` bytes."""
+        if num_bytes > READ_AHEAD:
+            self.fill(memoryview(whole := bytearray(num_bytes)))
+            return bytes(whole)
+        while len(self._ahead) < num_bytes:
+            if not (more := self._connection.recv(READ_AHEAD)):
+                raise ConnectionResetError(_CLOSED)
+            self._ahead = memoryview(bytes(self._ahead) + more)
+        taken, self._ahead = bytes(self._ahead[:num_bytes]), self._ahead[num_bytes:]
+        return taken
+
+    def fill(self, *buffers: memoryview) -> None:
+        """Fills the buffers with the next bytes."""
+        left = _Left(buffers)
+        while left.pieces and self._ahead:
+            num_bytes = min(len(left.pieces[0]), len(self._ahead))
+            left.pieces[0][:num_bytes] = self._ahead[:num_bytes]
+            self._ahead = self._ahead[num_bytes:]
+            left.skip(num_bytes)
+        while left.pieces:
+            if (num_bytes := _receive_some(self._connection, left.first())) == 0:
+                raise ConnectionResetError(_CLOSED)
+            left.skip(num_bytes)
 
 
 def _send_some(connection: socket.socket, pieces: Sequence[memoryview]) -> int:
@@ -111,10 +139,3 @@ class _Left:
             num_bytes -= len(self.pieces.popleft())
         if num_bytes:
             self.pieces[0] = self.pieces[0][num_bytes:]
-
-
-def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Returns exactly `num_bytes` bytes. Raises the errors of `receive_into`."""
-    buffer = bytearray(num_bytes)
-    receive_into(connection, memoryview(buffer))
-    return bytes(buffer)

@@ -22,9 +22,9 @@ from block_store.transfer.byte_channel import (
     SIZE,
     STALL_S,
     Mark,
+    Receiver,
     prepare,
     proof,
-    receive,
     send,
 )
 from common import convert
@@ -95,8 +95,9 @@ class ByteServer:
         try:
             prepare(connection)
             with self._secured(connection) as secured:
-                if self._knows_secret(secured):
-                    while self._serve(secured):
+                receiver = Receiver(secured)
+                if self._knows_secret(secured, receiver):
+                    while self._serve(secured, receiver):
                         continue
         except (OSError, DecodeError) as error:
             logger.debug("a byte channel ended: %s", error)
@@ -113,37 +114,41 @@ class ByteServer:
             self._tls = self._trust.certificates.server_context()
         return self._tls.wrap_socket(connection, server_side=True)
 
-    def _knows_secret(self, connection: socket.socket) -> bool:
+    def _knows_secret(self, connection: socket.socket, receiver: Receiver) -> bool:
         nonce = secrets.token_bytes(NONCE_BYTES)
         send(connection, [nonce])
-        return hmac.compare_digest(receive(connection, PROOF_BYTES), proof(self._trust.secret, nonce))
+        return hmac.compare_digest(receiver.take(PROOF_BYTES), proof(self._trust.secret, nonce))
 
-    def _serve(self, connection: socket.socket) -> bool:
+    def _serve(self, connection: socket.socket, receiver: Receiver) -> bool:
         """Answers one request. Returns whether the connection can be used for another request."""
         connection.settimeout(IDLE_S)
-        (size,) = SIZE.unpack(receive(connection, SIZE.size))
+        (size,) = SIZE.unpack(receiver.take(SIZE.size))
         connection.settimeout(STALL_S)
         if size > MAX_REQUEST_BYTES:
             return False
-        request = pb.ReadBlocksRequest.FromString(receive(connection, size))
+        request = pb.ReadBlocksRequest.FromString(receiver.take(size))
         last = self._answer(connection, request)
         send(connection, [bytes(last)])
         return last[-1] is Mark.END
 
     def _answer(self, connection: socket.socket, request: pb.ReadBlocksRequest) -> list[Mark]:
         """Sends the frames of a request. The OK of a frame is sent with what follows it, because every message wakes
-        the receiver. Returns the marks that end the answer: END, with the OK of the last frame, or a refusal.
+        the receiver. While the receiver stores a frame, the ledger is asked whether the ticket has ended, if it has
+        found the blocks in this ticket before. Returns the marks that end the answer: END, with the OK of the last
+        frame, or a refusal.
         """
         ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
         pending: list[Mark] = []
         try:
             refs = convert.table_from_pb(request.table)
             source = self._source_of(request.arena_id)
-            for first, part in source.parts(ticket, refs):
-                with source.reading(part) as reading:
-                    head = bytes([*pending, Mark.FRAME]) + FRAME_HEAD.pack(first, len(part))
+            for part in source.parts(ticket, refs):
+                with source.reading(part.refs) as reading:
+                    head = bytes([*pending, Mark.FRAME]) + FRAME_HEAD.pack(part.first, len(part.refs))
                     pending = []
                     send(connection, [head + reading.digests.tobytes(), *reading.pieces])
+                if not part.is_confirmed:
+                    source.confirm(ticket)
                 pending = [Mark.OK]
         except (Stale, Gone):
             return [*pending, Mark.STALE]

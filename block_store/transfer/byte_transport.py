@@ -15,10 +15,9 @@ from block_store.transfer.byte_channel import (
     NONCE_BYTES,
     SIZE,
     Mark,
+    Receiver,
     prepare,
     proof,
-    receive,
-    receive_into,
     send,
 )
 from block_store.transfer.source_client import SourceClient, read_request
@@ -40,8 +39,8 @@ class _CannotConnect(Exception):
 
 
 class Channels:
-    """A pool of idle byte channels, by the address of the source. All methods except `close` run in the threads of
-    copies.
+    """A pool of idle byte channels, by the address of the source. `take` and `close` run in the event loop, and the
+    other methods in the threads of copies.
     """
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:
@@ -73,7 +72,7 @@ class Channels:
             prepare(connection)
             if (files := self._trust.certificates) is not None:
                 connection = files.client_context().wrap_socket(connection, server_hostname=INSIDE_NAME)
-            send(connection, [proof(self._trust.secret, receive(connection, NONCE_BYTES))])
+            send(connection, [proof(self._trust.secret, Receiver(connection).take(NONCE_BYTES))])
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
@@ -115,6 +114,7 @@ class ByteTransport:
             self.fallbacks.note("blocks over gRPC", f"there is no byte channel to {copy.source}")
             return await self._otherwise.fetch(copy)
         receiving = _Receiving(copy, address, self._channels)
+        receiving.ask_idle()
         copy.writing = asyncio.get_running_loop().run_in_executor(self._threads, receiving.run)
         copy.writing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -142,8 +142,21 @@ class _Receiving:
         self._copy = copy
         self._address = address
         self._channels = channels
+        request = read_request(copy.ticket, copy.refs).SerializeToString()
+        self._request = SIZE.pack(len(request)) + request
+        self._num_sent = 0
+        """Number of bytes of the request that `ask_idle` has sent."""
         self._connection: socket.socket | None = None
         self._is_aborted = False
+
+    def ask_idle(self) -> None:
+        """Sends the request over an idle channel, if there is one, so that the source works while the thread starts.
+        Does not wait: nothing else is in the channel's buffer, and what does not fit into it is sent by `run`.
+        """
+        if (idle := self._channels.take(self._address)) is not None:
+            self._connection = idle
+            with suppress(OSError):  # `run` gets the error too
+                self._num_sent = idle.send(self._request)
 
     def abort(self) -> None:
         """Makes the copy end soon. Any thread may call this method."""
@@ -165,52 +178,55 @@ class _Receiving:
             raise Aborted(f"the source does not speak the protocol of byte channels: {error}") from error
 
     def _run(self) -> None:
-        connection = self._channels.take(self._address)
-        if connection is not None:
-            try:
-                mark = self._ask(connection)
-            except ConnectionError:  # the source has closed the idle channel, or has restarted
-                connection.close()
-                if self._is_aborted:
-                    raise
-                self._channels.drop(self._address)
-                connection = None
-        if connection is None:
-            connection = self._channels.connect(self._address)
-            mark = self._ask(connection)
         try:
+            receiver, mark = self._answered()
             while mark is Mark.FRAME:
-                mark = self._frame(connection)
+                mark = self._frame(receiver)
             if mark is not Mark.END:
                 raise _refusal(mark)
         except BaseException:
-            connection.close()
+            if self._connection is not None:
+                self._connection.close()
             raise
-        self._channels.give_back(self._address, connection)
+        if self._connection is not None:
+            self._channels.give_back(self._address, self._connection)
 
-    def _ask(self, connection: socket.socket) -> Mark:
-        """Sends the request. Returns the first byte of the answer."""
-        self._connection = connection
+    def _answered(self) -> tuple[Receiver, Mark]:
+        """Sends what `ask_idle` has not sent, or the whole request over a new channel. Returns the receiver of the
+        answer, and the first byte of the answer.
+        """
+        if (idle := self._connection) is not None:
+            try:
+                return self._ask(idle, self._num_sent)
+            except ConnectionError:  # the source has closed the idle channel, or has restarted
+                idle.close()
+                if self._is_aborted:
+                    raise
+                self._channels.drop(self._address)
+        self._connection = self._channels.connect(self._address)
+        return self._ask(self._connection)
+
+    def _ask(self, connection: socket.socket, num_sent: int = 0) -> tuple[Receiver, Mark]:
         if self._is_aborted:
             raise Aborted("the pull was cancelled")
-        request = read_request(self._copy.ticket, self._copy.refs).SerializeToString()
-        send(connection, [SIZE.pack(len(request)) + request])
-        return _mark(connection)
+        send(connection, [self._request[num_sent:]])
+        receiver = Receiver(connection)
+        return receiver, _mark(receiver)
 
-    def _frame(self, connection: socket.socket) -> Mark:
+    def _frame(self, receiver: Receiver) -> Mark:
         """Stores one frame. Returns the byte that follows the frame."""
-        first, count = FRAME_HEAD.unpack(receive(connection, FRAME_HEAD.size))
+        first, count = FRAME_HEAD.unpack(receiver.take(FRAME_HEAD.size))
         pieces = self._copy.places(first, count)
-        digests = struct.unpack(f"<{count}Q", receive(connection, 8 * count))
-        receive_into(connection, *pieces)
-        if (mark := _mark(connection)) is not Mark.OK:
+        digests = struct.unpack(f"<{count}Q", receiver.take(8 * count))
+        receiver.fill(*pieces)
+        if (mark := _mark(receiver)) is not Mark.OK:
             raise _refusal(mark)
         self._copy.accept(digests)
-        return _mark(connection)
+        return _mark(receiver)
 
 
-def _mark(connection: socket.socket) -> Mark:
-    return Mark(receive(connection, 1)[0])
+def _mark(receiver: Receiver) -> Mark:
+    return Mark(receiver.take(1)[0])
 
 
 def _refusal(mark: Mark) -> Exception:

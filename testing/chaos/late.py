@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from block_store.ledger import scripts as ledger_module
+from block_store.ledger import lua_library
 from block_store.ledger.scripts import LedgerScripts
 
 REFUSED = "refused"
@@ -42,11 +42,11 @@ return reply
 
 def count_late_calls() -> None:
     """Makes the ledgers that this process opens later count late calls. Call this once."""
-    _replace_source(ledger_module.source)
+    _replace_source(lua_library.source)
 
 
 def _replace_source(source: Callable[[str], str]) -> None:
-    ledger_module.source = lambda name: counted(name, source(name))  # type: ignore[assignment]
+    lua_library.source = lambda name: counted(name, source(name))  # type: ignore[assignment]
 
 
 def counted(name: str, script: str) -> str:

@@ -201,6 +201,38 @@ async def test_a_block_that_is_reallocated_while_it_is_sent_does_not_count(ends:
     assert copy.num_stored == 0 and not pair.stored and pair.transport.is_quiescent(copy)
 
 
+async def test_a_ticket_that_ended_after_it_was_known_gets_no_ok(ends: Any) -> None:
+    """The blocks are sealed and unchanged, and the source remembers that the ticket held them."""
+    pair = ends()
+    assert len(pair.source.keep(pair.ticket, pair.refs)) == 6
+    pair.store.ledger.give_up(pair.ticket)
+    copy = pair.copy()
+    with pytest.raises(Aborted, match="no longer has"):
+        await pair.transport.fetch(copy)
+    assert copy.num_stored == 0 and not pair.stored
+
+
+class Slow(socket.socket):
+    """A socket whose buffer takes three bytes of a message."""
+
+    def send(self, data: Any, *flags: int) -> int:
+        return super().send(data[:3], *flags)
+
+
+async def test_what_an_idle_channel_does_not_take_at_once_is_sent_by_the_thread(ends: Any) -> None:
+    pair = ends()
+    await pair.transport.fetch(pair.copy())
+    [[(stamp, connection)]] = pair.transport._channels._idle.values()
+    timeout = connection.gettimeout()
+    slow = Slow(fileno=connection.detach())
+    slow.settimeout(timeout)
+    pair.transport._channels._idle = {("127.0.0.1", pair.relay.port): [(stamp, slow)]}
+    pair.stored.clear()
+    await pair.transport.fetch(copy := pair.copy())
+    pair.assert_copied(copy)
+    assert len(pair.relay._sockets) == 3, "one connection, and the listener"
+
+
 async def test_a_byte_that_changes_on_the_way_is_found_by_the_digest(ends: Any) -> None:
     pair = ends()
     head = byte_channel.NONCE_BYTES + 1 + byte_channel.FRAME_HEAD.size + 8 * len(pair.refs)
@@ -241,7 +273,7 @@ async def test_a_request_that_is_none_ends_its_connection_alone(ends: Any, junk:
     pair = ends()
     for has_secret in (False, True):
         with socket.create_connection(("127.0.0.1", pair.server.listen()), timeout=60) as connection, suppress(OSError):
-            nonce = byte_channel.receive(connection, byte_channel.NONCE_BYTES)
+            nonce = byte_channel.Receiver(connection).take(byte_channel.NONCE_BYTES)
             connection.sendall((byte_channel.proof(None, nonce) if has_secret else bytes(32)) + junk)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
@@ -258,7 +290,7 @@ async def test_a_table_with_a_block_without_a_generation_is_refused(ends: Any) -
         ticket_secret=pair.ticket.secret,
     ).SerializeToString()  # fmt: skip
     with socket.create_connection(("127.0.0.1", pair.server.listen()), timeout=60) as connection:
-        nonce = byte_channel.receive(connection, byte_channel.NONCE_BYTES)
+        nonce = byte_channel.Receiver(connection).take(byte_channel.NONCE_BYTES)
         connection.sendall(byte_channel.proof(None, nonce) + byte_channel.SIZE.pack(len(request)) + request)
         assert connection.recv(2) == bytes([byte_channel.Mark.NOT_HELD])
 
@@ -274,8 +306,12 @@ BUGS: dict[str, tuple[type, str, str, str, Check]] = {
         test_a_block_that_is_reallocated_while_it_is_sent_does_not_count,
     ),
     "a frame without the sender's OK": (
-        _Receiving, "_frame", "(mark := _mark(connection)) is not Mark.OK", "(mark := _mark(connection)) is None",
+        _Receiving, "_frame", "(mark := _mark(receiver)) is not Mark.OK", "(mark := _mark(receiver)) is None",
         test_a_block_that_is_reallocated_while_it_is_sent_does_not_count,
+    ),
+    "a known ticket not confirmed": (
+        ByteServer, "_answer", "if not part.is_confirmed:\n", "if False:\n",
+        test_a_ticket_that_ended_after_it_was_known_gets_no_ok,
     ),
     "digests not compared": (
         Copy, "accept", "self.arena.digest(ref.block) != digest", "False",

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from block_store.transfer.byte_channel import MAX_PIECES, receive_into, send
+from block_store.transfer.byte_channel import MAX_PIECES, READ_AHEAD, Receiver, send
 
 
 def cut(data: bytes, rng: random.Random) -> list[memoryview]:
@@ -32,9 +32,12 @@ def test_pieces_arrive_in_order_however_they_are_cut(seed: int) -> None:
             end.settimeout(10)  # such a socket sends only what its buffer takes
         thread = threading.Thread(target=send, args=(sender, cut(data, rng)))
         thread.start()
-        places = sorted([rng.randrange(len(into)) for _ in range(2 * MAX_PIECES)] + [0, len(into)])
-        view = memoryview(into)
-        receive_into(receiver, *(view[first:last] for first, last in itertools.pairwise(places)))
+        channel, view = Receiver(receiver), memoryview(into)
+        taken = rng.choice([1, 100, 3 * READ_AHEAD])
+        into[:taken] = channel.take(taken)
+        places = sorted([rng.randrange(taken, len(into)) for _ in range(2 * MAX_PIECES)] + [taken, len(into) - 9])
+        channel.fill(*(view[first:last] for first, last in itertools.pairwise(places)))
+        into[places[-1] :] = channel.take(len(into) - places[-1])
         thread.join()
     assert into == data
 
@@ -45,4 +48,4 @@ def test_an_end_that_closes_early_is_an_error() -> None:
         with sender:
             send(sender, [b"ab", b"c"])
         with pytest.raises(ConnectionResetError):
-            receive_into(receiver, memoryview(bytearray(2)), memoryview(bytearray(2)))
+            Receiver(receiver).fill(memoryview(bytearray(2)), memoryview(bytearray(2)))

@@ -36,7 +36,7 @@ def test_a_block_is_looked_up_once_and_the_lease_is_extended_each_time(store: Te
     ticket = store.ledger.hand_over(caller.lane(), refs)
     assert source.keep(ticket, refs[:4]) == chain("a", 4)
     assert source.keep(ticket, []) == []
-    assert [len(part) for _, part in source.parts(ticket, refs[:4])] == [4]
+    assert len(list(source.frames(ticket, refs[:4]))) == 1
     assert len(source.sealed_digests(ticket, refs[1:3])) == 2
     assert lookups == [4, 0, 0, 0]
     assert source.keep(ticket, refs) == chain("a", 6)
@@ -54,7 +54,7 @@ def test_a_known_ticket_gets_no_other_block_and_nothing_after_its_end(store: Tes
     with pytest.raises(Gone):
         next(source.parts(TicketId(ticket.epoch, bytes(16)), refs))
     store.ledger.give_up(ticket)
-    for ask in (source.keep, source.sealed_digests, lambda *args: next(source.parts(*args))):
+    for ask in (source.keep, source.sealed_digests, lambda *args: next(source.frames(*args))):
         with pytest.raises(Gone):
             ask(ticket, refs)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from block_store.errors import LedgerError
-from block_store.ledger.scripts import library
-from block_store.ledger.scripts import source as lua
+from block_store.ledger.lua_library import source as lua
+from block_store.ledger.lua_library import with_library
 from block_store.redis.redis_server import RedisHandle
 from testing.ledger.random_walk import LedgerWalk
 from testing.ledger.store import TestStore
@@ -276,7 +276,7 @@ def found_after(redis: RedisHandle, directory: Path, mutant: list[Edit], walks: 
     """Returns the number of the first walk that fails, or None. Each walk has a new store."""
     for seed in range(walks):
         store = TestStore(redis.client, directory / str(seed))
-        sources = {operation: library() + lua(operation) for operation, _, _ in mutant}
+        sources = {operation: with_library(lua(operation)) for operation, _, _ in mutant}
         for operation, right, wrong in mutant:
             assert right in sources[operation], "the mutant does not apply any more"
             sources[operation] = sources[operation].replace(right, wrong)

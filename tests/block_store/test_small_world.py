@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from block_store.ledger.scripts import library, source
+from block_store.ledger.lua_library import source, with_library
 from block_store.redis.redis_server import RedisHandle
 from testing.ledger.exhaustive import NUM_BLOCKS, SmallWorld
 from testing.ledger.store import TestStore
@@ -37,7 +37,7 @@ def test_every_state_keeps_the_invariants(redis_handle: RedisHandle, shm: Path) 
 )
 def test_a_seeded_bug_is_found(redis_handle: RedisHandle, shm: Path, operation: str, right: str, wrong: str) -> None:
     store = TestStore(redis_handle.client, shm, NUM_BLOCKS)
-    code = library() + source(operation)
+    code = with_library(source(operation))
     assert right in code
     store.ledger._scripts[operation] = redis_handle.client.register_script(code.replace(right, wrong))
     with pytest.raises(AssertionError):

@@ -11,7 +11,8 @@ import pytest
 
 from block_store.errors import Fenced
 from block_store.ledger.codec import SealItem
-from block_store.ledger.scripts import LedgerScripts, library, source
+from block_store.ledger.lua_library import source, with_library
+from block_store.ledger.scripts import LedgerScripts
 from block_store.redis import redis_server
 from testing.chaos.late import EFFECTIVE, HARMLESS, REFUSED, counted, late_calls
 from testing.ledger.store import TestStore, chain
@@ -32,7 +33,7 @@ def count(ledger: LedgerScripts, right: str = "", wrong: str = "") -> None:
     """Makes the scripts of `ledger` count. Replaces `right` with `wrong` in the script of `release`."""
     for name in ledger._scripts:
         script = source(name).replace(right, wrong) if name == "release" and right else source(name)
-        ledger._scripts[name] = ledger.client.register_script(library() + counted(name, script))
+        ledger._scripts[name] = ledger.client.register_script(with_library(counted(name, script)))
 
 
 def test_every_call_of_a_fenced_holder_is_counted_and_none_before(store: TestStore) -> None:

@@ -102,11 +102,6 @@ end
 
 local function pack_ref(block, generation) return struct.pack('<I4', tonumber(block)) .. generation end
 
-local function read(block)
-  local at = tonumber(block) * RECORD
-  return call('GETRANGE', BLOCKS, at, at + RECORD - 1)
-end
-
 -- Calls `visit(first, last, lowest block)` for each ascending or descending run of neighbours in the list: blocks that
 -- were allocated together are mostly neighbours, and a call costs more than its work on one block.
 local function each_run(blocks, visit)
