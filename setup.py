@@ -33,7 +33,7 @@ ISA_FLAGS = {
     "portable": ["-DLL_PORTABLE", "-Wno-psabi"],
 }  # fmt: skip
 AMX_FLAGS = [*ISA_FLAGS["avx512"], "-mamx-tile", "-mamx-bf16"]
-AMX_SOURCE = "kernels/cpu/linear_amx.cpp"
+AMX_SOURCES = ["kernels/cpu/attention_amx.cpp", "kernels/cpu/linear_amx.cpp"]
 MODEL = "models/storyteller"
 
 
@@ -65,10 +65,10 @@ class BuildPy(build_py):
 
 def kernel_extensions() -> list[Extension]:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    shared = sorted(set(glob("kernels/cpu/*.cpp")) - {AMX_SOURCE})
+    shared = sorted(set(glob("kernels/cpu/*.cpp")) - set(AMX_SOURCES))
     builds = {isa: (shared, flags) for isa, flags in ISA_FLAGS.items() if is_x86 or isa == "portable"}
     if is_x86 and sys.platform == "linux":
-        builds["amx"] = ([AMX_SOURCE], AMX_FLAGS)
+        builds["amx"] = (AMX_SOURCES, AMX_FLAGS)
     return [
         Extension(
             f"kernels._cpu_{isa}",

@@ -1,5 +1,5 @@
-"""Opens the build for Intel's AMX tiles, packs bf16 weights for its linear layer, and calls the layer. Unlike in
-oneDNN's AMX product, the order in which a row is summed does not depend on the other rows.
+"""Opens the build for Intel's AMX tiles, lets attention use it, packs bf16 weights for its linear layer, and calls the
+layer. Unlike in oneDNN's AMX product, the order in which a row is summed does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -47,6 +47,16 @@ def _is_allowed(library: ctypes.CDLL, beside: CpuLibrary) -> bool:
     if team is not None:
         team.argtypes, team.restype = [], ctypes.c_void_p
     return library.ll_amx_init(team() if team is not None else None) == 0  # type: ignore[no-any-return]
+
+
+def attend_on_tiles(build: CpuLibrary) -> bool:
+    """Lets the attention of a build use the tiles. Returns whether it does: only the build for AVX-512 can."""
+    library = _library()
+    if library is None or build.handle is None or build.isa != "avx512" or not _is_allowed(library, build):
+        return False
+    build.handle.ll_attention_tiles.argtypes = [ctypes.c_void_p]
+    build.handle.ll_attention_tiles(ctypes.cast(library.ll_amx_attend, ctypes.c_void_p))
+    return True
 
 
 def available() -> bool:

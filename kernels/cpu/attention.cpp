@@ -14,7 +14,9 @@ namespace ll {
 namespace {
 
 std::atomic<bool> prefetching{true};
-constexpr int TILE_ROWS = 48;  // query rows that share packed keys; no effect on bits
+using AttendOnTiles = void (*)(void* tile, int lo, int hi);
+std::atomic<AttendOnTiles> on_tiles{nullptr};
+constexpr int TILE_ROWS = 48, TILE_ROWS_AMX = 96;  // query rows that share packed keys; no effect on bits
 
 template <class T, class E>
 struct Attention {
@@ -27,10 +29,13 @@ struct Attention {
     float scale, softcap;
     const float* sinks;  // [heads], or null
     bool prefetch;
+    AttendOnTiles tiles;  // null: in vectors
     // Set by `share` for sequences that share their first pieces: the number of these pieces, and the merged results.
     std::vector<int64_t> shared_pieces = {};  // [num_seqs], or empty
     std::vector<float> shared_totals = {};    // [num_seqs, kv_heads, group * (dpad + 2)]: o, m, l
 
+    bool in_tiles() const { return FITS_TILES<T, E> && tiles && d % TILE_KEYS == 0; }
+    int tile_rows() const { return in_tiles() ? TILE_ROWS_AMX : TILE_ROWS; }
     int group() const { return int(heads / kv_heads); }
     int64_t q_begin(int64_t seq) const { return cu ? cu[seq] : seq; }
     int64_t q_len(int64_t seq) const { return cu ? cu[seq + 1] - cu[seq] : 1; }
@@ -99,8 +104,12 @@ struct Attention {
         }
         if (lo >= hi) return false;
         locate_piece(t, seq, kv_head, base, lo, hi);
-        attend(t, lo, hi);
+        attend_located(t, lo, hi);
         return true;
+    }
+
+    void attend_located(Tile<T, E>& t, int lo, int hi) const {
+        in_tiles() ? tiles(&t, lo, hi) : attend(t, lo, hi);
     }
 
     // Lists pointers to the keys and values of positions [base + lo, base + hi), with their scales.
@@ -313,7 +322,7 @@ struct Attention {
         int64_t sharing = 0;
         for (const Sharers& with : found) sharing += with.seqs.size() > 1 ? with.seqs.size() : 0;
         // Tiles fill the registers, or are smaller if threads would otherwise be idle.
-        const int64_t most = std::max<int64_t>(2, std::min<int64_t>(TILE_ROWS / group(), sharing * kv_heads / threads));
+        const int64_t most = std::max<int64_t>(2, std::min<int64_t>(tile_rows() / group(), sharing * kv_heads / threads));
         std::vector<Together> tiles;
         std::vector<int64_t> pieces(num_seqs);
         for (const Sharers& with : found) {
@@ -354,7 +363,7 @@ struct Attention {
                 locate(t.ahead, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
                 t.ahead.begin(1);
             }
-            attend(t, 0, PIECE);
+            attend_located(t, 0, PIECE);
             merge(t);
         }
         for (int i = 0; i < n; ++i) {
@@ -366,7 +375,7 @@ struct Attention {
     }
 
     void prefill(int threads) const {
-        const int tile = TILE_ROWS / group() > 0 ? TILE_ROWS / group() : 1;
+        const int tile = tile_rows() / group() > 0 ? tile_rows() / group() : 1;
         std::vector<Unit> units;
         for (int64_t s = 0; s < num_seqs; ++s)
             for (int64_t i = 0; i < q_len(s); i += tile)
@@ -436,6 +445,12 @@ LL_EXPORT int ll_attention_prefetch(int64_t on) {
     return 0;
 }
 
+// Sets the function that attends to a piece on AMX tiles, `ll_amx_attend`, for the whole process. Null: vectors.
+LL_EXPORT int ll_attention_tiles(void* entry) {
+    ll::on_tiles = reinterpret_cast<ll::AttendOnTiles>(entry);
+    return 0;
+}
+
 // Layouts are as in kernels/paged_prefill.py. If cu_seqlens_q is null, each sequence has one query. A window or softcap
 // of 0 and null sinks mean none. Strides are in elements. kv_type is the type of k and v (entries.h).
 LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
@@ -452,7 +467,7 @@ LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* 
                               static_cast<const E*>(v), block_table, context_lens, cu_seqlens_q, out_token, out_head,
                               q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row, num_blocks,
                               max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale, softcap,
-                              sinks, ll::prefetching};
+                              sinks, ll::prefetching, ll::on_tiles};
         return a.run(int(threads));
     });
 }

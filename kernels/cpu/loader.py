@@ -8,6 +8,7 @@ import functools
 import logging
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,10 @@ def _open(isa: Isa) -> CpuLibrary:
     path = _find(isa)
     if isa not in supported_isas() or path is None:
         raise ValueError(f"kernels for {isa!r} are not built or cannot run on this CPU; usable: {supported_isas()}")
-    return CpuLibrary(isa, ctypes.CDLL(str(path)), "best for this CPU")
+    from kernels.cpu.amx import attend_on_tiles  # needs torch
+
+    build = CpuLibrary(isa, ctypes.CDLL(str(path)), "best for this CPU")
+    return replace(build, tiles=attend_on_tiles(build))
 
 
 def amx_library() -> Path | None:
@@ -90,7 +94,7 @@ def load(isa: Isa | None = None) -> CpuLibrary:
         library = CpuLibrary("reference", None, str(error))
         count_fallback("library", str(error))
     register()
-    _LOG.info("kernels: %s (%s)", library.isa, library.why)
+    _LOG.info("kernels: %s%s (%s)", library.isa, ", attention on AMX tiles" if library.tiles else "", library.why)
     selection().library = library
     return library
 

@@ -21,6 +21,7 @@ constexpr int PIECE = 256;           // keys; a different number would change bi
 constexpr int PANEL = 12;            // vectors of keys that are packed at once; they are scored while in the L1 cache
 constexpr int STRETCH = 64;          // keys whose values are added to all rows while they are in the L1 cache
 constexpr int ROWS = 6;              // maximum query rows of a register block
+constexpr int TILE_KEYS = 32;        // keys whose values a product of AMX tiles sums (attention_amx.cpp)
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // Returns the number of vectors per row in a register block of `rows` rows. 8 to 12 sums hide the latency of a
@@ -67,9 +68,10 @@ struct Ahead {
     }
     void begin(int rate_) { at = 0, rate = rate_, line = runs[0].from; }
     LL_INLINE void ask(int lines) {
-        for (lines *= rate; lines > 0 && at < count; --lines) {
-            __builtin_prefetch(line, 0, 2);
-            line += 64;
+        for (lines *= rate; lines > 0 && at < count;) {
+            const int n = int(std::min<int64_t>(lines, (runs[at].to - line + 63) / 64));
+            for (int i = 0; i < n; ++i, line += 64) __builtin_prefetch(line, 0, 2);
+            lines -= n;
             if (line >= runs[at].to) line = runs[++at].from;
         }
     }
@@ -82,6 +84,15 @@ template <class T, class E>
 constexpr bool AS_TORCH = std::is_same_v<T, float> && std::is_same_v<E, float>;
 template <class T, class E>
 constexpr float UNIT = AS_TORCH<T, E> ? 1.f : LOG2E;  // a score of 1 is this exponent of a weight
+
+// Whether AMX tiles can compute the products (attention_amx.cpp), if d is a multiple of 32.
+#if defined(LL_AVX512)
+template <class T, class E>
+constexpr bool FITS_TILES = std::is_same_v<T, bf16> && std::is_same_v<E, bf16>;
+#else
+template <class T, class E>
+constexpr bool FITS_TILES = false;
+#endif
 
 // The power whose exponent is x.
 template <class T, class E>
@@ -110,9 +121,13 @@ struct Tile {
     const E* values[PIECE];
     float key_scales[PIECE];   // of keys and values of 8 bits; 0 for a key that no row of the tile sees
     float value_scales[PIECE];
-    int16_t* weights;          // [rows, PIECE], if IN_INTEGERS; likewise the scales of each row's query and weights
-    float *q_scales, *weight_scales;
+    int16_t* weights;          // [rows, PIECE] as integers, if IN_INTEGERS; as bf16, if FITS_TILES
+    float* vpack;              // [PIECE, d] values as operands of tiles, if FITS_TILES
+    float *q_scales, *weight_scales;  // of each row's query and weights, if IN_INTEGERS
     Ahead ahead;
+
+    static constexpr size_t WEIGHT_FLOATS = IN_INTEGERS<T, E> || FITS_TILES<T, E> ? PIECE / 2 : 0;  // of a row
+    static size_t value_floats(int d) { return FITS_TILES<T, E> ? size_t(PIECE) * d / 2 : 0; }
 
     // The number of columns of an output: d, rounded up to those that are computed together.
     static int padded(int d) {
@@ -120,9 +135,9 @@ struct Tile {
         return (d + TO - 1) / TO * TO;
     }
     static size_t bytes(int rows, int d) {
-        size_t dpad = padded(d), integers = IN_INTEGERS<T, E> ? PIECE / 2 : 0;
-        size_t floats = size_t(rows) * (d + PIECE + integers + 2 * dpad + 11) + size_t(PANEL) * W * d + d + 16 * 21;
-        return floats * 4;
+        size_t dpad = padded(d);
+        size_t floats = size_t(rows) * (d + PIECE + WEIGHT_FLOATS + 2 * dpad + 11) + size_t(PANEL) * W * d + d + 16 * 22;
+        return (floats + value_floats(d)) * 4;
     }
     void place(char* base, int rows_, int d_, float scale_, float softcap_) {
         rows = rows_, d = d_, dpad = padded(d), words = d / DotOf<T, E>::PER_WORD;
@@ -132,7 +147,7 @@ struct Tile {
         kpack = take(size_t(PANEL) * W * words), scores = take(size_t(rows) * PIECE), o = take(size_t(rows) * dpad);
         total_o = take(size_t(rows) * dpad), qpack = take(size_t(rows) * words * DotOf<T, E>::TERMS);
         q_scales = take(rows), weight_scales = take(rows);
-        weights = reinterpret_cast<int16_t*>(take(IN_INTEGERS<T, E> ? size_t(rows) * PIECE / 2 : 0));
+        weights = reinterpret_cast<int16_t*>(take(size_t(rows) * WEIGHT_FLOATS)), vpack = take(value_floats(d));
         m = take(rows), l = take(rows), total_m = take(rows), total_l = take(rows), sinks = take(rows);
         lo = reinterpret_cast<int*>(take(rows)), hi = reinterpret_cast<int*>(take(rows));
         zeros = reinterpret_cast<E*>(take(d));
@@ -224,9 +239,20 @@ void score_rows(Tile<T, E>& t, int row, int g, int n) {
     if (at < n) score_block<T, E, R, 1, AHEAD>(t, row, at, g);
 }
 
+#if defined(LL_AVX512)
+// Rounds two vectors to bf16, and denormal numbers to zero.
+LL_INLINE void store_rounded(int16_t* to, vf a, vf b) {
+    const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    std::memcpy(to, &rounded, sizeof rounded);
+}
+#else
+LL_INLINE void store_rounded(int16_t*, vf, vf) {}  // there are no tiles
+#endif
+
 // Replaces one row's scores by weights, the powers of score * scale - m, and by 0 for the rest of the tile's range [lo,
-// hi). Weights of values of 8 bits are multiplied by the values' scales after they have been summed.
-template <class T, class E>
+// hi). Weights of values of 8 bits are multiplied by the values' scales after they have been summed. With ROUNDS, the
+// weights are rounded to bf16 and stored in `weights`, and lo and hi are multiples of 2 W.
+template <class T, class E, bool ROUNDS = false>
 void softmax_row(Tile<T, E>& t, int row, int lo, int hi) {
     float* x = t.scores + size_t(row) * PIECE;
     const int first = t.lo[row], last = t.hi[row];
@@ -234,7 +260,10 @@ void softmax_row(Tile<T, E>& t, int row, int lo, int hi) {
         t.m[row] = NEG_INF, t.l[row] = 0.f;
         if constexpr (IN_INTEGERS<T, E>)
             std::memset(t.weights + size_t(row) * PIECE, 0, PIECE * sizeof(int16_t)), t.weight_scales[row] = 0.f;
-        std::memset(x + lo / W * W, 0, size_t((hi + W - 1) / W - lo / W) * W * sizeof(float));
+        if constexpr (ROUNDS)
+            std::memset(t.weights + size_t(row) * PIECE + lo, 0, size_t(hi - lo) * sizeof(bf16));
+        else
+            std::memset(x + lo / W * W, 0, size_t((hi + W - 1) / W - lo / W) * W * sizeof(float));
         return;
     }
     alignas(64) int32_t lanes[W];
@@ -257,13 +286,24 @@ void softmax_row(Tile<T, E>& t, int row, int lo, int hi) {
     m = std::max(m, t.sinks[row]);
     const vf by = splat(scale), minus_m = splat(-m);
     vf sum = {};
-    for (int g = lo / W; g * W < hi; ++g) {
+    auto weight_of = [&](int g) {
         const vf score = load(x + g * W);
         const vf exponent = AS_TORCH<T, E> ? score * by + minus_m : fma(score, by, minus_m);
-        vf weight = seen(g, power<T, E>(exponent), 0.f);
+        const vf weight = seen(g, power<T, E>(exponent), 0.f);
         sum += weight;
-        if constexpr (IS_8_BITS<E>) weight = seen(g, weight * load(t.value_scales + g * W), 0.f);
-        store(x + g * W, weight);
+        return weight;
+    };
+    if constexpr (ROUNDS) {
+        for (int g = lo / W; g * W < hi; g += 2) {
+            const vf first = weight_of(g), second = weight_of(g + 1);
+            store_rounded(t.weights + size_t(row) * PIECE + g * W, first, second);
+        }
+    } else {
+        for (int g = lo / W; g * W < hi; ++g) {
+            vf weight = weight_of(g);
+            if constexpr (IS_8_BITS<E>) weight = seen(g, weight * load(t.value_scales + g * W), 0.f);
+            store(x + g * W, weight);
+        }
     }
     if (t.sinks[row] != NEG_INF) sum[last % W] += power<T, E>(splat(t.sinks[row] - m))[0];
     t.m[row] = m, t.l[row] = hsum(sum);

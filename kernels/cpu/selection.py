@@ -20,11 +20,14 @@ interpreter, a slow rehearsal that must be requested.
 
 @dataclass(frozen=True, slots=True)
 class CpuLibrary:
-    """A loaded build. `handle` is None for "reference" and "triton"; `why` is the reason for the choice."""
+    """A loaded build. `handle` is None for "reference" and "triton"; `why` is the reason for the choice. `tiles` is
+    whether attention of bf16 uses AMX tiles.
+    """
 
     isa: Isa
     handle: ctypes.CDLL | None
     why: str
+    tiles: bool = False
 
 
 @dataclass(slots=True)

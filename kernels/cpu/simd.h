@@ -137,20 +137,33 @@ LL_INLINE void for_vectors(int64_t n_all, F&& part) {
 LL_INLINE vf rounded_to(vf x, const float*) { return x; }
 LL_INLINE vf rounded_to(vf x, const bf16*) { return (vf)(to_upper_half(x) & 0xffff0000u); }
 
+// Adds the upper half of a vector to its lower half, until one element is left.
 LL_INLINE float hsum(vf x) {
+#if defined(LL_AVX512)
+    const __m512 v = (__m512)x;
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#else
     float a[W];
     store(a, x);
     for (int width = W / 2; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) a[i] = a[i] + a[i + width];
     return a[0];
+#endif
 }
 
 LL_INLINE float hmax(vf x) {
+#if defined(LL_AVX512)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float a[W];
     store(a, x);
     float m = a[0];
     for (int i = 1; i < W; ++i) m = a[i] > m ? a[i] : m;
     return m;
+#endif
 }
 
 // Returns 2^x for x <= 127, and 0 below -126, with an error of at most 2 ulp. The polynomial is Cephes' exp2f on [-0.5,

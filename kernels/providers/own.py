@@ -38,7 +38,7 @@ class CpuAttention:
             "softcap": spec.softcap,
             "sinks": spec.sinks,
         }
-        self.version = f"{kernels.__version__}+{current().isa}"
+        self.version = f"{kernels.__version__}+{current().isa}{'+tiles' if current().tiles else ''}"
         self.deterministic = current().isa != "reference"
 
     @classmethod

@@ -51,7 +51,8 @@ def prefix(case: Any, i: int, n: int) -> tuple[torch.Tensor, ...]:
 def test_any_chunking_gives_the_bits_of_decode(native_isa: str, scatter: Any, dtype: Any, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 600), label="length")
     window = data.draw(st.sampled_from([None, 1, 37, 256]), label="window")
-    heads, kv_heads, d = data.draw(st.sampled_from([(2, 2, 16), (12, 4, 64), (7, 1, 8), (50, 1, 24)]), label="heads")
+    shapes = [(2, 2, 16), (12, 4, 64), (7, 1, 8), (50, 1, 24), (9, 1, 32), (34, 2, 96)]
+    heads, kv_heads, d = data.draw(st.sampled_from(shapes), label="heads")
     block_size = data.draw(st.sampled_from([4, 16, 32]), label="block_size")
     case = scatter([n], kv_heads, d, block_size, dtype, seed=data.draw(st.integers(0, 99), label="seed"))
     q = torch.randn(n, heads, d, generator=torch.Generator().manual_seed(n)).to(dtype)
