@@ -27,6 +27,7 @@ from block_store.arena import atomics
 from block_store.arena.device_memory import DeviceBlocks
 from block_store.arena.header import (
     FIXED_BYTES,
+    MEMORY_AT,
     REBUILD_COUNT_AT,
     ArenaOffsets,
     FixedHeader,
@@ -181,6 +182,11 @@ class Arena:
     def placement(self) -> Placement:
         """The current placement of the blocks."""
         return self.fixed.placement
+
+    @property
+    def memory(self) -> Memory:
+        """The current kind of memory of the blocks, without the rest of the placement."""
+        return Memory(self._map[MEMORY_AT])
 
     @property
     def is_lost(self) -> bool:

@@ -27,6 +27,8 @@ DATA_ALIGNMENT = 2 << 20
 FIXED = struct.Struct("<8sIIQQQ16s32sQ40s16s?BI16s64sQ")
 REBUILD_COUNT_AT = struct.calcsize("<8sIIQQQ16s32s")
 """Byte offset of the rebuild count, a multiple of 8."""
+MEMORY_AT = struct.calcsize("<8sIIQQQ16s32sQ40s16s?")
+"""Byte offset of the kind of memory, one byte."""
 
 
 class HeaderState(IntEnum):

@@ -290,7 +290,7 @@ def _device_uuid(needs: Needs) -> bytes:
 def _open(directory: str, needs: Needs) -> Arena:
     """Opens the arena and its blocks, in host or device memory."""
     arena = Arena.open(directory, needs.layout.fingerprint)
-    if arena.placement.memory is not Memory.HOST:
+    if arena.memory is not Memory.HOST:
         try:
             open_blocks(arena, Cuda(needs.cuda_library))
         except ArenaBusy as error:

@@ -153,7 +153,7 @@ class ArenaOwner:
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
             return
-        dies_with_us = self.arena.placement.memory is Memory.STORE_DEVICE
+        dies_with_us = self.arena.memory is Memory.STORE_DEVICE
         if dies_with_us or not self._settings.keep_arena:
             self._lose(self.arena)
 
@@ -161,7 +161,7 @@ class ArenaOwner:
         ledger = self._open_patiently(arena)
         if self.disk is not None:
             self.disk.begin(arena)
-        pulls = self._settings.pull_blocks and arena.placement.memory is Memory.HOST
+        pulls = self._settings.pull_blocks and arena.memory is Memory.HOST
         record = StoreRecord(
             arena.arena_id, self._address, ledger.dataset, self._redis.run_id, str(arena.directory), arena.num_blocks,
             arena.layout.block_size, pulls,

@@ -64,7 +64,7 @@ class DiskTier:
 
         Raises DiskTierError if this process cannot read the blocks, or if the file cannot be used.
         """
-        if arena.placement.memory is Memory.WORKER_DEVICE:
+        if arena.memory is Memory.WORKER_DEVICE:
             raise DiskTierError(
                 "--kv-disk needs blocks in host memory, or in GPU memory that the block store owns; the worker owns "
                 "this arena's memory (--memory-owner worker, or no CUDA IPC)"

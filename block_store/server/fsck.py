@@ -119,7 +119,7 @@ def _digests(arena: Arena) -> list[str]:
     digest.
     """
     found: list[str] = []
-    if arena.placement.memory is not Memory.HOST:
+    if arena.memory is not Memory.HOST:
         return found
     for block in (arena.states == HeaderState.SEALED).nonzero()[0].tolist():
         generation, digest = int(arena.generations[block]), int(arena.digests[block])

@@ -59,7 +59,7 @@ def _response(arena: Arena, moment: Inspection, disk: DiskTier | None) -> pb.Ins
         holders=[_holder_info(holder) for holder in moment.holders],
         blocks=[_block_info(i, block) for i, block in enumerate(moment.blocks)],
         block_size=arena.layout.block_size, block_bytes=arena.block_bytes,
-        memory=cast("pb.ArenaMemory", int(arena.placement.memory)), device_uuid=arena.placement.device_uuid,
+        memory=cast("pb.ArenaMemory", int(arena.memory)), device_uuid=arena.placement.device_uuid,
         kv_dtype=arena.layout.kv_dtype or "", disk_tier=None if disk is None else _disk_info(disk),
     )  # fmt: skip
 

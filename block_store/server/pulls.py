@@ -73,7 +73,7 @@ class Pulls:
     async def _puller_of(self, arena: Arena | None, ledger: LedgerScripts | None) -> Puller:
         if arena is None or ledger is None:
             raise FailedPrecondition("there is no arena yet to pull blocks into")
-        if arena.placement.memory is not Memory.HOST:
+        if arena.memory is not Memory.HOST:
             raise FailedPrecondition("blocks cannot be pulled into the memory of a GPU yet")
         if self._making is None:
             self._making = asyncio.create_task(self._make(arena, ledger))

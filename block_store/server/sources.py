@@ -21,7 +21,7 @@ def source_of(owner: ArenaOwner, arena_id: str) -> BlockSource:
     arena, ledger = owner.arena, owner.ledger
     if arena is None or ledger is None or arena_id != arena.arena_id:
         raise NotFound(f"arena_id {arena_id} is not served here")
-    if arena.placement.memory is Memory.WORKER_DEVICE:
+    if arena.memory is Memory.WORKER_DEVICE:
         raise FailedPrecondition("the blocks are in device memory of the worker, which this host cannot share")
     return BlockSource(arena, ledger, owner.known_tickets)
 
@@ -32,7 +32,7 @@ async def mapped_by(agent: NixlAgent | None, arena: Arena) -> tuple[bytes, int]:
     """
     if agent is None:
         raise FailedPrecondition("this block store has no NIXL agent; start it with --transport nixl")
-    if arena.placement.memory is not Memory.HOST:
+    if arena.memory is not Memory.HOST:
         raise FailedPrecondition("blocks in the memory of a GPU are not read over NIXL")
     try:
         mapped = await agent.use(arena)

@@ -70,7 +70,7 @@ def test_the_header_is_read_without_cuda(shm: Path, gpus: Cuda) -> None:
     seen = Arena.open(shm, LAYOUT.fingerprint)
     assert (seen.arena_id, seen.num_blocks, int(seen.generations[2])) == (made.arena_id, 6, 9)
     placement = seen.placement
-    assert placement.memory is Memory.STORE_DEVICE and placement.device_uuid == gpus.uuid(0)
+    assert placement.memory is seen.memory is Memory.STORE_DEVICE and placement.device_uuid == gpus.uuid(0)
     assert placement.ipc_handle == made.data.export() and seen.is_writer_alive(placement.owner_slot)
     assert seen.live_writers() == [], "the owner of the memory is no writer"
     for use in (lambda: seen.data, lambda: seen.digest(2), lambda: seen.read(2)):
@@ -143,10 +143,11 @@ def test_without_ipc_the_worker_owns_the_memory(
         "no CUDA IPC (cuIpcGetMemHandle failed: CUDA_ERROR_NOT_SUPPORTED): the worker owns the arena's memory, and all "
         "KV is lost when it ends"
     ]
-    assert arena.placement.memory is Memory.WORKER_DEVICE and has_live_memory(arena), "not allocated yet"
+    assert arena.placement.memory is arena.memory is Memory.WORKER_DEVICE and has_live_memory(arena), "not allocated"
     worker = python(WORKER + "    data[0] = 1; print('mine', flush=True); sys.stdin.readline()", str(shm), cuda_library)
     assert line(worker) == "mine"
     assert gpus.device(0).memory_info().free == 62 << 20 and has_live_memory(arena)
+    assert arena.memory is Memory.WORKER_DEVICE and arena.placement.owner_slot > 0
     with pytest.raises(ArenaBusy, match="belongs to another process"):
         open_blocks(Arena.open(shm), gpus)
     worker.kill()
