@@ -115,10 +115,9 @@ class ByteTransport:
             return await self._otherwise.fetch(copy)
         receiving = _Receiving(copy, address, self._channels)
         receiving.ask_idle()
-        copy.writing = asyncio.get_running_loop().run_in_executor(self._threads, receiving.run)
-        copy.writing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        copy.writing = running = self._threads.submit(receiving.run)
         try:
-            await asyncio.shield(copy.writing)
+            await asyncio.wrap_future(running)  # a cancelled wait does not end a thread that runs
         except asyncio.CancelledError:
             receiving.abort()
             raise

@@ -22,6 +22,12 @@ from common.ticket import Ticket
 from common.types import BlockRef
 
 
+class Writing(Protocol):
+    """A write into the arena that may still run."""
+
+    def done(self) -> bool: ...
+
+
 @dataclass(slots=True)
 class Copy:
     """The record of a transfer of a source's blocks into blocks of this arena."""
@@ -38,7 +44,7 @@ class Copy:
     """Callback that runs in the storing thread with the digests of the next stored blocks, after they have been
     compared.
     """
-    writing: asyncio.Future[None] | None = field(default=None, repr=False)
+    writing: Writing | None = field(default=None, repr=False)
     """The current or last write into the arena; None if nothing has been written yet."""
     num_stored: int = 0
     """Number of blocks that have been stored, in the order of `into`."""
@@ -106,11 +112,12 @@ class GrpcTransport:
         if not copy.refs:
             return
         loop = asyncio.get_running_loop()
+        writing: asyncio.Future[None] | None = None
         async with aclosing(self._sources.read(copy.source, copy.ticket, copy.refs)) as frames:
             async for frame in frames:
-                await self._written(copy)
-                copy.writing = loop.run_in_executor(None, copy.write, frame)
-        await self._written(copy)
+                await _ended(writing)
+                copy.writing = writing = loop.run_in_executor(None, copy.write, frame)
+        await _ended(writing)
         if copy.num_stored != len(copy.refs):
             raise Aborted(f"the source sent {copy.num_stored} of {len(copy.refs)} blocks")
 
@@ -120,7 +127,8 @@ class GrpcTransport:
     async def close(self) -> None:
         """Does nothing, because the connections belong to the `SourceClient`."""
 
-    async def _written(self, copy: Copy) -> None:
-        """Waits for the current write to the arena. Cancelling the wait does not end the write."""
-        if copy.writing is not None:
-            await asyncio.shield(copy.writing)
+
+async def _ended(writing: asyncio.Future[None] | None) -> None:
+    """Waits for a write into the arena. Cancelling the wait does not end the write."""
+    if writing is not None:
+        await asyncio.shield(writing)
