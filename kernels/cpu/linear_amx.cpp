@@ -26,6 +26,8 @@ constexpr int64_t DEPTH = 32;             // inputs of one tile product
 constexpr int64_t PANEL = 2 * TILE;       // outputs that are computed together
 constexpr int64_t TILE_ELEMS = TILE * DEPTH;
 constexpr int64_t GROUP_BYTES = 1 << 19;  // weights of a group of panels: a part of the L2 cache
+constexpr int64_t MANY_GROUP_BYTES = 3 << 18;  // the same for many rows, which are read once for each group
+constexpr int64_t MANY_TILES = 16;        // least number of tiles of many rows
 constexpr int64_t AHEAD = 4;              // distance of the prefetch, in steps of DEPTH inputs
 constexpr int64_t MAX_VECTOR_ROWS = 2;    // largest number of rows that are multiplied in vectors
 
@@ -90,29 +92,22 @@ void prefetch_step(const uint16_t* tiles) {
     for (int line = 0; line < 32; ++line) _mm_prefetch(tiles + line * 32, _MM_HINT_T0);
 }
 
-// Computes one panel of outputs for 32 rows, or one or two panels for 16 rows. sums[4][16][16]: the tiles of the first
-// rows or panel (two halves of the panel), then those of the second ones.
-template <int ROW_TILES, int PANELS>
-void multiply(const Rows& a0, const Rows& a1, const Weights& weights, float* sums) {
-    constexpr bool two = ROW_TILES * PANELS == 2;
-    static_assert(ROW_TILES * PANELS <= 2, "there are four accumulators");
+// Computes one or two panels of outputs for 16 rows. sums[2 PANELS][16][16]: the two halves of each panel.
+template <int PANELS>
+void multiply(const Rows& a, const Weights& weights, float* sums) {
+    static_assert(PANELS <= 2, "there are four accumulators");
     _tile_zero(0);
     _tile_zero(1);
-    if (two) _tile_zero(2);
-    if (two) _tile_zero(3);
+    if (PANELS == 2) _tile_zero(2);
+    if (PANELS == 2) _tile_zero(3);
     for (int64_t k = 0; k < weights.depth; ++k) {
         for (int panel = 0; panel < PANELS; ++panel) prefetch_step(weights.ahead<PANELS>(panel, k));
-        _tile_loadd(4, a0.at + k * DEPTH, a0.stride_bytes);
+        _tile_loadd(4, a.at + k * DEPTH, a.stride_bytes);
         const uint16_t* tiles = weights.step(0, k);
         _tile_loadd(6, tiles, 64);
         _tile_loadd(7, tiles + TILE_ELEMS, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        if (ROW_TILES == 2) {
-            _tile_loadd(5, a1.at + k * DEPTH, a1.stride_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
         if (PANELS == 2) {
             tiles = weights.step(1, k);
             _tile_loadd(6, tiles, 64);
@@ -123,8 +118,103 @@ void multiply(const Rows& a0, const Rows& a1, const Weights& weights, float* sum
     }
     _tile_stored(0, sums, 64);
     _tile_stored(1, sums + TILE * TILE, 64);
-    if (two) _tile_stored(2, sums + 2 * TILE * TILE, 64);
-    if (two) _tile_stored(3, sums + 3 * TILE * TILE, 64);
+    if (PANELS == 2) _tile_stored(2, sums + 2 * TILE * TILE, 64);
+    if (PANELS == 2) _tile_stored(3, sums + 3 * TILE * TILE, 64);
+}
+
+// The outputs of one panel for 32 rows. sums[4][16][16]: the two halves of the panel for the first 16 rows, then those
+// for the others.
+struct Finished {
+    const float* sums = nullptr;
+    uint16_t* at = nullptr;
+    const uint16_t* bias = nullptr;  // of this panel, or null
+    int64_t stride = 0;
+    __mmask32 columns = 0;
+
+    // Prefetches the memory of a row for writing.
+    void claim(int64_t row) const { __builtin_prefetch(at + row * stride, 1, 3); }
+
+    // Rounds and stores a row.
+    void put(int64_t row) const {
+        const float* from = sums + (row + (row & TILE)) * TILE;
+        __m512 low = _mm512_load_ps(from), high = _mm512_load_ps(from + TILE * TILE);
+        if (bias) {
+            const __m512i add = _mm512_maskz_loadu_epi16(columns, bias);
+            low = _mm512_add_ps(low, widened(_mm512_castsi512_si256(add)));
+            high = _mm512_add_ps(high, widened(_mm512_extracti64x4_epi64(add, 1)));
+        }
+        _mm512_mask_storeu_epi16(at + row * stride, columns, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+    static __m512 widened(__m256i halves) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    }
+};
+
+// The outputs of all panels, starting at one row.
+struct Outputs {
+    uint16_t* at;
+    const uint16_t* bias;  // or null
+    int64_t stride, columns;
+
+    Finished of(int64_t panel, const float* sums) const {
+        const int64_t column = panel * PANEL, left = columns - column;
+        const __mmask32 mask = left >= PANEL ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+        return {sums, at + column, bias ? bias + column : nullptr, stride, mask};
+    }
+};
+
+// Memory that is prefetched into the L2 cache, a few lines at each step of DEPTH inputs.
+struct Ahead {
+    const char *at = nullptr, *end = nullptr;
+    int64_t per_step = 0;
+
+    Ahead() = default;
+    Ahead(const uint16_t* from, int64_t elems, int64_t steps)
+        : at(reinterpret_cast<const char*>(from)), end(at + elems * 2), per_step((elems / 32 + steps - 1) / steps) {}
+    void step() {
+        for (int64_t i = 0; i < per_step && at < end; ++i, at += 64) _mm_prefetch(at, _MM_HINT_T1);
+    }
+};
+
+// Computes panels [first, last) of outputs for 32 rows of x. While a panel is multiplied, the sums of the previous one
+// are rounded and stored. `fresh` weights are not in the L2 cache yet. With `claims`, outputs are prefetched too.
+void multiply_pair(const Rows& a0, const Rows& a1, Weights weights, int64_t first, int64_t last, bool fresh,
+                   bool claims, Ahead& next_rows, Ahead& next_weights, const Outputs& outputs) {
+    alignas(64) float sums[2][4 * TILE * TILE];
+    const int64_t rows = TILE + a1.valid, per_step = (2 * TILE + weights.depth - 1) / weights.depth;
+    Finished before;
+    int64_t put = rows;
+    for (int64_t panel = first; panel < last; ++panel, put = 0, weights.at += weights.panel_elems) {
+        float* to = sums[panel % 2];
+        const Finished now = outputs.of(panel, to);
+        int64_t claimed = claims ? 0 : rows;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < weights.depth; ++k) {
+            if (fresh) prefetch_step(weights.ahead<1>(0, k));
+            next_rows.step();
+            next_weights.step();
+            const uint16_t* tiles = weights.step(0, k);
+            _tile_loadd(4, a0.at + k * DEPTH, a0.stride_bytes);
+            _tile_loadd(6, tiles, 64);
+            _tile_loadd(7, tiles + TILE_ELEMS, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, a1.at + k * DEPTH, a1.stride_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            for (int64_t i = 0; i < per_step && claimed < rows; ++i) now.claim(claimed++);
+            for (int64_t i = 0; i < per_step && put < rows; ++i) before.put(put++);
+        }
+        _tile_stored(0, to, 64);
+        _tile_stored(1, to + TILE * TILE, 64);
+        _tile_stored(2, to + 2 * TILE * TILE, 64);
+        _tile_stored(3, to + 3 * TILE * TILE, 64);
+        before = now;
+    }
+    for (int64_t row = 0; row < rows; ++row) before.put(row);
 }
 
 // Computes one or two panels of outputs for ROWS rows of x, in fp32 [ROWS, n_in]. sums[2 PANELS][16][16], as above. It
@@ -233,32 +323,44 @@ __attribute__((visibility("default"))) int ll_amx_linear(
     const auto tiled = [&](int64_t tile, int64_t panel, bool two, float* sums) {
         const Weights weights{packed + panel * panel_elems, depth, panel_elems};
         const Rows a = rows_of(tile);
-        two ? multiply<1, 2>(a, a, weights, sums) : multiply<1, 1>(a, a, weights, sums);
+        two ? multiply<2>(a, weights, sums) : multiply<1>(a, weights, sums);
         put(sums, tile * TILE, a.valid, panel);
         if (two) put(sums + 2 * TILE * TILE, tile * TILE, a.valid, panel + 1);
     };
-    const auto twice_tiled = [&](int64_t tile, int64_t panel, float* sums) {
-        const Rows a0 = rows_of(tile), a1 = rows_of(tile + 1);
-        multiply<2, 1>(a0, a1, {packed + panel * panel_elems, depth, panel_elems}, sums);
-        put(sums, tile * TILE, TILE, panel);
-        put(sums + 2 * TILE * TILE, (tile + 1) * TILE, a1.valid, panel);
+    const bool many = tiles >= MANY_TILES;
+    // Multiplies 32 rows, and prefetches the next ones and a part of the next panels.
+    const auto twice_tiled = [&](int64_t tile, int64_t first, int64_t last, bool fresh, Ahead& next_weights) {
+        Ahead next_rows;
+        if ((tile + 4) * TILE <= rows)
+            next_rows = {x + (tile + 2) * TILE * x_stride, 2 * TILE * x_stride, (last - first) * depth};
+        multiply_pair(rows_of(tile), rows_of(tile + 1), {packed + first * panel_elems, depth, panel_elems}, first, last,
+                      fresh, many, next_rows, next_weights, {out + tile * TILE * out_stride, bias, out_stride, n_out});
     };
     const int64_t threads = std::max<int64_t>(1, std::min(num_threads, panels));
-    const int64_t most = std::min(GROUP_BYTES / (panel_elems * 2), panels / (4 * threads));  // several for each thread
+    const int64_t most = std::min((many ? MANY_GROUP_BYTES : GROUP_BYTES) / (panel_elems * 2),
+                                  panels / ((many ? 2 : 4) * threads));  // several for each thread
     const int64_t size = std::max<int64_t>(2, (most + 1) / 2 * 2);  // even, for pairs of panels
     const int64_t groups = (panels + size - 1) / size;
     ll::team(threads, [&](ll::Claims& claims) {
         const TileConfig config;
         if (!in_vectors) _tile_loadconfig(&config);
         alignas(64) float sums[4 * TILE * TILE];
-        for (int64_t group; (group = claims.next()) < groups;) {
-            const int64_t first = group * size, last = std::min(panels, first + size);
+        const auto first_of = [&](int64_t group) { return std::min(panels, group * size); };
+        bool fresh = true;
+        for (int64_t group = claims.next(), next; group < groups; group = next, fresh = !many) {
+            next = claims.next();
+            const int64_t first = first_of(group), last = first_of(group + 1);
+            Ahead next_weights;
+            if (many && next < groups) {
+                const int64_t elems = (first_of(next + 1) - first_of(next)) * panel_elems;
+                next_weights = {packed + first_of(next) * panel_elems, elems, tiles / 2 * (last - first) * depth};
+            }
             if (in_vectors)
                 for (int64_t panel = first; panel < last; panel += 2) vectors(panel, panel + 1 < last, sums);
             else
                 for (int64_t tile = 0; tile < tiles; tile += 2)
                     if (tile + 1 < tiles)
-                        for (int64_t panel = first; panel < last; ++panel) twice_tiled(tile, panel, sums);
+                        twice_tiled(tile, first, last, fresh && (tile == 0 || !many), next_weights);
                     else
                         for (int64_t panel = first; panel < last; panel += 2)
                             tiled(tile, panel, panel + 1 < last, sums);
