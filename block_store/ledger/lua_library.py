@@ -1,7 +1,7 @@
 """The Lua library of the ledger's scripts, of which each script gets the parts that it uses.
 
-Redis runs the whole text of a script at every call. To define all functions of the library took more than half of the
-time of a short call.
+Redis runs the whole text of a script at every call. Defining the whole library takes more than half of the time of a
+short call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def source(name: str) -> str:
     return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
 
 
+@functools.cache
 def with_library(script: str) -> str:
     """Returns a script, preceded by the statements of the library that it uses directly or indirectly, and by those
     that define nothing.

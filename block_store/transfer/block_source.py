@@ -16,7 +16,7 @@ import xxhash
 
 from block_store.arena.arena import Arena, ref_arrays
 from block_store.arena.header import HeaderState
-from block_store.errors import Stale
+from block_store.errors import Gone, Stale
 from block_store.ledger.prefix_hash import HASH_BYTES
 from block_store.ledger.scripts import CHUNK, LedgerScripts, chunks
 from block_store.transfer import frames
@@ -73,14 +73,21 @@ class BlockSource:
     def _keep(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
         """Extends the ticket's lease. Raises Gone if the ticket has ended, and NotHolder if it lacks one of `refs`."""
         if refs and not self._known.has(ticket, refs):
-            self._ledger.keep(ticket, refs)
-            self._known.add(ticket, refs)
+            self._find(ticket, refs)
         else:
             self.confirm(ticket)
 
+    def _find(self, ticket: TicketId, refs: Sequence[BlockRef]) -> None:
+        self._ledger.keep(ticket, refs)
+        self._known.add(ticket, refs)
+
     def confirm(self, ticket: TicketId) -> None:
-        """Extends the ticket's lease. Raises Gone if the ticket has ended."""
-        self._ledger.keep(ticket)
+        """Extends the ticket's lease. Raises Gone if the ticket has ended; nothing of it is known from then on."""
+        try:
+            self._ledger.keep(ticket)
+        except Gone:
+            self._known.forget(ticket)
+            raise
 
     def prefix_hashes(self, refs: Sequence[BlockRef]) -> list[bytes]:
         """Returns the prefix hash of each block; the hash of a partial block is empty. Raises Stale if a block was
@@ -112,15 +119,15 @@ class BlockSource:
             yield self.read(part.first, part.refs)
 
     def parts(self, ticket: TicketId, refs: Sequence[BlockRef], frame_bytes: int = FRAME_BYTES) -> Iterator[Part]:
-        """Yields the blocks of each frame, once the ledger has found them in the ticket. The ticket is confirmed, which
-        extends its lease, before every CHUNK blocks, or by the caller if the ledger had found them before. Raises Gone
-        if the ticket has ended, and NotHolder if it lacks a block.
+        """Yields the blocks of each frame, once the ledger has found them in the ticket. Before every CHUNK blocks, the
+        ticket is confirmed here, or by the caller if `is_confirmed` is False. A confirmation extends the lease. Raises
+        Gone if the ticket has ended, and NotHolder if it lacks a block.
         """
         size = max(1, min(CHUNK, frame_bytes // self.arena.block_bytes))
         for chunk_first in range(0, len(refs), CHUNK):
             chunk = refs[chunk_first : chunk_first + CHUNK]
             if not (is_known := self._known.has(ticket, chunk)):
-                self._keep(ticket, chunk)
+                self._find(ticket, chunk)
             for first in range(0, len(chunk), size):
                 yield Part(chunk_first + first, chunk[first : first + size], first > 0 or not is_known)
 

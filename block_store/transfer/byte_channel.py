@@ -10,9 +10,10 @@ send:
     server: FRAME u8, index u32, count u32, digests u64[count], the blocks' bytes, OK u8      (for each frame)
     server: END u8
 
-A frame counts only once its OK has arrived. The server sends OK after it has compared the generations again, together
-with what follows. Instead of FRAME, OK or END, the server may send a refusal (STALE, NOT_HELD or UNAVAILABLE), which
-ends the connection. Without TLS, a system call sends or receives many blocks.
+A frame counts only once its OK has arrived. The server sends OK after it has compared the generations again and, if the
+ledger found the blocks in the ticket earlier, has confirmed the ticket. It sends OK together with what follows. Instead
+of FRAME, OK or END, the server may send a refusal (STALE, NOT_HELD or UNAVAILABLE), which ends the connection. Without
+TLS, a system call sends or receives many blocks.
 """
 
 from __future__ import annotations

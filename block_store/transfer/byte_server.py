@@ -133,9 +133,9 @@ class ByteServer:
 
     def _answer(self, connection: socket.socket, request: pb.ReadBlocksRequest) -> list[Mark]:
         """Sends the frames of a request. The OK of a frame is sent with what follows it, because every message wakes
-        the receiver. While the receiver stores a frame, the ledger is asked whether the ticket has ended, if it has
-        found the blocks in this ticket before. Returns the marks that end the answer: END, with the OK of the last
-        frame, or a refusal.
+        the receiver. A ticket whose blocks the ledger found earlier is confirmed after its frame has been sent, while
+        the receiver stores the frame. Returns the marks that end the answer: END, with the OK of the last frame, or a
+        refusal.
         """
         ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)
         pending: list[Mark] = []

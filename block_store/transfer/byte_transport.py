@@ -39,8 +39,8 @@ class _CannotConnect(Exception):
 
 
 class Channels:
-    """A pool of idle byte channels, by the address of the source. `take` and `close` run in the event loop, and the
-    other methods in the threads of copies.
+    """A pool of idle byte channels, by the address of the source. `take` and `close` run in the event loop, `connect`
+    and `give_back` in the threads of copies, and `drop` in both.
     """
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:
@@ -120,6 +120,8 @@ class ByteTransport:
             await asyncio.wrap_future(running)  # a cancelled wait does not end a thread that runs
         except asyncio.CancelledError:
             receiving.abort()
+            if running.cancelled():  # before its thread began
+                receiving.close()
             raise
         except _CannotConnect as error:
             self._closed_until[address] = time.monotonic() + RETRY_S
@@ -152,10 +154,14 @@ class _Receiving:
         """Sends the request over an idle channel, if there is one, so that the source works while the thread starts.
         Does not wait: nothing else is in the channel's buffer, and what does not fit into it is sent by `run`.
         """
-        if (idle := self._channels.take(self._address)) is not None:
+        if (idle := self._channels.take(self._address)) is None:
+            return
+        try:
+            self._num_sent = idle.send(self._request)
             self._connection = idle
-            with suppress(OSError):  # `run` gets the error too
-                self._num_sent = idle.send(self._request)
+        except OSError:  # the source has closed the channel, or has restarted
+            idle.close()
+            self._channels.drop(self._address)
 
     def abort(self) -> None:
         """Makes the copy end soon. Any thread may call this method."""
@@ -163,6 +169,11 @@ class _Receiving:
         if (connection := self._connection) is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the channel of a copy that has failed, or that does not run."""
+        if self._connection is not None:
+            self._connection.close()
 
     def run(self) -> None:
         """Copies the blocks. Raises Unavailable if the source or its ledger does not answer, _CannotConnect if no byte
@@ -184,8 +195,7 @@ class _Receiving:
             if mark is not Mark.END:
                 raise _refusal(mark)
         except BaseException:
-            if self._connection is not None:
-                self._connection.close()
+            self.close()
             raise
         if self._connection is not None:
             self._channels.give_back(self._address, self._connection)

@@ -35,6 +35,11 @@ class KnownTickets:
             while self._num_blocks > MAX_BLOCKS:
                 self._num_blocks -= len(self._blocks.pop(next(iter(self._blocks))))
 
+    def forget(self, ticket: TicketId) -> None:
+        """Forgets a ticket that has ended."""
+        with self._lock:
+            self._num_blocks -= len(self._blocks.pop(ticket, ()))
+
     def has(self, ticket: TicketId, refs: Sequence[BlockRef]) -> bool:
         """Returns whether the ledger has found all of `refs` in the ticket."""
         with self._lock:

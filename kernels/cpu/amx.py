@@ -50,10 +50,14 @@ def _is_allowed(library: ctypes.CDLL, beside: CpuLibrary) -> bool:
 
 
 def attend_on_tiles(build: CpuLibrary) -> bool:
-    """Lets the attention of a build use the tiles. Returns whether it does: only the build for AVX-512 can."""
+    """Lets the attention of a build use the tiles. Returns whether it does: only the build for AVX-512 can. Raises
+    OSError or AttributeError if the build for AMX tiles cannot be loaded or does not fit to the other build.
+    """
     library = _library()
     if library is None or build.handle is None or build.isa != "avx512" or not _is_allowed(library, build):
         return False
+    if (theirs := library.ll_amx_tile_bytes()) != (ours := build.handle.ll_attention_tile_bytes()):
+        raise OSError(f"the builds for AMX tiles and AVX-512 differ ({theirs} and {ours} bytes): build both again")
     build.handle.ll_attention_tiles.argtypes = [ctypes.c_void_p]
     build.handle.ll_attention_tiles(ctypes.cast(library.ll_amx_attend, ctypes.c_void_p))
     return True

@@ -1,8 +1,8 @@
 // Attention over block tables (long: every way of dividing the work shares one class). The class divides queries into
 // tiles and keys into pieces, distributes them over threads and finds the keys in memory. Decode of few sequences
 // splits the key axis over threads and then merges the results. Larger batches compute a piece that several sequences
-// share only once. In prefill, one thread computes all pieces of a tile. All paths use piece.h, so they return the same
-// bits.
+// share only once. In prefill, one thread computes all pieces of a tile. All paths use piece.h, or all use
+// attention_amx.cpp, so they return the same bits.
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -29,12 +29,12 @@ struct Attention {
     float scale, softcap;
     const float* sinks;  // [heads], or null
     bool prefetch;
-    AttendOnTiles tiles;  // null: in vectors
+    AttendOnTiles attend_on_tiles;  // null: in vectors
     // Set by `share` for sequences that share their first pieces: the number of these pieces, and the merged results.
     std::vector<int64_t> shared_pieces = {};  // [num_seqs], or empty
     std::vector<float> shared_totals = {};    // [num_seqs, kv_heads, group * (dpad + 2)]: o, m, l
 
-    bool in_tiles() const { return FITS_TILES<T, E> && tiles && d % TILE_KEYS == 0; }
+    bool in_tiles() const { return FITS_TILES<T, E> && attend_on_tiles && d % TILE_KEYS == 0; }
     int tile_rows() const { return in_tiles() ? TILE_ROWS_AMX : TILE_ROWS; }
     int group() const { return int(heads / kv_heads); }
     int64_t q_begin(int64_t seq) const { return cu ? cu[seq] : seq; }
@@ -109,7 +109,7 @@ struct Attention {
     }
 
     void attend_located(Tile<T, E>& t, int lo, int hi) const {
-        in_tiles() ? tiles(&t, lo, hi) : attend(t, lo, hi);
+        in_tiles() ? attend_on_tiles(&t, lo, hi) : attend(t, lo, hi);
     }
 
     // Lists pointers to the keys and values of positions [base + lo, base + hi), with their scales.
@@ -157,7 +157,7 @@ struct Attention {
         const int g = group();
         for (int r = 0; r < t.rows; ++r)
             finish_row<E>(out_row(seq, i0 + r / g, kv_head * g + r % g), t.total_o + size_t(r) * t.dpad, t.total_m[r],
-                          t.total_l[r], t.d);
+                          t.total_l[r], t.d, in_tiles());
     }
 
     void merge(Tile<T, E>& t) const {
@@ -321,7 +321,7 @@ struct Attention {
         const std::vector<Sharers> found = sharers();
         int64_t sharing = 0;
         for (const Sharers& with : found) sharing += with.seqs.size() > 1 ? with.seqs.size() : 0;
-        // Tiles fill the registers, or are smaller if threads would otherwise be idle.
+        // Tiles are full, or smaller if threads would otherwise be idle.
         const int64_t most = std::max<int64_t>(2, std::min<int64_t>(tile_rows() / group(), sharing * kv_heads / threads));
         std::vector<Together> tiles;
         std::vector<int64_t> pieces(num_seqs);
@@ -450,6 +450,9 @@ LL_EXPORT int ll_attention_tiles(void* entry) {
     ll::on_tiles = reinterpret_cast<ll::AttendOnTiles>(entry);
     return 0;
 }
+
+// Returns the size of a tile of queries, which both builds must agree about.
+LL_EXPORT int ll_attention_tile_bytes() { return int(sizeof(ll::Tile<ll::bf16, ll::bf16>)); }
 
 // Layouts are as in kernels/paged_prefill.py. If cu_seqlens_q is null, each sequence has one query. A window or softcap
 // of 0 and null sinks mean none. Strides are in elements. kv_type is the type of k and v (entries.h).

@@ -274,3 +274,6 @@ LL_EXPORT void ll_amx_attend(void* tile, int lo, int hi) {
     Tile& t = *static_cast<Tile*>(tile);
     t.ahead.count > 0 ? attend<true>(t, lo, hi) : attend<false>(t, lo, hi);
 }
+
+// Returns the size of a tile of queries, which both builds must agree about.
+LL_EXPORT int ll_amx_tile_bytes() { return int(sizeof(Tile)); }

@@ -346,9 +346,9 @@ __attribute__((visibility("default"))) int ll_amx_linear(
         if (!in_vectors) _tile_loadconfig(&config);
         alignas(64) float sums[4 * TILE * TILE];
         const auto first_of = [&](int64_t group) { return std::min(panels, group * size); };
-        bool fresh = true;
-        for (int64_t group = claims.next(), next; group < groups; group = next, fresh = !many) {
-            next = claims.next();
+        for (int64_t group, expected = -1; (group = claims.next()) < groups;) {
+            const bool fresh = !many || group != expected;
+            const int64_t next = expected = group + threads;  // if all threads are equally fast
             const int64_t first = first_of(group), last = first_of(group + 1);
             Ahead next_weights;
             if (many && next < groups) {

@@ -67,7 +67,11 @@ def _open(isa: Isa) -> CpuLibrary:
     from kernels.cpu.amx import attend_on_tiles  # needs torch
 
     build = CpuLibrary(isa, ctypes.CDLL(str(path)), "best for this CPU")
-    return replace(build, tiles=attend_on_tiles(build))
+    try:
+        return replace(build, tiles=attend_on_tiles(build))
+    except (OSError, AttributeError) as error:
+        count_fallback("attention on AMX tiles", str(error), "in vectors")
+        return build
 
 
 def amx_library() -> Path | None:

@@ -1,9 +1,10 @@
 // Attention over one piece (KV split) of the key axis (long: it is inlined as a whole). It computes a tile of query
 // rows against up to PIECE keys of one KV head. Decode and prefill share it.
 //
-// Reproducibility: the bits of a row do not depend on the tile that contains it. A score is one chain of multiply-adds
-// over head_dim. A row's maximum, sum and output are accumulated over keys in ascending absolute order. Keys that a row
-// does not see have a weight of exactly 0. Pieces begin at multiples of PIECE tokens and are merged in ascending order.
+// Reproducibility: the bits of a row do not depend on the tile that contains it. In vectors, a score is one chain of
+// multiply-adds over head_dim, and a row's output is accumulated over keys in ascending absolute order; on AMX tiles,
+// attention_amx.cpp says the orders. Keys that a row does not see have a weight of exactly 0. Pieces begin at multiples
+// of PIECE tokens and are merged in ascending order.
 #pragma once
 
 #include <algorithm>
@@ -17,11 +18,11 @@
 namespace ll {
 
 constexpr int PIECE = 256;           // keys; a different number would change bits
+constexpr int TILE_KEYS = 32;        // keys whose values a product of AMX tiles sums; likewise
 // The constants below do not affect bits.
 constexpr int PANEL = 12;            // vectors of keys that are packed at once; they are scored while in the L1 cache
 constexpr int STRETCH = 64;          // keys whose values are added to all rows while they are in the L1 cache
 constexpr int ROWS = 6;              // maximum query rows of a register block
-constexpr int TILE_KEYS = 32;        // keys whose values a product of AMX tiles sums (attention_amx.cpp)
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // Returns the number of vectors per row in a register block of `rows` rows. 8 to 12 sums hide the latency of a
@@ -106,7 +107,7 @@ struct Tile {
     float scale, softcap;      // softcap 0: none
     float* qpack;              // [rows, words, TERMS]
     float* kpack;              // [words, PANEL, W]
-    float* scores;             // [rows, PIECE], then weights
+    float* scores;             // [rows, PIECE], then weights, unless they are rounded
     float* o;                  // [rows, dpad] output of this piece, with columns in the order of Columns
     E* zeros;                  // [d]
     float* m;                  // [rows] maximum in this piece, in units of UNIT; NEG_INF: the row sees no key in it
@@ -295,8 +296,8 @@ void softmax_row(Tile<T, E>& t, int row, int lo, int hi) {
     };
     if constexpr (ROUNDS) {
         for (int g = lo / W; g * W < hi; g += 2) {
-            const vf first = weight_of(g), second = weight_of(g + 1);
-            store_rounded(t.weights + size_t(row) * PIECE + g * W, first, second);
+            const vf even = weight_of(g), odd = weight_of(g + 1);
+            store_rounded(t.weights + size_t(row) * PIECE + g * W, even, odd);
         }
     } else {
         for (int g = lo / W; g * W < hi; ++g) {
@@ -463,11 +464,12 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
     total_m = top;
 }
 
-// Writes the row's output.
+// Writes the row's output. With `from_tiles`, -0 becomes +0: tiles flush small sums to zeros whose signs depend on the
+// number of unseen keys.
 template <class E, class T>
-LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d) {
-    const vf l = splat(total_m == NEG_INF || AS_TORCH<T, E> ? 1.f : total_l);
-    auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) / l; };
+LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d, bool from_tiles) {
+    const vf l = splat(total_m == NEG_INF || AS_TORCH<T, E> ? 1.f : total_l), zero = splat(from_tiles ? 0.f : -0.f);
+    auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) / l + zero; };
     int i = 0;
     if constexpr (IN_INTEGERS<T, E>) {
         for (; i < d; i += INTEGER_COLUMNS) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -206,10 +207,33 @@ async def test_a_ticket_that_ended_after_it_was_known_gets_no_ok(ends: Any) -> N
     pair = ends()
     assert len(pair.source.keep(pair.ticket, pair.refs)) == 6
     pair.store.ledger.give_up(pair.ticket)
+    sent: list[int] = []
+    views = pair.store.arena.views
+    pair.store.arena.views = lambda blocks: sent.append(len(blocks)) or views(blocks)
+    for _ in range(2):
+        copy = pair.copy()
+        with pytest.raises(Aborted, match="no longer has"):
+            await pair.transport.fetch(copy)
+        assert copy.num_stored == 0 and not pair.stored
+    assert sent == [6], "the second request gets no bytes"
+
+
+async def test_a_copy_that_is_cancelled_before_its_thread_begins_gives_its_channel_up(ends: Any) -> None:
+    pair = ends()
+    await pair.transport.fetch(pair.copy())
+    [[(_, connection)]] = pair.transport._channels._idle.values()
+    hold = threading.Event()
+    busy = [pair.transport._threads.submit(hold.wait) for _ in range(4)]
     copy = pair.copy()
-    with pytest.raises(Aborted, match="no longer has"):
-        await pair.transport.fetch(copy)
-    assert copy.num_stored == 0 and not pair.stored
+    fetching = asyncio.create_task(pair.transport.fetch(copy))
+    while copy.writing is None:
+        await asyncio.sleep(0.01)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert pair.transport.is_quiescent(copy) and connection.fileno() == -1
+    hold.set()
+    assert all(each.result(60) for each in busy)
 
 
 class Slow(socket.socket):
@@ -318,7 +342,7 @@ BUGS: dict[str, tuple[type, str, str, str, Check]] = {
         test_a_byte_that_changes_on_the_way_is_found_by_the_digest,
     ),
     "tickets not checked": (
-        BlockSource, "parts", "self._keep(ticket, chunk)", "pass", test_only_the_tickets_owner_reads
+        BlockSource, "parts", "self._find(ticket, chunk)", "pass", test_only_the_tickets_owner_reads
     ),
 }  # fmt: skip
 """Method, text in the source of its module, replacement, and the test that notices."""

@@ -89,3 +89,17 @@ def test_a_row_has_the_same_bits_with_any_number_of_heads_and_in_any_blocks(grou
             alone = paged_attention(q[-1:, head : head + 1].contiguous(), *where, softmax_scale=d**-0.5)
             assert torch.equal(alone[0, 0], found[0][-1, head]), (block_size, head)
     assert found[0].isfinite().all() and all(torch.equal(each, found[0]) for each in found)
+
+
+def test_the_sign_of_a_zero_does_not_depend_on_the_keys_that_a_row_does_not_see() -> None:
+    """Products that are too small become zeros with the sign of the product."""
+    d, n = 64, 100
+    q, k = torch.randn(n, 1, d).to(torch.bfloat16), torch.randn(n, d).to(torch.bfloat16)
+    v = (torch.randn(n, d) * 2e-38).to(torch.bfloat16)
+    caches, table = (in_blocks(k, 16), in_blocks(v, 16)), torch.arange(7, dtype=torch.int32)[None]
+    starts = torch.tensor([0, n], dtype=torch.int32)
+    whole = paged_prefill(q, *caches, table, starts[1:], starts, softmax_scale=d**-0.5)
+    for p in range(n):
+        lens = torch.tensor([p + 1], dtype=torch.int32)
+        alone = paged_attention(q[p : p + 1], *caches, table, lens, softmax_scale=d**-0.5)
+        assert torch.equal(alone[0].view(torch.int16), whole[p].view(torch.int16)), p

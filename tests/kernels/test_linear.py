@@ -20,6 +20,7 @@ SHAPES = [
     (64, 192),
     (96, 96),
     (80, 100),
+    (64, 1000),
     (768, 1280),
     (768, 4096),
     (2048, 768),
@@ -27,7 +28,7 @@ SHAPES = [
     (64, 32000),
     (768, 32000),
 ]
-ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 33, 64, 127, 256, 511, 1024]
+ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 33, 64, 127, 256, 257, 511, 1024]
 
 
 def make(n_in: int, n_out: int, dtype: torch.dtype, bias: bool = True) -> tuple[PackedLinear, torch.Tensor, torch.Tensor | None]:  # fmt: skip  # noqa: E501

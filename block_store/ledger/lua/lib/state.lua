@@ -1,5 +1,5 @@
--- First file of the library (`scripts.LIBRARY`), which precedes the script of each of `scripts._OPERATIONS`: keys,
--- records, the lane.
+-- First file of the library (`lua_library.FILES`), whose used statements precede the script of each of
+-- `scripts._OPERATIONS`: keys, records, the lane.
 -- KEYS[1] is '{looseleaf:<arena>}:meta'; the other keys share its hash tag.
 -- ARGV[1] is the dataset generation under which the caller believes the ledger was built.
 --
