@@ -1,5 +1,6 @@
-// y = x @ W^T + bias in bf16 on Intel's AMX tiles. An output's products are summed in the same order for any number of
-// rows, so a row's bits do not depend on the other rows.
+// y = x @ W^T + bias in bf16 on Intel's AMX tiles (long: one, some and many rows are multiplied in different ways). An
+// output's products are summed in the same order for any number of rows, so a row's bits do not depend on the other
+// rows.
 //
 // TDPBF16PS, the product of two tiles, adds the products of 16 even inputs in one fp32 sum that begins at zero, those of
 // the 16 odd inputs in another, and then the sum of both to the accumulator (Intel's Software Developer's Manual,
