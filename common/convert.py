@@ -77,7 +77,7 @@ def table_from_pb(message: pb.BlockTable) -> tuple[BlockRef, ...]:
     """Converts a block table. Raises InvalidArgument if the numbers of blocks and generations differ."""
     if (num_blocks := len(message.blocks)) != (got := len(message.generations)):
         raise InvalidArgument.of("generations", f"must have one entry for each of the {num_blocks} blocks, got {got}")
-    return tuple(map(BlockRef, message.blocks, message.generations))
+    return tuple(map(BlockRef._make, zip(message.blocks, message.generations, strict=True)))
 
 
 def ticket_to_pb(ticket: Ticket) -> pb.Ticket:

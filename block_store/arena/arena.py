@@ -57,8 +57,8 @@ _LOST_GENERATION = np.uint64(2**64 - 1)
 
 def ref_arrays(refs: Sequence[BlockRef]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
     """Returns the block numbers int64[n] and generations uint64[n] of `refs`."""
-    ids = np.fromiter((ref.block for ref in refs), np.int64, len(refs))
-    return ids, np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
+    blocks, generations = zip(*refs, strict=True) if refs else ((), ())
+    return np.array(blocks, np.int64), np.array(generations, np.uint64)
 
 
 class Arena:
@@ -332,11 +332,16 @@ class Arena:
         """Returns the host memory of several blocks, in order: one view for each run of consecutive block numbers. The
         blocks must be in host memory.
         """
-        data = self._blocks
+        data, size = self._blocks, self.block_bytes
         assert isinstance(data, np.ndarray)
-        ends = [*(np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist(), len(blocks)] if len(blocks) else []
-        runs = zip([0, *ends], ends, strict=False)
-        return [data[int(blocks[first]) : int(blocks[last - 1]) + 1].reshape(-1).data for first, last in runs]
+        memory = memoryview(data).cast("B")  # type: ignore[arg-type]
+        runs: list[list[int]] = []
+        for number in blocks.tolist():
+            if runs and runs[-1][1] == number:
+                runs[-1][1] += 1
+            else:
+                runs.append([number, number + 1])
+        return [memory[first * size : end * size] for first, end in runs]
 
     def digest(self, block: int) -> int:
         """Returns the 64-bit XXH3 hash of the block's current bytes."""

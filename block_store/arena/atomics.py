@@ -6,12 +6,14 @@ import ctypes
 import functools
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 U64Array = npt.NDArray[np.uint64]
 I64Array = npt.NDArray[np.int64]
+_Memory = ctypes.c_char * 0
 
 
 def library_path() -> Path:
@@ -40,13 +42,18 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def _at(array: npt.NDArray[Any]) -> object:
+    """Returns the array's memory as an argument of a C function, which takes a fifth of the time of `array.ctypes`."""
+    return _Memory.from_buffer(array.data) if array.flags.writeable else array.ctypes.data
+
+
 def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
     blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64).ravel()
     wanted: U64Array = np.ascontiguousarray(gens, dtype=np.uint64).ravel()
     if blocks.size != wanted.size:
         raise ValueError(f"{blocks.size} blocks but {wanted.size} generations")
     function = getattr(_library(), name)
-    first = int(function(base.ctypes.data, base.size, blocks.ctypes.data, wanted.ctypes.data, blocks.size))
+    first = int(function(_at(base), base.size, _at(blocks), _at(wanted), blocks.size))
     return None if first < 0 else first
 
 
@@ -65,7 +72,7 @@ def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None
     blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64)
     if blocks.size and not 0 <= int(blocks.min()) <= int(blocks.max()) < base.size:
         raise IndexError(f"blocks {blocks.min()} to {blocks.max()} are not all below {base.size}")
-    _library().looseleaf_enter_states(base.ctypes.data, blocks.ctypes.data, state, blocks.size)
+    _library().looseleaf_enter_states(_at(base), _at(blocks), state, blocks.size)
 
 
 def fence() -> None:

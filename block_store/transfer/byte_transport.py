@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,10 @@ from common.trust import NO_TRUST, Trust
 CONNECT_S = 1.0
 RETRY_S = 30.0
 """Time in seconds for which a source is read over gRPC after a connection to its byte channels has failed."""
+SHORT_BYTES = 1 << 16
+"""Maximum size of an answer that is awaited in the event loop, in bytes."""
+SHORT_S = 0.2
+"""Time in seconds after which a thread waits for a short answer instead."""
 logger = logging.getLogger("byte-transport")
 Address = tuple[str, int]
 
@@ -114,7 +119,8 @@ class ByteTransport:
             self.fallbacks.note("blocks over gRPC", f"there is no byte channel to {copy.source}")
             return await self._otherwise.fetch(copy)
         receiving = _Receiving(copy, address, self._channels)
-        receiving.ask_idle()
+        if receiving.ask_idle() and await receiving.has_answer():
+            return receiving.run()
         copy.writing = running = self._threads.submit(receiving.run)
         try:
             await asyncio.wrap_future(running)  # a cancelled wait does not end a thread that runs
@@ -150,18 +156,41 @@ class _Receiving:
         self._connection: socket.socket | None = None
         self._is_aborted = False
 
-    def ask_idle(self) -> None:
+    def ask_idle(self) -> bool:
         """Sends the request over an idle channel, if there is one, so that the source works while the thread starts.
-        Does not wait: nothing else is in the channel's buffer, and what does not fit into it is sent by `run`.
+        Does not wait: nothing else is in the channel's buffer, and what does not fit into it is sent by `run`. Returns
+        whether the whole request has been sent.
         """
         if (idle := self._channels.take(self._address)) is None:
-            return
+            return False
         try:
             self._num_sent = idle.send(self._request)
             self._connection = idle
         except OSError:  # the source has closed the channel, or has restarted
             idle.close()
             self._channels.drop(self._address)
+        return self._num_sent == len(self._request)
+
+    async def has_answer(self) -> bool:
+        """Waits in the event loop for the answer if it is short: to start and end a thread takes 0.1 ms. Returns
+        whether the whole answer is in the channel's buffer, so that `run` does not block. If not, the answer is long, a
+        refusal or late, or the channel is closed.
+        """
+        connection, count = self._connection, len(self._copy.refs)
+        begin = bytes([Mark.FRAME]) + FRAME_HEAD.pack(0, count)
+        end = bytes([Mark.OK, Mark.END])
+        num_bytes = len(begin) + count * (8 + self._copy.arena.block_bytes) + len(end)
+        if connection is None or num_bytes > SHORT_BYTES or isinstance(connection, ssl.SSLSocket):
+            return False
+        try:
+            await _received(connection, num_bytes)
+            answer = connection.recv(num_bytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:  # nothing has arrived, or the channel is closed
+            return False
+        except BaseException:
+            self.close()
+            raise
+        return len(answer) == num_bytes and answer.startswith(begin) and answer.endswith(end)
 
     def abort(self) -> None:
         """Makes the copy end soon. Any thread may call this method."""
@@ -232,6 +261,26 @@ class _Receiving:
             raise _refusal(mark)
         self._copy.accept(digests)
         return _mark(receiver)
+
+
+async def _received(connection: socket.socket, num_bytes: int) -> None:
+    """Returns when `num_bytes` bytes are in the connection's buffer, the connection is closed, or SHORT_S is over."""
+    loop = asyncio.get_running_loop()
+    received = loop.create_future()
+
+    def end() -> None:
+        if not received.done():
+            received.set_result(None)
+
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+    loop.add_reader(connection, end)
+    timer = loop.call_later(SHORT_S, end)
+    try:
+        await received
+    finally:
+        timer.cancel()
+        loop.remove_reader(connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 def _mark(receiver: Receiver) -> Mark:

@@ -12,9 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
-from block_store.arena.arena import Arena
+from block_store.arena.arena import Arena, ref_arrays
 from block_store.transfer.frames import Frame
 from block_store.transfer.source_client import SourceClient
 from common.errors import Aborted
@@ -54,7 +52,7 @@ class Copy:
         into = self.into[first : first + count]
         if first != self.num_stored or not into or len(into) != count:
             raise Aborted(f"the source sent {count} blocks at {first} instead of {self.num_stored}")
-        return self.arena.places(np.fromiter((ref.block for ref in into), np.int64, count))
+        return self.arena.places(ref_arrays(into)[0])
 
     def accept(self, digests: Sequence[int]) -> None:
         """Compares the digests of the next blocks, whose bytes are in place. Raises Aborted if the bytes are not those
