@@ -34,7 +34,7 @@ class DraftLimits:
     block_size: int
     max_model_len: int
     max_pause: int = 16
-    """Maximum number of tokens for which the drafter is not called after a wrong or missing prediction. Without such
+    """Maximum number of steps in which the drafter is not called after a wrong or missing prediction. Without such
     pauses, calls would take a part of every step even if nothing can be predicted.
     """
     catch_up_share: float | None = 0.5
@@ -64,12 +64,12 @@ class DraftPolicy(ABC):
         """Records the tokens that a step of `num_rows` rows has added to samples, and the step's duration without the
         time that `drafts` took.
         """
-        drafted = [item for item in taken if item.num_drafted]
         self._num_steps += 1
+        drafted = [] if num_rows == len(taken) else [item for item in taken if item.num_drafted]
         if drafted or self._num_steps % _PLAIN_EVERY == 0 or not self._times.knows(num_rows):
             self._times.note(num_rows, seconds)
         if taken:
-            num_more = sum(len(item.samples) - 1 for item in drafted)
+            num_more = sum(len(item.samples) - 1 for item in drafted) if drafted else 0
             self.pace += _PACE_WEIGHT * (1.0 + num_more / len(taken) - self.pace)
         if drafted:
             accepted = list(self.counts.accepted_by_position)

@@ -11,12 +11,15 @@ from collections.abc import Sequence as Seq
 
 from engine.sequence import Sequence
 
-LOOK_AHEAD = 32
+LOOK_AHEAD = 128
 """Number of tokens that are predicted at a time. As long as they are right, no further look-up is needed."""
 MOST_INDEXED = 4096
-"""Maximum number of tokens that one look-up indexes, which takes about 1 ms per n. A longer prompt is indexed over
-several steps.
+"""Maximum number of tokens that one look-up indexes, which takes about 1 ms. A longer prompt is indexed over several
+steps.
 """
+TOKEN_BITS = 24
+MOST_COMPARED = 64
+"""Maximum number of earlier occurrences of which the one with the longest n-gram is looked for."""
 
 
 class NgramDrafter:
@@ -26,14 +29,14 @@ class NgramDrafter:
         """Creates a drafter without indexes. `longest` and `shortest` are the largest and the smallest n of the n-grams
         (vLLM: `prompt_lookup_max` and `prompt_lookup_min`).
         """
-        self._sizes = range(longest, shortest - 1, -1)
+        self._lengths = longest, shortest
         self._indexes: dict[Sequence, _Index] = {}
 
     def predict(self, sequence: Sequence) -> Seq[int]:
         """Returns tokens that may follow the sequence, or no tokens."""
         index = self._indexes.get(sequence)
         if index is None:
-            index = self._indexes[sequence] = _Index(sequence.prompt_ids, self._sizes)
+            index = self._indexes[sequence] = _Index(sequence.prompt_ids, *self._lengths)
         return index.predict(sequence.output_ids)
 
     def drop(self, sequence: Sequence) -> None:
@@ -42,30 +45,49 @@ class NgramDrafter:
 
 
 class _Index:
-    """The n-grams of one sequence's tokens, with the end of each n-gram's latest occurrence."""
+    """The occurrences of one sequence's n-grams of the shortest length. Longer n-grams are found among these. An n-gram
+    is stored as one integer, and each occurrence with the one before it, so that the garbage collector has no more
+    objects to visit.
+    """
 
-    def __init__(self, prompt_ids: Seq[int], sizes: Seq[int]) -> None:
+    def __init__(self, prompt_ids: Seq[int], longest: int, shortest: int) -> None:
         self._tokens = list(prompt_ids)
         self._num_prompt = len(self._tokens)
-        self._ends: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in sizes}
-        self._indexed = 0
-        """Number of leading tokens whose n-grams are in the index."""
+        self._longest, self._shortest = longest, shortest
+        self._kept = (1 << TOKEN_BITS * (shortest - 1)) - 1
+        self._gram = 0
+        """The n-gram that ends with the latest indexed token."""
+        self._latest: dict[int, int] = {}
+        """The end of the latest occurrence of each n-gram."""
+        self._earlier: list[int] = []
+        """For each indexed token, the end of the latest earlier occurrence of the n-gram that ends with it, or 0."""
 
     def predict(self, output_ids: Seq[int]) -> Seq[int]:
-        tokens = self._tokens
+        tokens, latest, earlier = self._tokens, self._latest, self._earlier
         tokens += output_ids[len(tokens) - self._num_prompt :]
-        end = min(len(tokens) - 1, self._indexed + MOST_INDEXED)  # the newest n-gram is looked up, so it is not indexed
-        for size, ends in self._ends.items():
-            first = max(size, self._indexed + 1)
-            grams = zip(*(tokens[first - size + i : end - size + 1 + i] for i in range(size)), strict=True)
-            ends.update(zip(grams, range(first, end + 1), strict=True))
-        self._indexed = max(self._indexed, end)
-        if end < len(tokens) - 1:
+        gram, kept = self._gram, self._kept
+        for token in tokens[len(earlier) : min(len(tokens) - 1, len(earlier) + MOST_INDEXED)]:
+            gram = (gram & kept) << TOKEN_BITS | token
+            earlier.append(latest.get(gram, 0))
+            latest[gram] = len(earlier)
+        self._gram = gram
+        if len(earlier) < len(tokens) - 1:  # the newest n-gram is looked up, so it is not indexed
             return ()
-        for size, ends in self._ends.items():
-            if (at := ends.get(tuple(tokens[-size:]))) is not None:
-                return self._after(at)
-        return ()
+        at, best, most = latest.get((gram & kept) << TOKEN_BITS | tokens[-1], 0), 0, self._shortest - 1
+        for _ in range(MOST_COMPARED):
+            if not at or most == self._longest:
+                break
+            if (length := self._same(at)) > most:
+                best, most = at, length
+            at = earlier[at - 1]
+        return self._after(best) if best else ()
+
+    def _same(self, at: int) -> int:
+        """Returns how many of the tokens before `at` equal the newest tokens, at most `self._longest`."""
+        tokens, length = self._tokens, 0
+        while length < min(self._longest, at) and tokens[at - length - 1] == tokens[-length - 1]:
+            length += 1
+        return length
 
     def _after(self, at: int) -> Seq[int]:
         """Returns LOOK_AHEAD tokens from `at` on. If there are fewer, the text from `at` on is assumed to repeat."""

@@ -8,6 +8,7 @@ whose predictions take time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,37 +39,47 @@ class _Guess:
     max_pause: int
     tokens: Seq[int] = ()
     at: int = 0
-    """Number of leading tokens that have turned out right."""
+    """Number of leading tokens that the sequence has passed."""
+    was_right: bool = False
+    """Whether the last of them was right."""
     num_outputs: int = 0
     """Length of the sequence's output when the guess was last compared with it."""
     rate: float = FIRST_RATE
-    """Estimated probability that the next token of a prediction is right."""
+    """Estimated probability that the next token of a prediction is right: the share of right ones, as if there had been
+    one of each before, and later a mean of the latest ones.
+    """
+    num_compared: int = 0
     pause: int = 0
-    """Number of tokens for which the drafter is not called after a wrong or missing prediction. Such a prediction
-    roughly doubles this number, and each token that was predicted correctly halves it.
+    """Number of steps in which the drafter is not called after a wrong or missing prediction. Such a prediction doubles
+    this number, and each token that was predicted correctly halves it.
     """
     ask_at: int = 0
-    """Length of the output at which the drafter is called again."""
+    """Number of the step in which the drafter is called again."""
 
-    def compare(self, output_ids: Seq[int]) -> None:
-        """Compares the guess with the new tokens. After a wrong token, there is no guess."""
+    def compare(self, output_ids: Seq[int], step: int) -> None:
+        """Compares the guess with the new tokens. If one is wrong after a right one, as in an edited text, the guess
+        goes on after it. Otherwise there is no guess any more.
+        """
         for token in output_ids[self.num_outputs :]:
             if self.at == len(self.tokens):
                 break
             is_right = self.tokens[self.at] == token
-            self.rate += RATE_WEIGHT * (is_right - self.rate)
-            if is_right:
-                self.at += 1
-                self.pause //= 2
+            self.num_compared += 1
+            self.rate += max(RATE_WEIGHT, 1 / (self.num_compared + 2)) * (is_right - self.rate)
+            if is_right or self.was_right:
+                self.at, self.was_right = self.at + 1, is_right
+                self.pause //= 1 + is_right
             else:
                 self.tokens, self.at = (), 0
-                self.rest(len(output_ids))
+                self.rest(step)
         self.num_outputs = len(output_ids)
 
-    def rest(self, num_outputs: int) -> None:
-        """Postpones the next call of the drafter, after a wrong or missing prediction."""
-        self.pause = min(self.max_pause, 2 * self.pause + 1)
-        self.ask_at = num_outputs + self.pause
+    def rest(self, step: int) -> None:
+        """Postpones the next call of the drafter, after a wrong or missing prediction. Sequences with the same pause
+        end it in the same step, so that most steps have no calls.
+        """
+        self.pause = min(self.max_pause, max(1, 2 * self.pause))
+        self.ask_at = (step // self.pause + 1) * self.pause if self.pause else step
 
 
 class Speculation(DraftPolicy):
@@ -79,14 +90,32 @@ class Speculation(DraftPolicy):
         self._drafter = drafter
         self._choose = choose
         self._guesses: dict[Sequence, _Guess] = {}
+        self._step = 0
+        self._idle_until: float = 0
+        """Number of the next step in which a drafter is called, if all sequences are resting."""
+        self._num_resting = 0
+        """Length of the plan for which `_idle_until` was computed. If a sequence takes another one's place in it, its
+        first prediction is late, at most by `max_pause` steps.
+        """
 
     def drafts(self, plan: Plan) -> list[Draft]:
+        self._step += 1
+        if self._step < self._idle_until and len(plan) == self._num_resting:
+            return []
         options, guesses = list[Option](), dict[int, _Guess]()
+        self._idle_until, self._num_resting = math.inf, len(plan)
         for place, (group, sequence) in enumerate(plan):
-            guess = None if group.search is not None else self._guess(sequence)
-            if guess is not None and (room := self._room_for(sequence, guess)):
-                options.append(Option(place, guess.rate, room))
-                guesses[place] = guess
+            if group.search is not None:
+                continue
+            guess = self._guesses.get(sequence)
+            if guess is None or guess.tokens or self._step >= guess.ask_at:
+                guess = self._guess(sequence)
+                if room := self._room_for(sequence, guess):
+                    options.append(Option(place, guess.rate, room))
+                    guesses[place] = guess
+            ask_at = 0 if guess.tokens else guess.ask_at
+            if ask_at < self._idle_until:
+                self._idle_until = ask_at
         self._forget_others(plan)
         if not options:
             return []
@@ -101,19 +130,17 @@ class Speculation(DraftPolicy):
 
     # --- inside
 
-    def _guess(self, sequence: Sequence) -> _Guess | None:
-        """Returns the prediction for a sequence, or None if there is none."""
+    def _guess(self, sequence: Sequence) -> _Guess:
+        """Returns the prediction for a sequence, which has no tokens if there is none."""
         guess, outputs = self._guesses.get(sequence), sequence.output_ids
         if guess is None:
             guess = self._guesses[sequence] = _Guess(self._limits.max_pause, num_outputs=len(outputs))
-        elif not guess.tokens and len(outputs) < guess.ask_at:
-            return None
-        guess.compare(outputs)
-        if guess.at == len(guess.tokens) and len(outputs) >= guess.ask_at:
-            guess.tokens, guess.at = self._drafter.predict(sequence), 0
+        guess.compare(outputs, self._step)
+        if guess.at == len(guess.tokens) and self._step >= guess.ask_at:
+            guess.tokens, guess.at, guess.was_right = self._drafter.predict(sequence), 0, False
             if not guess.tokens:
-                guess.rest(len(outputs))
-        return guess if guess.tokens else None
+                guess.rest(self._step)
+        return guess
 
     def _forget_others(self, plan: Plan) -> None:
         """If there are more predictions than sequences in this step, drops those for sequences that are not in the

@@ -233,6 +233,46 @@ def test_a_drafter_is_asked_rarely_until_it_is_right() -> None:
     assert asked(40) == 20, "a right prediction is followed by the next"
 
 
+def test_a_prediction_goes_on_after_one_wrong_token_as_in_an_edited_text() -> None:
+    drafter, grown = Counting(list(range(20, 40))), sequence([1], [1])
+
+    def all_rows(options: Seq[Option], num: int, *rest: Any) -> list[int]:
+        return [option.room for option in options] or [0] * num
+
+    speculation = Speculation(drafter, DraftLimits(3, 64, block_size=16, max_model_len=1024), all_rows)
+
+    def drafted(*tokens: int) -> tuple[int, ...]:
+        """Returns the draft of the next step, once the sequence has these further tokens."""
+        grown.output_ids += tokens
+        drafts = speculation.drafts([(Group(0, 1, [grown]), grown)])
+        return drafts[0].token_ids if drafts else ()
+
+    assert drafted() == (20, 21, 22)
+    assert drafted(20, 21) == (22, 23, 24)
+    assert drafted(5) == (23, 24, 25), "a name may have been replaced"
+    assert drafted(23, 6) == (25, 26, 27), "the token between was right"
+    assert drafter.num_asked == 1
+    drafter.tokens = []
+    assert drafted(7) == (), "two wrong tokens in a row"
+    drafter.tokens = [30, 31, 32, 33]
+    assert drafted(8) == (30, 31, 32) and drafter.num_asked == 2
+    assert drafted(9) == (), "the first token of a prediction was wrong"
+
+
+def test_resting_sequences_end_their_pauses_in_the_same_step() -> None:
+    drafter, grown = Counting([]), [sequence([1], [1]) for _ in range(8)]
+    speculation = Speculation(drafter, DraftLimits(3, 64, block_size=16, max_model_len=1024, max_pause=16))
+    asked = []
+    for step in range(160):
+        running = grown[: 1 + step // 4]  # they begin at different times
+        before = drafter.num_asked
+        assert speculation.drafts([(Group(0, 1, [each]), each) for each in running]) == []
+        asked.append(drafter.num_asked - before)
+        for each in running:
+            each.output_ids.append(1)
+    assert sorted(asked[-32:]) == [0] * 30 + [8, 8]
+
+
 class Modeled:
     """A sequence that a target continues greedily, and drafts of a draft model. Steps of the target take `seconds`."""
 
