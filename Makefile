@@ -188,10 +188,12 @@ clean: ## remove .venv and all build outputs
 
 # --- installation: stamp files, so that a warm start does no work and a changed kernel is rebuilt ---
 
-install: # installs packages and, at the same time, compiles the kernels, for serving and measuring
+install: # installs packages and, at the same time, compiles the kernels for this CPU, for serving and measuring
 	@$(MAKE) --silent --jobs=2 $(VENV)/.installed $(VENV)/.compiled
 
-dev: install $(VENV)/.developing
+dev: # installs packages and, at the same time, compiles the kernels for every CPU, for tests and checks
+	@$(MAKE) --silent --jobs=2 $(VENV)/.installed $(VENV)/.compiled-all
+	$(MAKE) --silent $(VENV)/.developing
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -217,9 +219,14 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml
 	touch $@
 
 $(VENV)/.compiled: $(VENV)/.created $(NATIVE)
+	@echo "compiling the kernels for this CPU (a minute on two cores) ..."
+	KERNEL_BUILDS=native $(PY) setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/.compiled-all: $(VENV)/.created $(NATIVE)
 	@echo "compiling the kernels for each instruction set (two minutes on two cores) ..."
 	$(PY) setup.py --quiet build_ext --inplace
-	touch $@
+	touch $(VENV)/.compiled $@
 
 $(VENV)/.developing: $(VENV)/.installed
 	@echo "installing the packages for tests and checks ..."

@@ -1,9 +1,12 @@
 """Builds the C++ kernels for each instruction set and the block store's atomics, and adds the built-in model to wheels.
 The metadata is in pyproject.toml.
 
-The kernels are optional. Without a compiler, the torch references replace them, and each use is logged and counted. If
-the environment variable NO_EXTENSIONS is set, nothing is compiled: the Makefile compiles the extensions while pip
-downloads packages.
+The kernels are optional. Without a compiler, the torch references replace them, and each use is logged and counted.
+
+Environment variables:
+
+NO_EXTENSIONS   if set, nothing is compiled: the Makefile compiles the extensions while pip downloads packages
+KERNEL_BUILDS   "native": only the kernels that this CPU uses; unset: those for every instruction set
 """
 
 from __future__ import annotations
@@ -69,6 +72,11 @@ def kernel_extensions() -> list[Extension]:
     builds = {isa: (shared, flags) for isa, flags in ISA_FLAGS.items() if is_x86 or isa == "portable"}
     if is_x86 and sys.platform == "linux":
         builds["amx"] = (AMX_SOURCES, AMX_FLAGS)
+    if os.environ.get("KERNEL_BUILDS") == "native":
+        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+        from kernels.cpu.loader import native_builds
+
+        builds = {isa: builds[isa] for isa in native_builds()}
     return [
         Extension(
             f"kernels._cpu_{isa}",

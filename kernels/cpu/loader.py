@@ -43,6 +43,15 @@ def supported_isas() -> tuple[Isa, ...]:
     return tuple(i for i in ISAS if i != "reference" and _NEEDS[i] <= _cpu_flags() and _find(i) is not None)
 
 
+def native_builds() -> tuple[str, ...]:
+    """Returns the builds that this CPU uses, whether or not they are installed: the best one, and that for AMX tiles if
+    it has them.
+    """
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    best = next(isa for isa, needs in _NEEDS.items() if needs <= _cpu_flags() and (is_x86 or isa == "portable"))
+    return (best, "amx") if is_x86 and _cpu_flags() >= _AMX_NEEDS else (best,)
+
+
 def best_isa() -> Isa:
     """Returns the build that `load()` chooses by default."""
     return next(iter(supported_isas()), "reference")

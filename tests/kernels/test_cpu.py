@@ -11,9 +11,11 @@ import torch
 
 import kernels
 from kernels import cpu
+from kernels.cpu import loader
 from kernels.rms_norm import rms_norm
 
 ROOT = Path(__file__).resolve().parents[2]
+AVX512 = "avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni fma f16c"
 
 
 def test_the_package_is_ours() -> None:
@@ -23,6 +25,30 @@ def test_the_package_is_ours() -> None:
 
 def test_portable_is_always_built() -> None:
     assert "portable" in cpu.supported_isas()
+
+
+def test_make_serve_compiles_the_builds_that_this_cpu_uses() -> None:
+    """`make test` has compiled all builds."""
+    assert loader.native_builds()[0] == cpu.best_isa()
+    assert ("amx" in loader.native_builds()) == (loader.amx_library() is not None)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "builds"),
+    [
+        ("x86_64", "sse4_2", ("portable",)),
+        ("x86_64", "avx2 fma f16c", ("avx2",)),
+        ("x86_64", f"{AVX512} avx2", ("avx512",)),
+        ("AMD64", f"{AVX512} avx2 amx_tile amx_bf16", ("avx512", "amx")),
+        ("aarch64", "asimd", ("portable",)),
+    ],
+)
+def test_the_builds_of_other_cpus(
+    monkeypatch: pytest.MonkeyPatch, machine: str, flags: str, builds: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(loader, "_cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(loader.platform, "machine", lambda: machine)
+    assert loader.native_builds() == builds
 
 
 def test_operators_are_registered(native_isa: str) -> None:
