@@ -34,7 +34,7 @@ class DraftLimits:
     block_size: int
     max_model_len: int
     max_pause: int = 16
-    """Maximum number of steps in which the drafter is not called after a wrong or missing prediction. Without such
+    """Maximum number of steps until the drafter is called again after a wrong or missing prediction. Without such
     pauses, calls would take a part of every step even if nothing can be predicted.
     """
     catch_up_share: float | None = 0.5

@@ -1,8 +1,8 @@
 """The n-gram drafter (prompt lookup). It predicts that a text that occurred before continues as it did then.
 
 A sequence's tokens, prompt and output, are indexed by their n-grams. If the newest n tokens occurred before, the tokens
-that followed their latest earlier occurrence are the prediction. The largest such n is used. The drafter uses neither a
-model nor torch.
+that followed their latest earlier occurrence are the prediction. The largest such n is used, among the latest
+occurrences of the smallest. The drafter uses neither a model nor torch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Sequence as Seq
 from engine.sequence import Sequence
 
 LOOK_AHEAD = 128
-"""Number of tokens that are predicted at a time. As long as they are right, no further look-up is needed."""
+"""Maximum number of tokens that are predicted at a time. As long as they are right, no further look-up is needed."""
+LEAST_AHEAD = 32
+"""A text of fewer tokens than this is assumed to repeat."""
 MOST_INDEXED = 4096
 """Maximum number of tokens that one look-up indexes, which takes about 1 ms. A longer prompt is indexed over several
 steps.
 """
 TOKEN_BITS = 24
 MOST_COMPARED = 64
-"""Maximum number of earlier occurrences of which the one with the longest n-gram is looked for."""
+"""Number of the latest occurrences of the shortest n-gram among which the longest n-gram is looked for."""
 
 
 class NgramDrafter:
@@ -90,6 +92,6 @@ class _Index:
         return length
 
     def _after(self, at: int) -> Seq[int]:
-        """Returns LOOK_AHEAD tokens from `at` on. If there are fewer, the text from `at` on is assumed to repeat."""
+        """Returns the tokens from `at` on, LEAST_AHEAD to LOOK_AHEAD tokens."""
         found = self._tokens[at : at + LOOK_AHEAD]
-        return (found * -(-LOOK_AHEAD // len(found)))[:LOOK_AHEAD]
+        return found if len(found) >= LEAST_AHEAD else (found * -(-LEAST_AHEAD // len(found)))[:LEAST_AHEAD]

@@ -50,8 +50,8 @@ class _Guess:
     """
     num_compared: int = 0
     pause: int = 0
-    """Number of steps in which the drafter is not called after a wrong or missing prediction. Such a prediction doubles
-    this number, and each token that was predicted correctly halves it.
+    """After a wrong or missing prediction, the drafter is called again in a step whose number is a multiple of this
+    one. Such a prediction doubles it, and each token that was predicted correctly halves it.
     """
     ask_at: int = 0
     """Number of the step in which the drafter is called again."""
@@ -76,7 +76,7 @@ class _Guess:
 
     def rest(self, step: int) -> None:
         """Postpones the next call of the drafter, after a wrong or missing prediction. Sequences with the same pause
-        end it in the same step, so that most steps have no calls.
+        end it in the same step, so that most steps call no drafter.
         """
         self.pause = min(self.max_pause, max(1, 2 * self.pause))
         self.ask_at = (step // self.pause + 1) * self.pause if self.pause else step
@@ -91,19 +91,18 @@ class Speculation(DraftPolicy):
         self._choose = choose
         self._guesses: dict[Sequence, _Guess] = {}
         self._step = 0
+        self._resting: list[Sequence] = []
+        """The sequences of the last plan."""
         self._idle_until: float = 0
-        """Number of the next step in which a drafter is called, if all sequences are resting."""
-        self._num_resting = 0
-        """Length of the plan for which `_idle_until` was computed. If a sequence takes another one's place in it, its
-        first prediction is late, at most by `max_pause` steps.
-        """
+        """Number of the step until which none of these sequences has a prediction."""
 
     def drafts(self, plan: Plan) -> list[Draft]:
         self._step += 1
-        if self._step < self._idle_until and len(plan) == self._num_resting:
+        sequences = [sequence for _, sequence in plan]
+        if self._step < self._idle_until and sequences == self._resting:
             return []
         options, guesses = list[Option](), dict[int, _Guess]()
-        self._idle_until, self._num_resting = math.inf, len(plan)
+        self._idle_until, self._resting = math.inf, sequences
         for place, (group, sequence) in enumerate(plan):
             if group.search is not None:
                 continue

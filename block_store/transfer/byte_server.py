@@ -134,7 +134,7 @@ class ByteServer:
     def _answer(self, connection: socket.socket, request: pb.ReadBlocksRequest) -> list[Mark]:
         """Sends the frames of a request. The OK of a frame is sent with what follows it, because every message wakes
         the receiver. A ticket whose blocks the ledger found earlier is confirmed after its frame has been sent, while
-        the receiver stores the frame. Returns the marks that end the answer: END, with the OK of the last frame, or a
+        the frame is on its way. Returns the marks that end the answer: END, with the OK of the last frame, or a
         refusal.
         """
         ticket = TicketId(Epoch(request.ticket_epoch), request.ticket_secret)

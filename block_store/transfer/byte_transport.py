@@ -45,7 +45,7 @@ class _CannotConnect(Exception):
 
 class Channels:
     """A pool of idle byte channels, by the address of the source. `take` and `close` run in the event loop, `connect`
-    and `give_back` in the threads of copies, and `drop` in both.
+    in the threads of copies, and `drop` and `give_back` in both.
     """
 
     def __init__(self, trust: Trust = NO_TRUST) -> None:
@@ -99,7 +99,8 @@ class Channels:
 
 class ByteTransport:
     """A transport over byte channels. If no byte channel to a source can be opened, `otherwise` copies the blocks. Only
-    threads of this process store bytes, so nothing is stored after the thread of a copy has ended.
+    this process stores bytes, in the event loop if the answer is short, or else in the copy's thread. So nothing is
+    stored after `fetch` and that thread have ended.
     """
 
     def __init__(self, sources: SourceClient, otherwise: Transport, max_copies: int, trust: Trust = NO_TRUST) -> None:
@@ -143,7 +144,7 @@ class ByteTransport:
 
 
 class _Receiving:
-    """The receiver of one copy, in a thread."""
+    """The receiver of one copy, in a thread or, if the answer is short, in the event loop."""
 
     def __init__(self, copy: Copy, address: Address, channels: Channels) -> None:
         self._copy = copy
@@ -183,9 +184,10 @@ class _Receiving:
         if connection is None or num_bytes > SHORT_BYTES or isinstance(connection, ssl.SSLSocket):
             return False
         try:
-            await _received(connection, num_bytes)
-            answer = connection.recv(num_bytes, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except OSError:  # nothing has arrived, or the channel is closed
+            if not await _received(connection, num_bytes):
+                return False
+            answer = connection.recv(num_bytes, socket.MSG_PEEK)  # does not wait: the connection is readable
+        except OSError:  # the channel is closed
             return False
         except BaseException:
             self.close()
@@ -263,20 +265,22 @@ class _Receiving:
         return _mark(receiver)
 
 
-async def _received(connection: socket.socket, num_bytes: int) -> None:
-    """Returns when `num_bytes` bytes are in the connection's buffer, the connection is closed, or SHORT_S is over."""
+async def _received(connection: socket.socket, num_bytes: int) -> bool:
+    """Waits until `num_bytes` bytes are in the connection's buffer, or the connection is closed. Returns False if
+    neither happens within SHORT_S.
+    """
     loop = asyncio.get_running_loop()
-    received = loop.create_future()
+    received: asyncio.Future[bool] = loop.create_future()
 
-    def end() -> None:
+    def end(is_readable: bool) -> None:
         if not received.done():
-            received.set_result(None)
+            received.set_result(is_readable)
 
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-    loop.add_reader(connection, end)
-    timer = loop.call_later(SHORT_S, end)
+    timer = loop.call_later(SHORT_S, end, False)
     try:
-        await received
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+        loop.add_reader(connection, end, True)
+        return await received
     finally:
         timer.cancel()
         loop.remove_reader(connection)

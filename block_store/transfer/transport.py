@@ -43,7 +43,7 @@ class Copy:
     compared.
     """
     writing: Writing | None = field(default=None, repr=False)
-    """The current or last write into the arena; None if nothing has been written yet."""
+    """The current or last write into the arena by a different thread; None if there has been none."""
     num_stored: int = 0
     """Number of blocks that have been stored, in the order of `into`."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,6 +101,11 @@ class Ends:
         self.stored.clear()
         [[(_, connection)]] = self.transport._channels._idle.values()
         return connection
+
+    def assert_unwatched(self, connection: socket.socket) -> None:
+        """Asserts that the channel is as it was before the event loop waited for an answer."""
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+        assert not asyncio.get_running_loop().remove_reader(connection)
 
     def close(self) -> None:
         self.relay.close()
@@ -232,20 +239,26 @@ async def test_a_ticket_that_ended_after_it_was_known_gets_no_ok(ends: Any, is_o
     assert sent == [6], "the second request gets no bytes"
 
 
-async def test_a_short_answer_takes_no_thread_unless_it_is_late(ends: Any) -> None:
+async def test_a_short_answer_takes_no_thread_unless_it_is_late(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_channel, "STALL_S", 30.0)
     pair = ends()
     connection = await pair.open_channel()
     await pair.transport.fetch(copy := pair.copy())
     pair.assert_copied(copy)
     assert copy.writing is None
+    pair.assert_unwatched(connection)
     pair.stored.clear()
     pair.relay.is_open.clear()
     fetching = asyncio.create_task(pair.transport.fetch(copy := pair.copy()))
+    turns = [time.monotonic()]
     while copy.writing is None:
         await asyncio.sleep(0.01)
+        turns.append(time.monotonic())
+    assert max(after - before for before, after in pairwise(turns)) < 15.0, "the event loop was blocked"
     pair.relay.is_open.set()
     await fetching
     pair.assert_copied(copy)
+    pair.assert_unwatched(connection)
     assert await pair.open_channel() is connection
 
 
@@ -257,7 +270,6 @@ async def test_a_copy_that_is_cancelled_while_it_awaits_a_short_answer_is_quiesc
     connection = await pair.open_channel()
     pair.relay.is_open.clear()
     fetching = asyncio.create_task(pair.transport.fetch(copy := pair.copy()))
-    await asyncio.sleep(0)
     await asyncio.sleep(0.05)
     assert not fetching.done() and copy.writing is None
     fetching.cancel()

@@ -16,7 +16,7 @@ from common.types import KvKind, KvLayout, KvSpec, SamplingParams, StoppingParam
 from decode_svc.draft_lengths import Option, best_lengths, saved_share
 from decode_svc.draft_policy import DraftLimits
 from decode_svc.model_speculation import MAX_DEBT, MAX_PAUSE, PROBE_TOKENS, READY, TRIALS, ModelSpeculation
-from decode_svc.ngram import LOOK_AHEAD, NgramDrafter
+from decode_svc.ngram import LEAST_AHEAD, LOOK_AHEAD, MOST_COMPARED, NgramDrafter
 from decode_svc.role import speculation_of
 from decode_svc.sampling_step import Taken
 from decode_svc.scheduler import Group
@@ -41,7 +41,7 @@ def brute_force(tokens: list[int], longest: int, shortest: int) -> list[int]:
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
                 found = tokens[end : end + LOOK_AHEAD]
-                return (found * LOOK_AHEAD)[:LOOK_AHEAD]
+                return found if len(found) >= LEAST_AHEAD else (found * LEAST_AHEAD)[:LEAST_AHEAD]
     return []
 
 
@@ -58,6 +58,12 @@ def test_the_index_finds_what_a_search_finds_as_the_output_grows() -> None:
     assert hits > 150
     drafter.drop(grown)
     assert list(drafter.predict(grown)) == brute_force(grown.token_ids, 4, 2), "it may come back"
+
+
+def test_the_longest_n_gram_is_found_among_the_latest_occurrences_of_the_shortest() -> None:
+    for num_others, expected in ((MOST_COMPARED - 1, 555), (MOST_COMPARED, 100)):
+        prompt = [1, 2, 3, 4, 7, 555, *[7, 100] * num_others, 1, 2, 3, 4, 7]
+        assert NgramDrafter(5, 1).predict(sequence(prompt, []))[0] == expected
 
 
 def test_a_long_prompt_is_indexed_over_several_steps() -> None:
@@ -257,6 +263,50 @@ def test_a_prediction_goes_on_after_one_wrong_token_as_in_an_edited_text() -> No
     drafter.tokens = [30, 31, 32, 33]
     assert drafted(8) == (30, 31, 32) and drafter.num_asked == 2
     assert drafted(9) == (), "the first token of a prediction was wrong"
+    drafter.tokens = [50, 51]
+    assert (50, 51) in (drafted(token) for token in range(10, 20))
+    drafted(50)
+    drafter.tokens = [60, 61, 62]
+    assert drafted(51) == (60, 61, 62), "the end of a prediction is followed by the next"
+    assert drafted(5) == (), "the first token of a prediction was wrong, and the last one of the one before was right"
+
+
+def test_the_first_predictions_count_more() -> None:
+    """So that the rate soon is that of the text: 1/2, 2/3, 3/4."""
+    rates = []
+
+    def note(options: Seq[Option], num: int, *rest: Any) -> list[int]:
+        rates.append(options[0].rate)
+        return [0] * num
+
+    grown = sequence([1], [1])
+    speculation = Speculation(Counting([1] * 40), DraftLimits(3, 64, block_size=64, max_model_len=1024), note)
+    for _ in range(30):
+        speculation.drafts([(Group(0, 1, [grown]), grown)])
+        grown.output_ids.append(1)
+    assert rates[:3] == pytest.approx([1 / 2, 2 / 3, 3 / 4]) and rates[-1] > 0.95
+
+
+def test_a_sequence_that_takes_the_place_of_another_is_looked_up_at_once() -> None:
+    drafter = Counting([])
+    speculation = Speculation(drafter, DraftLimits(3, 64, block_size=16, max_model_len=1024, max_pause=16))
+    for number in range(1, 20):
+        grown = sequence([1], [1])
+        speculation.drafts([(Group(0, number, [grown]), grown)])
+        assert drafter.num_asked == number
+        speculation.drafts([(Group(0, number, [grown]), grown)])
+        drafter.num_asked = number
+
+
+def test_samples_are_looked_up_after_a_beam_search_of_as_many_sequences() -> None:
+    drafter, beams, samples = Counting([]), [sequence([1], [1]) for _ in "ab"], [sequence([1], [1]) for _ in "ab"]
+    speculation = Speculation(drafter, DraftLimits(3, 64, block_size=16, max_model_len=1024))
+    search: Any = object()
+    for _ in range(3):
+        speculation.drafts([(Group(0, 1, beams, search=search), beam) for beam in beams])
+    assert drafter.num_asked == 0
+    speculation.drafts([(Group(0, 2, samples), sample) for sample in samples])
+    assert drafter.num_asked == 2
 
 
 def test_resting_sequences_end_their_pauses_in_the_same_step() -> None:
