@@ -34,8 +34,8 @@ class NgramDrafter:
         self._lengths = longest, shortest
         self._indexes: dict[Sequence, _Index] = {}
 
-    def predict(self, sequence: Sequence) -> Seq[int]:
-        """Returns tokens that may follow the sequence, or no tokens."""
+    def predict(self, sequence: Sequence) -> Seq[int] | None:
+        """Returns tokens that may follow the sequence, or no tokens; None while its prompt is being indexed."""
         index = self._indexes.get(sequence)
         if index is None:
             index = self._indexes[sequence] = _Index(sequence.prompt_ids, *self._lengths)
@@ -64,7 +64,7 @@ class _Index:
         self._earlier: list[int] = []
         """For each indexed token, the end of the latest earlier occurrence of the n-gram that ends with it, or 0."""
 
-    def predict(self, output_ids: Seq[int]) -> Seq[int]:
+    def predict(self, output_ids: Seq[int]) -> Seq[int] | None:
         tokens, latest, earlier = self._tokens, self._latest, self._earlier
         tokens += output_ids[len(tokens) - self._num_prompt :]
         gram, kept = self._gram, self._kept
@@ -74,7 +74,7 @@ class _Index:
             latest[gram] = len(earlier)
         self._gram = gram
         if len(earlier) < len(tokens) - 1:  # the newest n-gram is looked up, so it is not indexed
-            return ()
+            return None
         at, best, most = latest.get((gram & kept) << TOKEN_BITS | tokens[-1], 0), 0, self._shortest - 1
         for _ in range(MOST_COMPARED):
             if not at or most == self._longest:

@@ -25,8 +25,10 @@ class Drafter(Protocol):
     tokens.
     """
 
-    def predict(self, sequence: Sequence) -> Seq[int]:
-        """Returns tokens that may follow the sequence, or no tokens."""
+    def predict(self, sequence: Sequence) -> Seq[int] | None:
+        """Returns tokens that may follow the sequence, or no tokens; None if it should be called again in the next
+        step.
+        """
 
     def drop(self, sequence: Sequence) -> None:
         """Drops the data that is stored for a sequence. `predict` may be called for the sequence again."""
@@ -136,8 +138,9 @@ class Speculation(DraftPolicy):
             guess = self._guesses[sequence] = _Guess(self._limits.max_pause, num_outputs=len(outputs))
         guess.compare(outputs, self._step)
         if guess.at == len(guess.tokens) and self._step >= guess.ask_at:
-            guess.tokens, guess.at, guess.was_right = self._drafter.predict(sequence), 0, False
-            if not guess.tokens:
+            found = self._drafter.predict(sequence)
+            guess.tokens, guess.at, guess.was_right = found or (), 0, False
+            if found is not None and not found:
                 guess.rest(self._step)
         return guess
 
