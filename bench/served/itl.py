@@ -20,7 +20,7 @@ from pydantic import Field
 from bench.served import peers_gap
 from bench.served.machine import provenance
 from bench.served.peers_gap import Gaps
-from common.settings import Settings, settings_config
+from common.settings import DEFAULT_MAX_ITL, Settings, settings_config
 from looseleaf.client import AsyncClient
 from looseleaf.llm import serve_settings
 from looseleaf.serve.launcher import Launcher
@@ -36,7 +36,9 @@ class ItlSettings(Settings):
     model: str = Field("models/configs/llama-125m", description="Hugging Face model directory")
     load_format: Literal["auto", "dummy"] = "dummy"
     roles: list[Roles] = Field(["both", "split"])
-    max_itl: list[float] = Field([0.0, 200.0], description="limits in ms; 0: none. The first is the reference")
+    max_itl: list[float] = Field(
+        [0.0, DEFAULT_MAX_ITL], description="limits in ms; 0: none. The first is the reference"
+    )
     max_num_batched_tokens: int = Field(512, ge=1, description="maximum number of tokens in a step")
     streams: int = Field(16, ge=1, le=64)
     prompt_len: int = Field(4095, ge=1, description="tokens of the long prompt")

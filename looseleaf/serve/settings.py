@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, CliPositionalArg, PydanticBaseSettingsSource
 
 from common.settings import (
+    DEFAULT_MAX_ITL,
     KV_CACHE_DTYPE,
     KV_DISK_DIR,
     LOG_FORMAT,
@@ -140,7 +141,7 @@ class ServeSettings(VllmGrpcSettings):
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
-    max_itl: float = Field(200.0, ge=0, description=MAX_ITL)
+    max_itl: float = Field(DEFAULT_MAX_ITL, ge=0, description=MAX_ITL)
     max_queue: int | None = Field(
         None, ge=1, description="maximum number of sequences admitted at once; default: the gateway's"
     )
