@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 
 from block_store.holder.attach import Attached, Needs, attach
 from common.rpc import RpcServer
@@ -37,6 +39,8 @@ from worker.ranks import bind_ranks, end_with_ranks
 from worker.role import WorkerRole, domain_of, least_floor, record_of
 
 logger = logging.getLogger("decode")
+COMMAND_S = 5.0
+"""Maximum time in seconds that a drain waits for the step thread to run a command."""
 
 
 def needs_of(
@@ -165,10 +169,22 @@ class DecodeRole(WorkerRole):
         server.add(add, self._servicer, "looseleaf.v1.DecodeService")
 
     async def drain(self, timeout_s: float) -> None:
-        self.thread.post(self._worker.start_draining)
+        await self._ended(self._worker.start_draining)
         await wait_idle(self._is_busy, timeout_s)
-        self.thread.post(lambda: self._worker.reject_all(Rejection.DRAINING))
-        await asyncio.sleep(0.1)  # until the step thread has sent the rejections
+        await self._ended(lambda: self._worker.reject_all(Rejection.DRAINING))
+        await asyncio.sleep(0.1)  # until the rejections have been sent
+
+    async def _ended(self, command: Callable[[], None]) -> None:
+        """Posts a command to the step thread. Waits until it has run, but at most COMMAND_S."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def run() -> None:
+            command()
+            loop.call_soon_threadsafe(ended.set)
+
+        self.thread.post(run)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), COMMAND_S)
 
     def _is_busy(self) -> bool:
         load = self._worker.load

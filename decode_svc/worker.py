@@ -106,6 +106,7 @@ class DecodeWorker:
                 self._claim_all()
             except Fenced:
                 self.start_over("the worker's lease had expired")
+            self.load = self._load()  # a drain waits for this group from now on
         self._outbox.flush(self.load)
 
     def refuse(self, session: Session, group: Group, ticket: Ticket, why: Rejection = Rejection.GRAMMAR) -> None:
@@ -245,13 +246,15 @@ class DecodeWorker:
     def _reserve(self) -> Plan:
         """Reserves a private block per KV group for each running sequence whose next position needs one, and returns
         the sequences of the next step. Preempts groups if there are too few blocks. If a group still gets no blocks, it
-        waits, and so do all later groups.
+        waits, and so do all later groups that need blocks.
         """
         plan: Plan = []
+        is_short = False
         for group in self._scheduler.running:  # the loop preempts only groups after `group`
             needing_block = self._blocks.writes.needing_block(group.live)
-            if needing_block and not self._reserve_for(group, needing_block):
-                break  # this group and all later ones wait until blocks are released
+            if needing_block and (is_short or not self._reserve_for(group, needing_block)):
+                is_short = True
+                continue
             plan += [(group, sequence) for sequence in group.live]
         return plan
 

@@ -45,13 +45,15 @@ class DiskPrefixes:
             cache_quota=None if sequence.quota is None else convert.quota_to_pb(sequence.quota),
             num_public_blocks=0 if sequence.rekey is None else sequence.rekey[0],
         )
-        await self._channels.keep()
-        with self._channels.use(self._address) as channel:
-            stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
-            try:
+        try:
+            await self._channels.keep()
+            with self._channels.use(self._address) as channel:
+                stub = cast(Any, block_store_pb2_grpc.BlockStoreServiceStub)(channel)
                 await stub.Restore(request, timeout=TIMEOUT_S, metadata=self._trust.metadata)
-            except grpc.aio.AioRpcError as error:
-                self._fallbacks.note("prefix not restored from disk", error_of(error).message)
+        except grpc.aio.AioRpcError as error:
+            self._fallbacks.note("prefix not restored from disk", error_of(error).message)
+        except OSError as error:  # a certificate's file is being replaced
+            self._fallbacks.note("prefix not restored from disk", str(error))
 
     async def close(self) -> None:
         await self._channels.close()

@@ -111,6 +111,9 @@ class PrefillScheduler:
         job.cancelled = True
         num_running = len(self._running)
         self._running = [running for running in self._running if running.job is not job]
+        if len(self._running) == num_running and self.num_waiting < len(self._waiting) // 2:
+            self._waiting = [waiting for waiting in self._waiting if not waiting.job.cancelled]
+            heapq.heapify(self._waiting)
         return len(self._running) < num_running
 
     def drop_all(self) -> None:

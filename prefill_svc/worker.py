@@ -137,7 +137,8 @@ class PrefillWorker:
 
     def _fail_all(self, plan: Plan) -> None:
         for job, _ in plan:
-            self._fail(job, Internal("the step failed; the worker's log says why"))
+            if job in self._emits:  # the others have ended, and decode may own their tickets
+                self._fail(job, Internal("the step failed; the worker's log says why"))
 
     # --- one step
 
@@ -216,7 +217,6 @@ class PrefillWorker:
 
     def _finish(self, job: Job) -> None:
         """Adds each branch's token, and hands over the branches that continue."""
-        self._scheduler.remove(job)
         timings = _timings(job)
         trunk = job.trunk
         job.sequences = self._blocks.fork(job)
@@ -225,6 +225,7 @@ class PrefillWorker:
         if ended:
             self._blocks.release(ended)
             job.sequences = [sequence for sequence in job.sequences if sequence not in ended]
+        self._scheduler.remove(job)  # not before: a job that fails while it runs releases its blocks
         done = Done(
             None,
             tuple(tokens),

@@ -83,6 +83,9 @@ class AdapterPool:
         except AdapterError as error:
             logger.error("adapter %s cannot be loaded: %s", ref.name, error)
             self._problems = {**self._problems, ref.digest: str(error)}
+        except Exception as error:  # such as torch.OutOfMemoryError: the other adapters must still be loaded
+            logger.exception("adapter %s cannot be loaded", ref.name)
+            self._problems = {**self._problems, ref.digest: f"{type(error).__name__}: {error}"}
         else:
             logger.info("adapter %s is loaded: %.1f MB", ref.name, adapter.weights.num_bytes / 1e6)
             self._loaded = {**self._loaded, ref.digest: adapter}

@@ -107,6 +107,11 @@ class SamplingBody(Body, kw_only=True):
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The client's names for fields of `Wanted` that have different names there."""
+        return {}
+
     def wanted(self) -> Wanted:
         """Returns a request with the fields that completions and chats share. Raises InvalidArgument if a field is
         invalid.
@@ -184,6 +189,11 @@ class ChatBody(SamplingBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        given = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {"logprobs": "top_logprobs", **given}
 
     def all_wanted(self) -> list[Wanted]:
         wanted = self.wanted()

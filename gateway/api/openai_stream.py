@@ -41,7 +41,6 @@ class Answer:
     """The answer to one completion or chat body."""
 
     ending = DONE
-    field_names: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -56,6 +55,7 @@ class Answer:
         self._eos = frozenset(assets.eos_token_ids)
         self._format = LogprobFormat(texts)
         self._chat = isinstance(body, ChatBody)
+        self.field_names: Mapping[str, str] = body.field_names
         self._echo = isinstance(body, CompletionBody) and bool(body.echo)
         self._scores_only = isinstance(body, CompletionBody) and body.scores_only
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
@@ -69,6 +69,7 @@ class Answer:
         self._writer = ChunkWriter(envelope, include_usage=body.include_usage)
         self.requests: list[ResolvedRequest] = []
         self.choices: list[Choice] = []
+        self._echoes: dict[int, dict[str, Any]] = {}
         self._samples = 1
         self._planner = planner
         self._plan: ChatPlan | None = None
@@ -140,7 +141,7 @@ class Answer:
             return None
         if self._chat:
             return self._format.chat(choice.logprobs)
-        head = self._format.echoed(choice.request, choice.prompt_logprobs) if self._echo else None
+        head = self._echoed(choice) if self._echo else None
         if self._scores_only:
             return head
         tail, _ = self._format.completion(choice.logprobs, len(self._prompt_text(choice)))
@@ -218,7 +219,7 @@ class Answer:
         elif self._echo:
             text = self._prompt_text(choice)
             choice.offset = len(text)
-            logprobs = self._format.echoed(choice.request, choice.prompt_logprobs) if self._with_logprobs else None
+            logprobs = self._echoed(choice) if self._with_logprobs else None
             yield writer.text(choice.index, text, logprobs, ids)
         elif ids:
             yield writer.text(choice.index, "", None, ids)
@@ -246,6 +247,13 @@ class Answer:
         if last.beam_score is not None:
             ending["beam_score"] = last.beam_score
         return ending
+
+    def _echoed(self, choice: Choice) -> dict[str, Any]:
+        """Returns the log-probabilities of the prompt, which all choices of a request share."""
+        number = choice.index // self._samples
+        if (found := self._echoes.get(number)) is None:
+            found = self._echoes[number] = self._format.echoed(choice.request, choice.prompt_logprobs)
+        return found
 
     def _prompt_text(self, choice: Choice) -> str:
         if not self._echo:

@@ -41,6 +41,8 @@ class Adapters:
         """The list as it was last read."""
         self._served: dict[str, AdapterRef] = {}
         self._leaving: set[str] = set()
+        self._loading: set[str] = set()
+        """Names of adapters that `load` is loading."""
         """Names that are being unloaded."""
         self._in_use: Counter[str] = Counter()
         """Number of running and waiting requests, by digest."""
@@ -119,6 +121,15 @@ class Adapters:
             raise Unavailable(f"{name!r} is being unloaded", retry_after_s=1.0)
         if name in self._served or any(known.name == name for known in self._listed):
             raise InvalidArgument.of("lora_name", f"{name!r} is already loaded; unload it first")
+        if name in self._loading:
+            raise Unavailable(f"{name!r} is being loaded", retry_after_s=1.0)
+        self._loading.add(name)
+        try:
+            await self._load(name, ref)
+        finally:
+            self._loading.discard(name)
+
+    async def _load(self, name: str, ref: AdapterRef) -> None:
         try:
             await self._publish(ref)
             await self._until_loaded(ref, LOAD_TIMEOUT_S)

@@ -236,7 +236,8 @@ class Attempts:
         receiver = GroupReceiver(state, place.session, prefilled.isolation)
         state.explanation.decoding(place.session.record.worker_id, place.considered)
         group = receiver.submit(message, going)
-        ticket.ticket = None
+        if not group.is_over:  # if the session was lost before, nobody else has the ticket
+            ticket.ticket = None
         self._account(state, prefilled, place.session)
         timer = asyncio.get_running_loop().call_later(left_s, group.fail, too_late(state.request.timeout_s))
         try:

@@ -127,8 +127,10 @@ class RequestRunner:
         try:
             start = await self._prefill_in_turn(state)
             state.trace.end_attempt()
-        except LooseleafError as failure:
-            code = failure.grpc_code
+        except BaseException as failure:
+            code = failure.grpc_code if isinstance(failure, LooseleafError) else ""
+            if state.attempts:
+                self._used(request.tenant, len(request.prompt_ids))
             raise
         finally:
             state.trace.end(state.summary(), [], code)
@@ -148,7 +150,7 @@ class RequestRunner:
                 except WorkerLost as lost:
                     await self._retry.prepare(state, place, lost)
         except BaseException:
-            self._gate.leave(place)
+            self._leave(place)
             raise
 
     async def _produce(self, state: RequestState) -> None:
@@ -160,8 +162,15 @@ class RequestRunner:
                 except WorkerLost as lost:
                     await self._retry.prepare(state, place, lost)
         finally:
-            self._gate.leave(place)
+            self._leave(place)
         self._isolation.survived(state.digest)
+
+    def _leave(self, place: Place) -> None:
+        """Gives up a request's place. A request that ends after it was let in again, and before its prefill began, also
+        gives up the blocks that were promised to it.
+        """
+        self._gate.leave(place)
+        self._workers.keep_promise(place)
 
     async def _enter(self, state: RequestState) -> Place:
         """Waits for a place at the workers, unless a head start has kept one. Raises Internal if too many of the

@@ -142,3 +142,31 @@ def test_times_of_a_group_that_ends() -> None:
     group.claimed_ns = group.arrived_ns + 2_000_000_000
     timings = timings_of(group)
     assert timings.hand_over_ns == 2_000_000_000 and 2.9e9 < timings.decode_ns < 60e9
+
+
+def test_without_the_ledger_groups_that_need_no_block_run_beside_one_that_gets_none(
+    ordinary_runner: ModelRunner, redis_client: Any, tmp_path: Path
+) -> None:
+    bench = DecodeBench(ordinary_runner, tmp_path, redis_client, reserve=3)
+    wide, long = replace(SAMPLED, num_sequences=8), StoppingParams(max_tokens=100)
+    bench.submit(1, list(range(5, 18)), wide, long)
+    bench.submit(2, list(range(30, 47)), SamplingParams(temperature=0.0), long)
+    bench.worker.step()
+    bench.held.top_up()
+    bench.held.holder.breaker.open("a test")
+    for _ in range(200):
+        bench.worker.step()
+    waiting, running = bench.inbox.ids(1), bench.inbox.ids(2)
+    assert 0 < len(waiting[0]) < len(running[0]) < 100, "it ends where it needs a block"
+    assert bench.held.num_reserved < 8
+    bench.held.holder.lease.probe()
+    bench.run()
+    assert len(bench.inbox.ids(1)[0]) == len(bench.inbox.ids(2)[0]) == 100
+    bench.held.give_up_reserve()
+    bench.close()
+
+
+def test_a_drain_waits_for_a_group_that_was_accepted_a_moment_ago(small: DecodeBench) -> None:
+    small.submit(1, PROMPT, SAMPLED, STOPPING)
+    assert small.worker.load.num_running + small.worker.load.num_waiting == 3
+    small.run()

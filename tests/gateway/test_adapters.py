@@ -72,6 +72,21 @@ async def test_an_adapter_is_served_from_its_load_to_its_unload(
     following.cancel()
 
 
+async def test_a_second_load_of_a_name_does_not_end_the_first(
+    make_rig: MakeRig, registry: AdapterRegistry, ref: AdapterRef
+) -> None:
+    rig = await make_rig()
+    adapters = Adapters(rig.workers, registry, "tiny")
+    following = asyncio.create_task(adapters.run())
+    loading = [asyncio.create_task(adapters.load(ref.name, ref.path)) for _ in range(2)]
+    await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
+    workers_say(rig, ref, "")
+    first, second = await asyncio.gather(*loading, return_exceptions=True)
+    assert {type(first), type(second)} == {type(None), Unavailable} and "is being loaded" in f"{first}{second}"
+    assert adapters.find("sql") == ref
+    following.cancel()
+
+
 async def test_a_request_keeps_the_adapter_that_it_was_admitted_with(make_rig: MakeRig, ref: AdapterRef) -> None:
     rig = await make_rig()
     unloaded: list[AdapterRef | None] = [ref]  # found once, then unloaded while the request is tokenized

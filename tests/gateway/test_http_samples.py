@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.api.openai_reply import LogprobFormat
 from testing.gateway.parts import Fault, Script, beam_score, expected_ids
 from tests.gateway.http_served import Served, serve
 
@@ -33,6 +34,25 @@ async def test_each_prompt_has_n_choices_and_counts_once(serve: Any) -> None:
     num_prompt = sum(len(served.rig.assets.tokenizer.encode(p).ids) for p in PROMPTS)
     assert reply["usage"]["prompt_tokens"] == reply["looseleaf"]["handed_over_tokens"] == num_prompt
     assert reply["usage"]["completion_tokens"] == 36 and reply["looseleaf"]["attempts"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_choices_of_a_prompt_share_its_echo(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """It takes 50 us per token of the prompt in the event loop."""
+    echoed, calls = LogprobFormat.echoed, []
+    monkeypatch.setattr(LogprobFormat, "echoed", lambda self, *args: calls.append(args) or echoed(self, *args))
+    served = await serve()
+    asked = {"prompt": PROMPTS, "max_tokens": 2, "n": 3, "echo": True, "logprobs": 1, "stream": stream}
+    reply = await served.post("/v1/completions", **asked)
+    assert reply.status_code == 200 and len(calls) == 2
+    if not stream:
+        choices = reply.json()["choices"]
+        assert [c["logprobs"]["tokens"][0] for c in choices] == ["<s>"] * 6
+        assert [len(c["logprobs"]["tokens"]) for c in choices] == [
+            len(served.rig.assets.tokenizer.encode(prompt).ids) + 2 for prompt in PROMPTS for _ in range(3)
+        ]
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

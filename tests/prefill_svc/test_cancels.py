@@ -11,6 +11,7 @@ import pytest
 
 from block_store.errors import LedgerUnavailable
 from block_store.ledger.inspection import inspect
+from common.errors import Internal
 from common.types import Branch, SamplingParams, StoppingParams
 from prefill_svc.events import ChunkDone, Done
 from prefill_svc.job import Job
@@ -152,3 +153,23 @@ def test_fenced_while_a_hand_over_waits(make_world: Make) -> None:
     assert renewed and isinstance(events[-1], Exception) and not world.worker._parked
     world.held.release_many([list(world.held._counts)])
     settle(world)
+
+
+def test_a_job_that_fails_at_its_end_holds_nothing_and_another_one_of_its_step_is_handed_over(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    _, events = put(world, PROMPT)
+    broken, broken_events = put(world, OTHER)
+    append = world.worker._append
+
+    def appending(sequence: Any, sampled: Any) -> Any:
+        if sequence is broken.sequences[0]:
+            raise RuntimeError("a defect")
+        return append(sequence, sampled)
+
+    monkeypatch.setattr(world.worker, "_append", appending)
+    world.worker.step()
+    assert isinstance(broken_events[-1], Internal) and isinstance(events[-1], Done)
+    assert world.worker._scheduler.idle and world.held.num_held == 0
+    assert len(world.claim(events[-1].ticket)) == 3

@@ -95,6 +95,19 @@ def test_cancelled_jobs_leave_the_queue_and_say_whether_they_hold_blocks() -> No
     assert target.load().num_waiting == 0
 
 
+def test_cancelled_jobs_do_not_pile_up_behind_a_head_that_waits() -> None:
+    target = scheduler(max_queue=8)
+    target.add(job(8))
+    kept = job(8)
+    target.add(kept)
+    for _ in range(100):
+        target.add(cancelled := job(8))
+        assert target.plan(lambda _: False) == []
+        target.remove(cancelled)
+    assert len(target._waiting) <= 4 and target.num_waiting == 2
+    assert [item for item, _ in target.plan(lambda _: True)][-1] is kept
+
+
 def test_load_counts_tokens_not_yet_computed() -> None:
     target = scheduler(budget=10)
     target.add(job(30))

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from block_store.redis.adapter_registry import AdapterList
 from common.adapters import AdapterRef, read_adapter
 from common.errors import Aborted
+from engine.lora import LoraAdapter, LoraModel
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
 from testing.adapters import make_adapter
@@ -35,6 +37,21 @@ def refs(runner: ModelRunner, tmp_path: Path) -> list[AdapterRef]:
 
 def wanted(*refs: AdapterRef, damaged: tuple[str, ...] = ()) -> AdapterList:
     return AdapterList("life", refs, damaged)
+
+
+def test_an_adapter_that_fails_in_an_unknown_way_does_not_stop_the_others(
+    pool: AdapterPool, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = LoraModel.load
+
+    def loading(self: LoraModel, ref: AdapterRef) -> LoraAdapter:
+        if ref == refs[0]:
+            raise torch.OutOfMemoryError("out of memory")
+        return load(self, ref)
+
+    monkeypatch.setattr(LoraModel, "load", loading)
+    pool.follow(wanted(*refs[:2]))
+    assert pool.status() == {refs[0].digest: "OutOfMemoryError: out of memory", refs[1].digest: ""}
 
 
 def test_exactly_the_wanted_adapters_are_loaded(pool: AdapterPool, refs: list[AdapterRef]) -> None:
