@@ -10,6 +10,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.asgi import while_connected
 from gateway.api.bodies import BodyReader
 from gateway.api.front import Front
 from gateway.api.http_about import json_response
@@ -52,7 +53,8 @@ class ModelApi:
         self._validator.check_model(body.model)
         name, prompt = body.input()
         self._planner.check(prompt)
-        ids = await self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
+        work = self._validator.tokenize(prompt, name, add_special_tokens=body.add_special_tokens)
+        ids = await while_connected(request.receive, work)
         return json_response(
             {"count": len(ids), "max_model_len": self._validator.checker().max_model_len, "tokens": ids}
         )
@@ -64,11 +66,13 @@ class ModelApi:
         wanted = Wanted(prompt=body.prompt())
         body.structured()  # refuses a format that an answer could not have
         self._planner.plan(wanted, body.chosen_tools())  # leaves out tools that may not be called
-        ids = await self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
+        work = self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
+        ids = await while_connected(request.receive, work)
         return json_response({"input_tokens": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:
         self._check_key(request)
         body = await self._bodies.read(request, DetokenizeBody)
         self._validator.check_model(body.model)
-        return json_response({"prompt": await self._validator.detokenize(body.tokens, "tokens")})
+        work = self._validator.detokenize(body.tokens, "tokens")
+        return json_response({"prompt": await while_connected(request.receive, work)})

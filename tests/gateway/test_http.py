@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from gateway.intake.limits import MAX_BODY_BYTES
+from gateway.intake.tokenizing import TokenizerPool
 from protos.v1 import decode_pb2 as pb
 from testing.gateway.parts import Fault, Script, expected_ids
 from tests.gateway.http_served import serve as serve  # a fixture
@@ -261,6 +262,36 @@ async def test_a_client_that_goes_away_cancels_its_request(serve: Any, stream: b
     writer.close()
     await until(lambda: served.rig.script.cancelled == [1])
     await until(lambda: served.rig.admission.current == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/tokenize", {"prompt": "mill " * 1000}),
+        ("/detokenize", {"tokens": [5] * 5000}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "mill " * 1000}]}),
+    ],
+)
+async def test_a_client_that_goes_away_leaves_no_work_for_the_tokenizer(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def in_thread(self: TokenizerPool, work: object) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    served = await serve()
+    monkeypatch.setattr(TokenizerPool, "in_thread", in_thread)
+    _, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    body = json.dumps({"model": "tiny", "max_tokens": 5, **asked} if "messages" in path else asked).encode()
+    writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body)) + body)
+    await asyncio.wait_for(begun.wait(), 60)
+    writer.close()
+    await asyncio.wait_for(ended.wait(), 60)
 
 
 async def test_a_failure_in_mid_stream_is_an_error_event(serve: Any) -> None:
