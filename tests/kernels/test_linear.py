@@ -123,8 +123,9 @@ def test_vectors_of_every_build(native_isa: cpu.Isa, dtype: torch.dtype, n_in: i
 
 
 @pytest.fixture
-def choosing() -> Iterator[None]:
-    """Resets the choice of providers before and after the test."""
+def choosing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Resets the choice of providers before and after the test. The test's own process chooses."""
+    monkeypatch.delenv("KERNELS_CHOICES", raising=False)
     linear._preferred.cache_clear()
     yield
     linear._preferred.cache_clear()
