@@ -110,7 +110,7 @@ class Speculation(DraftPolicy):
                 continue
             guess = self._guesses.get(sequence)
             if guess is None or guess.tokens or self._step >= guess.ask_at:
-                guess = self._guess(sequence)
+                guess = self._guess(sequence, guess)
                 if room := self._room_for(sequence, guess):
                     options.append(Option(place, guess.rate, room))
                     guesses[place] = guess
@@ -131,9 +131,9 @@ class Speculation(DraftPolicy):
 
     # --- inside
 
-    def _guess(self, sequence: Sequence) -> _Guess:
-        """Returns the prediction for a sequence, which has no tokens if there is none."""
-        guess, outputs = self._guesses.get(sequence), sequence.output_ids
+    def _guess(self, sequence: Sequence, guess: _Guess | None) -> _Guess:
+        """Returns the prediction for a sequence, which has no tokens if there is none. `guess` is the one so far."""
+        outputs = sequence.output_ids
         if guess is None:
             guess = self._guesses[sequence] = _Guess(self._limits.max_pause, num_outputs=len(outputs))
         guess.compare(outputs, self._step)
