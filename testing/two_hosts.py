@@ -48,6 +48,7 @@ class Namespace:
     def __init__(self, name: str) -> None:
         self.name = f"ll-{name}-{os.getpid()}"
         _run("ip", "netns", "add", self.name)
+        self._interfaces: list[str] = []
         mounts = "mount -t tmpfs tmpfs /dev/shm && echo up && exec sleep 3600"
         self._holder = subprocess.Popen(
             ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-c", mounts], stdout=subprocess.PIPE, text=True
@@ -58,6 +59,7 @@ class Namespace:
 
     def take(self, interface: str, address: str) -> None:
         """Moves one end of a veth pair into the namespace and gives it an address."""
+        self._interfaces.append(interface)
         _run("ip", "link", "set", interface, "netns", self.name)
         _run(*self.enter, "ip", "addr", "add", f"{address}/30", "dev", interface)
         _run(*self.enter, "ip", "link", "set", interface, "up")
@@ -74,6 +76,12 @@ class Namespace:
         return set(map(int, listed.stdout.split())) - {self._holder.pid}
 
     def close(self) -> None:
+        """Removes the namespace and its links. The kernel removes the links of a deleted namespace some time later, and
+        until then nothing else can have the names and routes of their other ends.
+        """
+        for interface in self._interfaces:
+            with contextlib.suppress(subprocess.CalledProcessError):  # the link's other end has been removed
+                _run("ip", "-n", self.name, "link", "del", interface)
         self._holder.kill()
         self._holder.wait()
         _run("ip", "netns", "del", self.name)
@@ -92,20 +100,26 @@ def namespaces_work() -> bool:
 
 def joined_namespaces() -> tuple[Namespace, Namespace]:
     """Returns two namespaces that are joined by a link, with the addresses LINK. The calling process reaches both."""
-    a, b = Namespace("a"), Namespace("b")
-    for left, right in (("lla", "llb"), ("llt", "llf")):
-        _run("ip", "link", "add", f"{left}{os.getpid()}", "type", "veth", "peer", "name", f"{right}{os.getpid()}")
-    a.take(f"lla{os.getpid()}", LINK[0])
-    b.take(f"llb{os.getpid()}", LINK[1])
-    a.take(f"llf{os.getpid()}", _FRONT[1])
-    _run("ip", "addr", "add", f"{_FRONT[0]}/30", "dev", f"llt{os.getpid()}")
-    _run("ip", "link", "set", f"llt{os.getpid()}", "up")
-    # The calling process also reaches B, through A.
-    _run("ip", "route", "add", f"{LINK[1]}/32", "via", _FRONT[1])
-    _run("ip", "route", "add", f"{LINK[0]}/32", "via", _FRONT[1])
-    _run(*a.enter, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-    _run(*b.enter, "ip", "route", "add", f"{_FRONT[0]}/32", "via", LINK[0])
+    with contextlib.ExitStack() as undo:
+        a, b = (undo.enter_context(contextlib.closing(Namespace(name))) for name in "ab")
+        _link(f"lla{os.getpid()}", f"llb{os.getpid()}")
+        a.take(f"lla{os.getpid()}", LINK[0])
+        b.take(f"llb{os.getpid()}", LINK[1])
+        _link(f"llt{os.getpid()}", f"llf{os.getpid()}")
+        a.take(f"llf{os.getpid()}", _FRONT[1])
+        _run("ip", "addr", "add", f"{_FRONT[0]}/30", "dev", f"llt{os.getpid()}")
+        _run("ip", "link", "set", f"llt{os.getpid()}", "up")
+        # The calling process also reaches B, through A.
+        _run("ip", "route", "add", f"{LINK[1]}/32", "via", _FRONT[1])
+        _run("ip", "route", "add", f"{LINK[0]}/32", "via", _FRONT[1])
+        _run(*a.enter, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        _run(*b.enter, "ip", "route", "add", f"{_FRONT[0]}/32", "via", LINK[0])
+        undo.pop_all()
     return a, b
+
+
+def _link(end: str, other: str) -> None:
+    _run("ip", "link", "add", end, "type", "veth", "peer", "name", other)
 
 
 class Process:
