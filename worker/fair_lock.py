@@ -7,12 +7,15 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
 from common.telemetry import Fallbacks
 
 logger = logging.getLogger("turns")
+PATIENCE_S = 2.0
+"""Time in seconds for which a step waits for its turn."""
 _POLL_S = 0.001
 _TURN, _NEXT = 0, 1
 """The bytes of the file that are locked. A process waits for the first byte while it holds the second one. The process
@@ -24,34 +27,53 @@ _COUNT_BYTES = 8
 class FairLock:
     """A fair lock for threads. `with lock:` waits for all threads that requested the lock earlier. A `threading.Lock`
     is not fair: the thread that has just released it usually gets it again.
+
+    If a step is long, or its thread waits for another service, the others wait for `patience_s` seconds, and then step
+    out of turn until a turn is given back. This is safe, because only speed depends on turns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._changed = threading.Condition()
-        self._asked = 0
-        self._served = 0
+        self._line: deque[int] = deque()
+        """The threads that have requested the lock and not given it back, in order. The first one has the lock."""
+        self._out_of_turn: set[int] = set()
+        """The threads that are stepping out of turn."""
+        self._num_given_back = 0
+        self._passed_by_at: int | None = None
+        """`_num_given_back` when a thread last stepped out of turn."""
+        self._patience_s = patience_s
         self.waited_s = 0.0
-        """Time in seconds that the thread which has the lock waited for it."""
+        """Time in seconds that the thread which has the lock waited for it, or for `patience_s` to pass."""
+        self.fallbacks = Fallbacks(logger)
+        """Counter of the steps out of turn, under the name "turn"."""
 
     @property
     def num_waiting(self) -> int:
         """Number of threads that are waiting."""
         with self._changed:
-            return max(0, self._asked - self._served - 1)
+            return max(0, len(self._line) - 1)
 
     def __enter__(self) -> None:
-        began = time.monotonic()
+        me, began = threading.get_ident(), time.monotonic()
         with self._changed:
-            mine = self._asked
-            self._asked += 1
-            self._changed.wait_for(lambda: self._served == mine)
+            self._line.append(me)
+            is_stuck = self._passed_by_at == self._num_given_back
+            if not self._changed.wait_for(lambda: self._line[0] == me, 0.0 if is_stuck else self._patience_s):
+                self._line.remove(me)
+                self._out_of_turn.add(me)
+                self._passed_by_at = self._num_given_back
+                self.fallbacks.note("turn", f"another thread has had the cores for {self._patience_s} s; stepping beside it")
             self.waited_s = time.monotonic() - began
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._changed:
-            self._served += 1
+            if (me := threading.get_ident()) in self._out_of_turn:
+                self._out_of_turn.remove(me)
+                return
+            self._line.popleft()
+            self._num_given_back += 1
             self._changed.notify_all()
 
 
@@ -63,7 +85,7 @@ class FairFileLock:
     step out of turn until a turn is given back. This is safe, because only speed depends on turns.
     """
 
-    def __init__(self, path: Path, patience_s: float = 2.0) -> None:
+    def __init__(self, path: Path, patience_s: float = PATIENCE_S) -> None:
         """Opens the file `path`, and creates it if it does not exist. Raises OSError if that fails. The process must
         not open the file a second time, because closing any of its descriptors releases the process's locks.
         """

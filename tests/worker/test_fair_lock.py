@@ -161,6 +161,30 @@ def test_a_frozen_process_is_waited_for_once(stepping: Stepping, tmp_path: Path)
         assert is_in_turn(turns)
 
 
+def test_a_long_step_is_waited_for_once() -> None:
+    turns, has_turn, go_on = FairLock(patience_s=0.3), threading.Event(), threading.Event()
+
+    def long_step() -> None:
+        with turns:
+            has_turn.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=long_step)
+    thread.start()
+    assert has_turn.wait(60)
+    waits = []
+    for _ in range(10):
+        began = time.monotonic()
+        with turns:
+            waits.append(time.monotonic() - began)
+    assert waits[0] >= 0.3 > 0.1 > min(waits[1:]) and turns.fallbacks.counts == {"turn": 10}
+    go_on.set()
+    thread.join(60)
+    with turns:
+        assert turns.num_waiting == 0
+    assert turns.fallbacks.counts == {"turn": 10}
+
+
 def is_in_turn(turns: FairFileLock) -> bool:
     before = dict(turns.fallbacks.counts)
     with turns:
