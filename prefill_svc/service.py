@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from common import convert
-from common.errors import LooseleafError, Unavailable
+from common.errors import Internal, LooseleafError, Unavailable
 from common.guard import Context
 from common.request_ids import take_request_id
 from common.tracing import NO_TRACER, Tracer
@@ -70,7 +70,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         load = _load_with(job, self._worker.load)
         loop = asyncio.get_running_loop()
 
-        def emit(event: Event) -> None:  # called in the step thread
+        def emit(event: Event) -> None:  # called in the step thread or in the event loop
             loop.call_soon_threadsafe(events.put, event)
 
         submitting = asyncio.ensure_future(self._submit(job, request, emit))
@@ -96,8 +96,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def _submit(self, job: Job, request: pb.PrefillRequest, emit: Emit) -> None:
         """Queues a job, after the store has been asked to restore the part of the job's prefix that is on disk."""
         if self._disk is not None:
-            self._worker.begin_chain(job, request.cache_salt, request.public_tokens)
-            await self._disk.restore(job.trunk)
+            try:
+                self._worker.begin_chain(job, request.cache_salt, request.public_tokens)
+                await self._disk.restore(job.trunk)
+            except Exception:
+                logger.exception("a prompt was not queued")
+                emit(Internal("the prompt could not be queued; the worker's log says why"))
+                return
         self._thread.post(lambda: self._worker.submit(job, request.cache_salt, emit, request.public_tokens))
 
 

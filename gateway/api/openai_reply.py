@@ -81,23 +81,27 @@ class LogprobFormat:
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
 
-    def completion(self, items: Sequence[pb.TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-        """Returns OpenAI's object for tokens whose text begins at `offset`, and the offset after them. Offsets count
-        characters.
+    def completion(
+        self, items: Sequence[pb.TokenLogprob], offset: int, most: int | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """Returns OpenAI's object for tokens whose text begins at `offset`, with at most `most` likely tokens for each,
+        and the offset after them. Offsets count characters.
         """
         tokens, values, tops, offsets = [], [], [], []
         for item in items:
             text, raw = self._texts.get(item.token_id)
             tokens.append(text)
             values.append(_finite(item.logprob))
-            tops.append(self._top(item))
+            tops.append(self._top(item, most))
             offsets.append(offset)
             offset += len(raw.decode(errors="ignore"))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
 
-    def echoed(self, request: ResolvedRequest, items: Sequence[pb.TokenLogprob]) -> dict[str, Any]:
-        """Returns the log-probabilities of an echoed prompt. The first token has no log-probability."""
-        found, _ = self.completion(items, 0)
+    def echoed(self, request: ResolvedRequest, items: Sequence[pb.TokenLogprob], most: int) -> dict[str, Any]:
+        """Returns the log-probabilities of an echoed prompt, with at most `most` likely tokens for each token. The
+        first token has no log-probability.
+        """
+        found, _ = self.completion(items, 0, most)
         detokenizer, offset, offsets = Detokenizer(self._texts.tokenizer), 0, []
         for token_id in request.prompt_ids:
             offsets.append(offset)
@@ -114,38 +118,41 @@ class LogprobFormat:
         content = []
         for item in items:
             entry = self._entry(item.token_id, item.logprob)
-            pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
-            entry["top_logprobs"] = [self._entry(token, value) for token, value in pairs]
+            entry["top_logprobs"] = [self._entry(token, value) for token, value in _tops(item)]
             content.append(entry)
         return {"content": content, "refusal": None}
 
-    def prompt(self, items: Sequence[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
+    def prompt(self, items: Sequence[pb.TokenLogprob], most: int) -> list[dict[str, Any] | None]:
         """Returns the prompt's log-probabilities in vLLM's format: None for the first token and, for each later token,
-        a map from id to logprob, rank and text.
+        a map from id to logprob, rank and text. The map has at most `most` likely tokens, and the token itself.
         """
         answer: list[dict[str, Any] | None] = [None]
         for item in items:
             entries = {
                 str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": self._texts.get(token)[0]}
-                for rank, (token, value) in enumerate(zip(item.top_token_ids, item.top_logprobs, strict=True), 1)
+                for rank, (token, value) in enumerate(_tops(item, most), 1)
             }
             text = self._texts.get(item.token_id)[0]
             entries[str(item.token_id)] = {"logprob": _finite(item.logprob), "rank": item.rank, "decoded_token": text}
             answer.append(entries)
         return answer
 
-    def _top(self, item: pb.TokenLogprob) -> dict[str, float]:
+    def _top(self, item: pb.TokenLogprob, most: int | None) -> dict[str, float]:
         """Returns the log-probabilities of the most likely tokens and of the chosen token by their texts, as vLLM
         does.
         """
-        pairs = zip(item.top_token_ids, item.top_logprobs, strict=True)
-        top = {self._texts.get(token)[0]: _finite(value) for token, value in pairs}
+        top = {self._texts.get(token)[0]: _finite(value) for token, value in _tops(item, most)}
         top.setdefault(self._texts.get(item.token_id)[0], _finite(item.logprob))
         return top
 
     def _entry(self, token_id: int, value: float) -> dict[str, Any]:
         text, raw = self._texts.get(token_id)
         return {"token": text, "logprob": _finite(value), "bytes": list(raw)}
+
+
+def _tops(item: pb.TokenLogprob, most: int | None = None) -> list[tuple[int, float]]:
+    """Returns the ids and log-probabilities of the most likely tokens, at most `most`, in descending order."""
+    return list(zip(item.top_token_ids, item.top_logprobs, strict=True))[:most]
 
 
 def _finite(logprob: float) -> float:

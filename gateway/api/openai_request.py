@@ -16,7 +16,7 @@ import msgspec
 from common.errors import InvalidArgument
 from gateway.api.chat_fields import CALL_NEEDS_TOOLS, TEMPLATE_RULES, chat_prompt
 from gateway.api.chat_messages import MessageBody
-from gateway.api.field_rules import Rule, excludes, needs
+from gateway.api.field_rules import Rule, equals, excludes, given, needs
 from gateway.api.structured_fields import NOT_GIVEN, STRUCTURED_FIELDS, ResponseFormat, StructuredOutputs, structured_of
 from gateway.api.vllm_fields import UNSUPPORTED
 from gateway.intake.limits import MAX_ID_DIGITS
@@ -57,7 +57,10 @@ class SamplingBody(Body, kw_only=True):
         "web_search_options": None, "reasoning_effort": None,
         **UNSUPPORTED,
     }  # fmt: skip
-    rules: ClassVar[tuple[Rule, ...]] = (needs("stream_options", "stream"),)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        needs("stream_options", "stream"),
+        Rule("cannot be combined with stream", (given("prompt_logprobs"), equals("stream", True))),
+    )
 
     temperature: float | None = None
     top_p: float | None = None
@@ -160,7 +163,7 @@ class CompletionBody(SamplingBody, kw_only=True):
             item.prompt_field = "prompt" if len(self.prompt) == 1 else f"prompt[{index}]"
             item.logprobs = self.logprobs
             if self.echo and self.logprobs is not None:
-                item.prompt_logprobs = self.logprobs
+                item.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
             if self.scores_only:
                 item.max_tokens = 1  # a worker always samples one token; the answer omits it
         return wanted

@@ -133,7 +133,7 @@ class Answer:
             ids: list[int] = [] if self._scores_only else choice.token_ids
             answer |= {"token_ids": ids, "prompt_token_ids": choice.request.prompt_ids}
         if self.body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs)
+            answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs, self.body.prompt_logprobs)
         return answer
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
@@ -252,7 +252,8 @@ class Answer:
         """Returns the log-probabilities of the prompt, which all choices of a request share."""
         number = choice.index // self._samples
         if (found := self._echoes.get(number)) is None:
-            found = self._echoes[number] = self._format.echoed(choice.request, choice.prompt_logprobs)
+            most = self.body.logprobs or 0
+            found = self._echoes[number] = self._format.echoed(choice.request, choice.prompt_logprobs, most)
         return found
 
     def _prompt_text(self, choice: Choice) -> str:

@@ -59,7 +59,7 @@ class _Prefill(prefill_pb2_grpc.PrefillServiceServicer):
             tokens=tokens,
             sources=pb.PromptSources(cached_tokens=cached, computed_tokens=len(prompt) - cached),
             timings=pb.Timings(queue_ns=1_000_000, prefill_ns=2_000_000),
-            prompt_logprobs=[_logprob(t) for t in prompt[1:]] if request.sampling.HasField("prompt_logprobs") else [],
+            prompt_logprobs=_prompt_logprobs(request),
             load=pb.WorkerLoad(),
             beam_candidates=pb.BeamCandidates(token_ids=[5], logprobs=[-0.5]) if beams else None,
         )
@@ -99,8 +99,16 @@ def _finish(stopping: pb.StoppingParams, token: int, num_outputs: int) -> pb.Fin
     return pb.FINISH_REASON_LENGTH if num_outputs >= stopping.max_tokens else pb.FINISH_REASON_UNSPECIFIED
 
 
-def _logprob(token: int) -> pb.TokenLogprob:
-    return pb.TokenLogprob(token_id=token, logprob=-0.5, rank=1, top_token_ids=[token], top_logprobs=[-0.5])
+def _prompt_logprobs(request: prefill_pb2.PrefillRequest) -> list[pb.TokenLogprob]:
+    if not request.sampling.HasField("prompt_logprobs"):
+        return []
+    return [_logprob(token, max(1, request.sampling.prompt_logprobs)) for token in request.prompt_token_ids[1:]]
+
+
+def _logprob(token: int, num_tops: int = 1) -> pb.TokenLogprob:
+    tops = [(token + rank, -0.5 * (rank + 1)) for rank in range(num_tops)]
+    ids, values = zip(*tops, strict=True)
+    return pb.TokenLogprob(token_id=token, logprob=-0.5, rank=1, top_token_ids=ids, top_logprobs=values)
 
 
 class _Decode(decode_pb2_grpc.DecodeServiceServicer):

@@ -133,7 +133,24 @@ async def test_echo_and_log_probabilities(serve: Any) -> None:
     assert extra["choices"][0]["prompt_logprobs"][1][str(ids[1])]["logprob"] == -0.5
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(2, 1), (1, 2), (0, 2)])
+async def test_an_echo_and_the_prompts_log_probabilities_have_their_own_numbers(
+    serve: Any, logprobs: int, prompt_logprobs: int
+) -> None:
+    served = await serve()
+    asked = {"prompt": "the mill", "max_tokens": 1}
+    echo, prompt = {"echo": True, "logprobs": logprobs}, {"prompt_logprobs": prompt_logprobs}
+    [of_echo, of_prompt, of_both] = [
+        (await served.post("/v1/completions", **asked, **more)).json()["choices"][0]
+        for more in (echo, prompt, {**echo, **prompt})
+    ]
+    assert of_both["logprobs"] == of_echo["logprobs"]
+    assert of_both["prompt_logprobs"] == of_prompt["prompt_logprobs"]
+    assert len(of_prompt["prompt_logprobs"][1]) >= prompt_logprobs
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt": "x", "temperature": "hot"}, "temperature"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens"),
     ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
