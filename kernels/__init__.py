@@ -8,7 +8,7 @@ triton.
 
 from __future__ import annotations
 
-__version__ = "0.1.3"
+__version__ = "0.1.4"
 """Part of the numerics fingerprint. Raise it when the bits of a result change, so that workers with old and with new
 kernels do not share blocks.
 """

@@ -16,7 +16,11 @@ namespace {
 std::atomic<bool> prefetching{true};
 using AttendOnTiles = void (*)(void* tile, int lo, int hi);
 std::atomic<AttendOnTiles> on_tiles{nullptr};
-constexpr int TILE_ROWS = 48, TILE_ROWS_AMX = 96;  // query rows that share packed keys; no effect on bits
+#if defined(LL_AVX512)
+constexpr int TILE_ROWS = 96;  // query rows that share packed keys; no effect on bits
+#else
+constexpr int TILE_ROWS = 48;
+#endif
 
 template <class T, class E>
 struct Attention {
@@ -34,8 +38,7 @@ struct Attention {
     std::vector<int64_t> shared_pieces = {};  // [num_seqs], or empty
     std::vector<float> shared_totals = {};    // [num_seqs, kv_heads, group * (dpad + 2)]: o, m, l
 
-    bool in_tiles() const { return FITS_TILES<T, E> && attend_on_tiles && d % TILE_KEYS == 0; }
-    int tile_rows() const { return in_tiles() ? TILE_ROWS_AMX : TILE_ROWS; }
+    bool in_tiles() const { return IN_PAIRS<T, E> && attend_on_tiles && d % GROUP_KEYS == 0; }
     int group() const { return int(heads / kv_heads); }
     int64_t q_begin(int64_t seq) const { return cu ? cu[seq] : seq; }
     int64_t q_len(int64_t seq) const { return cu ? cu[seq + 1] - cu[seq] : 1; }
@@ -157,7 +160,7 @@ struct Attention {
         const int g = group();
         for (int r = 0; r < t.rows; ++r)
             finish_row<E>(out_row(seq, i0 + r / g, kv_head * g + r % g), t.total_o + size_t(r) * t.dpad, t.total_m[r],
-                          t.total_l[r], t.d, in_tiles());
+                          t.total_l[r], t.d);
     }
 
     void merge(Tile<T, E>& t) const {
@@ -322,7 +325,7 @@ struct Attention {
         int64_t sharing = 0;
         for (const Sharers& with : found) sharing += with.seqs.size() > 1 ? with.seqs.size() : 0;
         // Tiles are full, or smaller if threads would otherwise be idle.
-        const int64_t most = std::max<int64_t>(2, std::min<int64_t>(tile_rows() / group(), sharing * kv_heads / threads));
+        const int64_t most = std::max<int64_t>(2, std::min<int64_t>(TILE_ROWS / group(), sharing * kv_heads / threads));
         std::vector<Together> tiles;
         std::vector<int64_t> pieces(num_seqs);
         for (const Sharers& with : found) {
@@ -375,7 +378,7 @@ struct Attention {
     }
 
     void prefill(int threads) const {
-        const int tile = tile_rows() / group() > 0 ? tile_rows() / group() : 1;
+        const int tile = TILE_ROWS / group() > 0 ? TILE_ROWS / group() : 1;
         std::vector<Unit> units;
         for (int64_t s = 0; s < num_seqs; ++s)
             for (int64_t i = 0; i < q_len(s); i += tile)

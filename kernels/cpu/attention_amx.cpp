@@ -18,7 +18,7 @@ using Tile = ll::Tile<bf16, bf16>;
 
 constexpr int ROWS = 16;                     // rows of a tile
 constexpr int WORDS = 16;                    // pairs of elements in a row of a tile
-constexpr int KEYS = ll::TILE_KEYS;          // keys whose values are summed by one product
+constexpr int KEYS = ll::GROUP_KEYS;          // keys whose values are summed by one product
 constexpr int64_t WEIGHT_BYTES = PIECE * 2;  // of a row
 
 // A configuration of the tiles. Tiles 0 to 3 are sums, tile 4 is the left operand of a product, and tiles 5 to 7 are
@@ -223,16 +223,13 @@ void score_all(Tile& t, int first, int last) {
 template <bool AHEAD>
 void pack_values(Tile& t, int first) {
     char* to = reinterpret_cast<char*>(t.vpack) + int64_t(first) * t.d * 2;
-    const __m512i low = _mm512_set1_epi32(0xffff);
     for (int col = 0; col < t.d; col += 2 * W, to += 2 * ROWS * 64)
         for (int pair = 0; pair < KEYS / 2; ++pair) {
             if (AHEAD && pair % 8 == 0) t.ahead.ask(24);
-            const __m512i a = _mm512_loadu_si512(t.values[first + 2 * pair] + col);
-            const __m512i b = _mm512_loadu_si512(t.values[first + 2 * pair + 1] + col);
-            constexpr int CHOOSE = 0xca;  // the first operand selects the second or the third
-            _mm512_store_si512(to + pair * 64, _mm512_ternarylogic_epi32(low, a, _mm512_slli_epi32(b, 16), CHOOSE));
-            _mm512_store_si512(to + (ROWS + pair) * 64,
-                               _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(a, 16), b, CHOOSE));
+            __m512i even, odd;
+            ll::load_pairs(t.values[first + 2 * pair] + col, t.values[first + 2 * pair + 1] + col, even, odd);
+            _mm512_store_si512(to + pair * 64, even);
+            _mm512_store_si512(to + (ROWS + pair) * 64, odd);
         }
 }
 
@@ -248,9 +245,8 @@ void sum_values(const Tile& t, int row, int col, int from, int to) {
 
 template <bool AHEAD>
 void attend(Tile& t, int lo, int hi) {
-    const int begin = lo / KEYS * KEYS, end = (hi + KEYS - 1) / KEYS * KEYS;
-    for (int key = begin; key < end; ++key)
-        if (key < lo || key >= hi) t.values[key] = t.zeros;
+    ll::widen_to_groups(t, lo, hi);
+    const int begin = lo, end = hi;
     if (t.rows <= 4)
         score_few<4, AHEAD>(t, begin / W, end / W);
     else if (t.rows <= ROWS)

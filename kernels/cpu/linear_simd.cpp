@@ -11,8 +11,8 @@
 namespace ll {
 namespace {
 
-constexpr int64_t AHEAD = 32;    // distance of the prefetch, in pairs of inputs
-constexpr int64_t STRETCH = 16;  // pairs of inputs between prefetches of the next group
+constexpr int64_t AHEAD = 64;    // distance of the prefetch, in pairs of inputs
+constexpr int64_t STRETCH = 16;  // pairs of inputs between decisions about what is prefetched
 
 #if defined(LL_AVX512)
 constexpr int MOST_PANELS = 2;  // with 12 rows, 24 of 32 registers are accumulators
@@ -27,7 +27,7 @@ struct Dense {
     static constexpr int MOST_ROWS = MOST_ROWS_AT_ONCE;
     // For few rows, more panels are computed at once; otherwise each accumulator would wait for its previous product.
     static constexpr int panels_of(int rows) { return std::max(MOST_PANELS, 4 / rows); }
-    static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T), num_sums = 0, step = STRETCH * PAIR_BYTES;
+    static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T), num_sums = 0, step = PAIR_BYTES;
 
     const char* data;
     int64_t pairs, padded_in = 2 * pairs, panel_bytes = pairs * PAIR_BYTES;
@@ -41,19 +41,39 @@ struct Dense {
     LL_INLINE void add(vf (&sums)[R][P * VECS], int64_t panel, int64_t, const Input* inputs, int64_t stride,
                        const float*, const Input*, Ahead& ahead) const {
         const T* w = (const T*)(data + panel * panel_bytes);
+        ahead.step == step ? stream<R, P>(sums, w, panel, inputs, stride, ahead.then)
+                           : reuse<R, P>(sums, w, inputs, stride, ahead);
+    }
+
+    // For the only block of rows: the weights come from memory, and the same panels are prefetched.
+    template <int R, int P>
+    LL_INLINE void stream(vf (&sums)[R][P * VECS], const T* w, int64_t panel, const Input* inputs, int64_t stride,
+                          const char* then) const {
         for (int64_t pair = 0, end; pair < pairs; pair = end) {
             end = std::min(pairs, pair + STRETCH);
-            if constexpr (R > 2) ahead.ask();  // in the inner loop, its variables would displace sums from registers
             const char* asked = (const char*)(w + AHEAD * PAIR);
-            if (R <= 2 && pair + AHEAD >= pairs) asked += ahead.then - (data + (panel + 1) * panel_bytes);
+            if (pair + AHEAD >= pairs) asked += then - (data + (panel + 1) * panel_bytes);
             for (int64_t i = pair; i < end; ++i, w += PAIR, asked += PAIR_BYTES) {
 #pragma GCC unroll 16
-                for (int p = 0; p < P; ++p)
-                    for (int64_t line = 0; line < PAIR_BYTES; line += 64)
-                        __builtin_prefetch(asked + p * panel_bytes + line);
+                for (int p = 0; p < P; ++p) prefetch_pair(asked + p * panel_bytes);
                 add_pair<T, R, P>(sums, w, pairs * PAIR, inputs + 2 * i, stride);
             }
         }
+    }
+
+    // For one of several blocks of rows: all of them read the group's weights, and together prefetch the next group.
+    template <int R, int P>
+    LL_INLINE void reuse(vf (&sums)[R][P * VECS], const T* w, const Input* inputs, int64_t stride, Ahead& ahead) const {
+        const char* asked = ahead.asked;
+        for (int64_t i = 0; i < pairs; ++i, w += PAIR, asked += P * ahead.step) {
+            prefetch_pair(asked);
+            add_pair<T, R, P>(sums, w, pairs * PAIR, inputs + 2 * i, stride);
+        }
+        ahead.asked = asked;
+    }
+
+    static LL_INLINE void prefetch_pair(const char* pair) {
+        for (int64_t line = 0; line < PAIR_BYTES; line += 64) __builtin_prefetch(pair + line);
     }
 };
 

@@ -99,8 +99,9 @@ void copy_padded(const From* from, int64_t n, To* to, int64_t padded) {
     std::fill(to + n, to + padded, To{});
 }
 
-// Prefetches the weights of the next group. Every call requests `step` more bytes, so that all of them have been
-// requested when the last block of rows is done.
+// The prefetch of the next group's weights, while the blocks of rows use the current group. `step` is a block's part of
+// Weights::step, the memory that one step of the loop over inputs reads: the blocks together prefetch a whole group. With
+// a single block, `step` is Weights::step.
 struct Ahead {
     const char *asked, *upto;
     int64_t step;

@@ -18,7 +18,7 @@
 namespace ll {
 
 constexpr int PIECE = 256;           // keys; a different number would change bits
-constexpr int TILE_KEYS = 32;        // keys whose values a product of AMX tiles sums; likewise
+constexpr int GROUP_KEYS = 32;       // keys whose values a product of AMX tiles sums, and whose weights are rounded at once
 // The constants below do not affect bits.
 constexpr int PANEL = 12;            // vectors of keys that are packed at once; they are scored while in the L1 cache
 constexpr int STRETCH = 64;          // keys whose values are added to all rows while they are in the L1 cache
@@ -71,7 +71,7 @@ struct Ahead {
     LL_INLINE void ask(int lines) {
         for (lines *= rate; lines > 0 && at < count;) {
             const int n = int(std::min<int64_t>(lines, (runs[at].to - line + 63) / 64));
-            for (int i = 0; i < n; ++i, line += 64) __builtin_prefetch(line, 0, 2);
+            for (int i = 0; i < n; ++i, line += 64) __builtin_prefetch(line);
             lines -= n;
             if (line >= runs[at].to) line = runs[++at].from;
         }
@@ -86,13 +86,14 @@ constexpr bool AS_TORCH = std::is_same_v<T, float> && std::is_same_v<E, float>;
 template <class T, class E>
 constexpr float UNIT = AS_TORCH<T, E> ? 1.f : LOG2E;  // a score of 1 is this exponent of a weight
 
-// Whether AMX tiles can compute the products (attention_amx.cpp), if d is a multiple of 32.
+// Whether values are multiplied in pairs of bf16, with rounded weights: by AVX512-BF16, or on AMX tiles if d is a multiple
+// of 32 (attention_amx.cpp).
 #if defined(LL_AVX512)
 template <class T, class E>
-constexpr bool FITS_TILES = std::is_same_v<T, bf16> && std::is_same_v<E, bf16>;
+constexpr bool IN_PAIRS = std::is_same_v<T, bf16> && std::is_same_v<E, bf16>;
 #else
 template <class T, class E>
-constexpr bool FITS_TILES = false;
+constexpr bool IN_PAIRS = false;
 #endif
 
 // The power whose exponent is x.
@@ -122,13 +123,13 @@ struct Tile {
     const E* values[PIECE];
     float key_scales[PIECE];   // of keys and values of 8 bits; 0 for a key that no row of the tile sees
     float value_scales[PIECE];
-    int16_t* weights;          // [rows, PIECE] as integers, if IN_INTEGERS; as bf16, if FITS_TILES
-    float* vpack;              // [PIECE, d] values as operands of tiles, if FITS_TILES
+    int16_t* weights;          // [rows, PIECE] as integers, if IN_INTEGERS; as bf16, if IN_PAIRS
+    float* vpack;              // [PIECE, d] values as operands of tiles, if IN_PAIRS
     float *q_scales, *weight_scales;  // of each row's query and weights, if IN_INTEGERS
     Ahead ahead;
 
-    static constexpr size_t WEIGHT_FLOATS = IN_INTEGERS<T, E> || FITS_TILES<T, E> ? PIECE / 2 : 0;  // of a row
-    static size_t value_floats(int d) { return FITS_TILES<T, E> ? size_t(PIECE) * d / 2 : 0; }
+    static constexpr size_t WEIGHT_FLOATS = IN_INTEGERS<T, E> || IN_PAIRS<T, E> ? PIECE / 2 : 0;  // of a row
+    static size_t value_floats(int d) { return IN_PAIRS<T, E> ? size_t(PIECE) * d / 2 : 0; }
 
     // The number of columns of an output: d, rounded up to those that are computed together.
     static int padded(int d) {
@@ -222,7 +223,9 @@ void score_block(Tile<T, E>& t, int row, int at, int g) {
             if constexpr (D::TERMS == 2) score_term<D, R, C, 1>(k, q, q_width, acc);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
             const int key = (g + at + c) * W;
             if constexpr (IN_INTEGERS<T, E>) acc[r][c] = D::sum(acc[r][c]) * splat(t.q_scales[row + r]);
@@ -331,7 +334,9 @@ template <class T, class E, int R, int C, bool AHEAD>
 void value_block(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
     vf acc[R][C];
     float* o = t.o + size_t(row) * t.dpad + col;
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) acc[r][c] = from == lo ? vf{} : load(o + size_t(r) * t.dpad + c * W);
     const float* p = t.scores + size_t(row) * PIECE;
     for (int k = from, end; k < to; k = end) {
@@ -351,10 +356,62 @@ void value_block(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c)  // + 0 turns -0 into +0, so that the signs of unseen values have no effect
             store(o + size_t(r) * t.dpad + c * W, acc[r][c] + splat(0.f));
 }
+
+#if defined(LL_AVX512)
+// Returns the values of two keys in pairs, of 32 columns: the pairs of the even columns, then those of the odd ones, as in
+// `Columns`.
+LL_INLINE void load_pairs(const bf16* a, const bf16* b, __m512i& even, __m512i& odd) {
+    const __m512i low = _mm512_set1_epi32(0xffff), x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    constexpr int CHOOSE = 0xca;  // the first operand selects the second or the third
+    even = _mm512_ternarylogic_epi32(low, x, _mm512_slli_epi32(y, 16), CHOOSE);
+    odd = _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(x, 16), y, CHOOSE);
+}
+
+// Likewise of the last n columns, at most 16, in order.
+LL_INLINE __m512i load_last_pairs(const bf16* a, const bf16* b, int n) {
+    return (__m512i)((vu)load_upto(b, n) | (vu)load_upto(a, n) >> 16);
+}
+
+// value_block for values in pairs: a row's output is accumulated over pairs of keys. Every product adds two keys.
+template <class T, class E, int R, int C, bool AHEAD>
+void value_pairs(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
+    vf acc[R][C];
+    float* o = t.o + size_t(row) * t.dpad + col;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) acc[r][c] = from == lo ? vf{} : load(o + size_t(r) * t.dpad + c * W);
+    const int16_t* weights = t.weights + size_t(row) * PIECE;
+    for (int k = from; k < to; k += 8) {
+        if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(E) / 8);
+        for (int i = k; i < k + 8; i += 2) {
+            __m512i v[C];
+            if constexpr (C > 1)
+#pragma GCC unroll 4
+                for (int c = 0; c < C; c += 2)
+                    load_pairs(t.values[i] + col + c * W, t.values[i + 1] + col + c * W, v[c], v[c + 1]);
+            else
+                v[0] = load_last_pairs(t.values[i] + col, t.values[i + 1] + col, t.d - col);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const auto pair = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(weights + r * PIECE + i));
+#pragma GCC unroll 8
+                for (int c = 0; c < C; ++c) acc[r][c] = (vf)_mm512_dpbf16_ps((__m512)acc[r][c], (__m512bh)v[c], pair);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) store(o + size_t(r) * t.dpad + c * W, acc[r][c]);
+}
+#endif
 
 #if defined(LL_INTEGERS)
 // Sets columns [col, col + INTEGER_COLUMNS) of R rows to the sums of weight * value over keys [lo, hi), in integers. Four
@@ -406,11 +463,18 @@ void value_rows(Tile<T, E>& t, int row, int from, int to, int lo) {
         return;
     }
 #endif
+    const auto block = [&](int col, auto columns, auto asks) {
+#if defined(LL_AVX512)
+        if constexpr (IN_PAIRS<T, E>) return value_pairs<T, E, R, columns.value, asks.value>(t, row, col, from, to, lo);
+#endif
+        value_block<T, E, R, columns.value, asks.value>(t, row, col, from, to, lo);
+    };
+    constexpr std::bool_constant<AHEAD> asks;
     constexpr int C = columns_beside(R);
     int col = 0;
-    for (; col + C * W <= t.d; col += C * W) value_block<T, E, R, C, AHEAD>(t, row, col, from, to, lo);
-    for (; col + 2 * W <= t.d; col += 2 * W) value_block<T, E, R, 2, AHEAD>(t, row, col, from, to, lo);
-    for (; col < t.d; col += W) value_block<T, E, R, 1, false>(t, row, col, from, to, lo);
+    for (; col + C * W <= t.d; col += C * W) block(col, std::integral_constant<int, C>(), asks);
+    for (; col + 2 * W <= t.d; col += 2 * W) block(col, std::integral_constant<int, 2>(), asks);
+    for (; col < t.d; col += W) block(col, std::integral_constant<int, 1>(), std::false_type());
 }
 
 // Calls work(row, number of rows) for blocks of at most ROWS rows. The number of rows is a compile-time constant.
@@ -419,6 +483,14 @@ LL_INLINE void for_row_blocks(int row, int rows, F&& work) {
     for (; row + R <= rows; row += R) work(row, std::integral_constant<int, R>{});
     if constexpr (R > 1)
         if (row < rows) for_row_blocks<R - 1>(row, rows, work);
+}
+
+// Widens [lo, hi) to whole groups of keys. The values of keys that are added are zeros, and their weights will be 0.
+template <class T, class E>
+LL_INLINE void widen_to_groups(Tile<T, E>& t, int& lo, int& hi) {
+    const int begin = lo / GROUP_KEYS * GROUP_KEYS, end = (hi + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS;
+    std::fill(t.values + begin, t.values + lo, t.zeros), std::fill(t.values + hi, t.values + end, t.zeros);
+    lo = begin, hi = end;
 }
 
 // Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; `keys` and `values` must
@@ -435,7 +507,8 @@ void attend(Tile<T, E>& t, int lo, int hi) {
                                     : score_rows<T, E, r.value, false>(t, row, g, n);
         });
     }
-    for (int r = 0; r < t.rows; ++r) softmax_row(t, r, lo, hi);
+    if constexpr (IN_PAIRS<T, E>) widen_to_groups(t, lo, hi);
+    for (int r = 0; r < t.rows; ++r) softmax_row<T, E, IN_PAIRS<T, E>>(t, r, lo, hi);
     constexpr int TOGETHER = IN_INTEGERS<T, E> ? PIECE : STRETCH;
     for (int from = lo; from < hi; from += TOGETHER) {
         const int to = hi - from < TOGETHER ? hi : from + TOGETHER;
@@ -464,11 +537,11 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
     total_m = top;
 }
 
-// Writes the row's output. With `from_tiles`, -0 becomes +0: tiles flush small sums to zeros whose signs depend on the
-// number of unseen keys.
+// Writes the row's output. With IN_PAIRS, -0 becomes +0: products of pairs flush small sums to zeros whose signs depend on
+// the number of unseen keys.
 template <class E, class T>
-LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d, bool from_tiles) {
-    const vf l = splat(total_m == NEG_INF || AS_TORCH<T, E> ? 1.f : total_l), zero = splat(from_tiles ? 0.f : -0.f);
+LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d) {
+    const vf l = splat(total_m == NEG_INF || AS_TORCH<T, E> ? 1.f : total_l), zero = splat(IN_PAIRS<T, E> ? 0.f : -0.f);
     auto at = [&](int i) { return total_m == NEG_INF ? vf{} : load(total_o + i) / l + zero; };
     int i = 0;
     if constexpr (IN_INTEGERS<T, E>) {

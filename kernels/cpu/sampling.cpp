@@ -39,19 +39,16 @@ uint32_t key_of(float x) {
 }
 
 float row_max(const float* x, int64_t n) {
-    vf top = splat(-INFINITY);
+    constexpr int SUMS = 4;  // so that a vector does not wait for the one before
+    vf tops[SUMS];
+    for (vf& top : tops) top = splat(-INFINITY);
     int64_t i = 0;
-    for (; i + W <= n; i += W) top = vmax(load(x + i), top);
-    float m = hmax(top);
+    for (; i + SUMS * W <= n; i += SUMS * W)
+#pragma GCC unroll 4
+        for (int j = 0; j < SUMS; ++j) tops[j] = vmax(load(x + i + j * W), tops[j]);
+    float m = hmax(vmax(vmax(tops[0], tops[1]), vmax(tops[2], tops[3])));
     for (; i < n; ++i) m = x[i] > m ? x[i] : m;
     return m;
-}
-
-int64_t argmax(const float* x, int64_t n) {
-    const float m = row_max(x, n);
-    for (int64_t i = 0; i < n; ++i)
-        if (x[i] == m) return i;
-    return 0;
 }
 
 constexpr double SMALLEST = 1e-300;  // so that a top_p that is 0 in fp32 keeps one token
@@ -67,6 +64,16 @@ LL_INLINE uint32_t bits_of(vi lanes) {
     for (int i = 0; i < W; ++i) bits |= uint32_t(lanes[i] & 1) << i;
     return bits;
 #endif
+}
+
+int64_t argmax(const float* x, int64_t n) {
+    const float m = row_max(x, n);
+    int64_t i = 0;
+    for (; i + W <= n; i += W)
+        if (const uint32_t bits = bits_of(load(x + i) == splat(m))) return i + __builtin_ctz(bits);
+    for (; i < n; ++i)
+        if (x[i] == m) return i;
+    return 0;
 }
 
 // One row's draw. The filters work on the list of candidates, in id order. They drop tokens from the list, or set their
