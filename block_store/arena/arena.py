@@ -92,8 +92,9 @@ class Arena:
         later write to it can raise SIGBUS. `ahead` supplies memory that was allocated earlier.
 
         `run_id` and `dataset` are usually filled in by `enter_ledger`; `placement` comes from `create_on_device`.
-        Raises ArenaError if `num_blocks` is below 1 or the layout does not fit into the header, ArenaExists if the
-        directory already has an arena, and NotEnoughSharedMemory if the file does not fit.
+        Raises ArenaError if `num_blocks` is below 1, the layout does not fit into the header, or the file system does
+        not support unnamed files; ArenaExists if the directory already has an arena; and NotEnoughSharedMemory if the
+        file does not fit.
         """
         if num_blocks < 1:
             raise ArenaError(f"num_blocks must be at least 1, not {num_blocks}")
@@ -105,10 +106,16 @@ class Arena:
             num_blocks, layout.block_bytes, ArenaOffsets.of(num_blocks).data, secrets.token_hex(8), layout.fingerprint,
             0, run_id, dataset, layout, placement or Placement(),
         )  # fmt: skip
-        if ahead is None:
-            _write_file(where, header.encode(), header.file_bytes)
-        else:
-            _name_file(where, ahead, header.encode(), header.file_bytes)
+        try:
+            memory = ahead or Prefault(where, 0)
+        except OSError as error:
+            message = f"{where}: {error.strerror}; its file system must support unnamed files, as tmpfs does"
+            raise ArenaError(message) from error
+        try:
+            _name_file(where, memory, header.encode(), header.file_bytes)
+        finally:
+            if ahead is None:
+                memory.close()
         return cls.open(where, layout.fingerprint)
 
     @classmethod
@@ -362,39 +369,16 @@ class Arena:
         self._slots.remove()
 
 
-def _write_file(where: Path, head: bytes, size: int) -> None:
-    """Creates the file under a temporary name and links it into place once it is complete. Unlike a rename, a link does
-    not replace an existing file. Raises NotEnoughSharedMemory if the file does not fit, and ArenaExists if there is
-    already an arena.
+def _name_file(where: Path, memory: Prefault, head: bytes, size: int) -> None:
+    """Creates the arena file from `memory`, and allocates what is missing. Unlike a rename, a link does not replace an
+    existing file. Raises NotEnoughSharedMemory if the file does not fit, and ArenaExists if there is already an arena.
     """
-    scratch = where / f".{FILE_NAME}.{os.getpid()}"
-    fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o660)
-    try:
-        if (available := _free_bytes(where)) < size:
-            raise NotEnoughSharedMemory(str(where), size, available)
-        try:
-            os.posix_fallocate(fd, 0, round_up(size, mmap.PAGESIZE))
-        except OSError as error:
-            raise NotEnoughSharedMemory(str(where), size, available) from error
-        os.pwrite(fd, head, 0)
-        os.link(scratch, where / FILE_NAME)
-    except FileExistsError:
-        raise ArenaExists(f"{where / FILE_NAME} exists") from None
-    finally:
-        os.close(fd)
-        scratch.unlink(missing_ok=True)
-
-
-def _name_file(where: Path, ahead: Prefault, head: bytes, size: int) -> None:
-    """Creates the arena file from the memory of `ahead`. Raises NotEnoughSharedMemory if the file does not fit, and
-    ArenaExists if there is already an arena.
-    """
-    ahead.stop()
-    available = _free_bytes(where) + ahead.num_bytes
+    memory.stop()
+    available = _free_bytes(where) + memory.num_bytes
     if available < size:
         raise NotEnoughSharedMemory(str(where), size, available)
     try:
-        ahead.become(where / FILE_NAME, head, round_up(size, mmap.PAGESIZE))
+        memory.become(where / FILE_NAME, head, round_up(size, mmap.PAGESIZE))
     except FileExistsError:
         raise ArenaExists(f"{where / FILE_NAME} exists") from None
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Allocates the shared memory of an arena while workers load their model, because allocating 4 GiB in small pages takes
-seconds of CPU time.
+"""Allocates the shared memory of an arena, usually while workers load their model, because allocating 4 GiB in small
+pages takes seconds of CPU time.
 
 The file gets a name only when it becomes an arena, so a store that is killed earlier leaves no file behind.
 """
@@ -34,6 +34,8 @@ class Prefault:
         self._thread.start()
 
     def _take(self) -> None:
+        if not self._most_bytes:
+            return  # at once: with idle priority, it might wait for a core
         try:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread only: model loading comes first
         except OSError as error:

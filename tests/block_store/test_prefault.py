@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from block_store.arena.arena import FILE_NAME, Arena
 from block_store.arena.prefault import Prefault
-from block_store.errors import ArenaExists, NotEnoughSharedMemory
-from testing.ledger.store import LAYOUT
+from block_store.errors import ArenaError, ArenaExists, NotEnoughSharedMemory
+from testing.ledger.store import LAYOUT, python
 from testing.system import wait_for
 
 
@@ -63,3 +64,23 @@ def test_less_memory_than_hoped_for_is_no_error_yet(shm: Path) -> None:
     assert ahead.num_bytes == 0
     Arena.create(shm, LAYOUT, 4, ahead=ahead)
     ahead.close()
+
+
+def test_a_process_killed_while_it_creates_an_arena_leaves_no_file_behind(shm: Path) -> None:
+    """In a container, where every store is process 1, the next one can create an arena."""
+    code = """if True:
+        import os, signal, sys
+        from block_store.arena.arena import Arena
+        from testing.ledger.store import LAYOUT
+        os.posix_fallocate = lambda *file: os.kill(os.getpid(), signal.SIGKILL)
+        Arena.create(sys.argv[1], LAYOUT, 64)
+    """
+    process = python(code, str(shm))
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert not list(shm.iterdir())
+    Arena.create(shm, LAYOUT, 64)
+
+
+def test_a_file_system_without_unnamed_files_is_refused() -> None:
+    with pytest.raises(ArenaError, match=r"/proc/self: .+; its file system must support unnamed files"):
+        Arena.create("/proc/self", LAYOUT, 4)
