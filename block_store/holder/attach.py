@@ -33,7 +33,8 @@ from block_store.errors import (
 from block_store.holder.held_blocks import HeldBlocks
 from block_store.ledger.breaker import BUDGET_S
 from block_store.ledger.client import LedgerClient
-from block_store.ledger.scripts import LedgerScripts
+from block_store.ledger.reaper import SWEEP_S
+from block_store.ledger.scripts import LEASE_S, LedgerScripts
 from block_store.redis.adapter_registry import AdapterRegistry
 from block_store.redis.redis_server import open_client
 from block_store.redis.registry import WorkerRegistry
@@ -50,6 +51,8 @@ from protos.v1 import block_store_pb2_grpc
 logger = logging.getLogger("attach")
 PREDECESSOR_S = 10.0
 """Seconds for which a starting worker retries its registration, so that the lease of a killed predecessor can end."""
+GRANTED_FLOOR_S = LEASE_S + 4 * SWEEP_S
+"""Seconds for which a worker tries to register with its granted floor, until a killed predecessor has been reaped."""
 RENEW_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 600.0
 """Seconds to wait for the store, which may have to wait for the requests of other workers."""
@@ -86,8 +89,8 @@ class Attached:
         self, arena: Arena, redis_url: str, needs: Needs, granted_floor: int = 0, *, has_disk_tier: bool = False
     ) -> None:
         """Registers the worker. Its floor is the larger of `granted_floor` and `needs.floor_blocks`, or
-        `needs.floor_blocks` if the larger floor does not fit into the arena. Raises the last LedgerError if the
-        registration keeps failing for PREDECESSOR_S seconds.
+        `needs.floor_blocks` if the larger floor does not fit into the arena for GRANTED_FLOOR_S seconds. Raises the
+        last LedgerError if the registration keeps failing for PREDECESSOR_S seconds.
         """
         self.arena = arena
         self.floor_blocks = max(granted_floor, needs.floor_blocks)
@@ -114,31 +117,23 @@ class Attached:
 
     def _register_patiently(self, timeout_s: float) -> HeldBlocks:
         """Registers the worker, and retries after a LedgerError, for example while a dead predecessor's floor still
-        counts. Raises the last LedgerError after `timeout_s` seconds, or once `withdraw` has been called.
+        counts. After GRANTED_FLOOR_S seconds, a granted floor that does not fit is replaced by the floor that the
+        worker requested: there are more workers than the store expected (`sizing.granted_floor`). Raises the last
+        LedgerError after `timeout_s` seconds, or once `withdraw` has been called.
         """
-        deadline = time.monotonic() + timeout_s
+        began, requested = time.monotonic(), self._needs.floor_blocks
         while True:
             try:
-                return self._register_with_some_floor()
+                return self._register()
             except LedgerError as error:
-                if time.monotonic() >= deadline or self._stop.wait(0.5):
+                waited_s = time.monotonic() - began
+                if waited_s >= timeout_s or self._stop.wait(0.5):
                     raise
                 logger.warning("cannot register yet: %s", error)
-
-    def _register_with_some_floor(self) -> HeldBlocks:
-        """Registers with the granted floor or, if that does not fit, with the floor that the worker requested.
-
-        The granted floor may not fit if there are more workers than the store expected, or if a dead predecessor's
-        floor still counts in a small arena (`sizing.granted_floor`).
-        """
-        try:
-            return self._register()
-        except FloorsExceedArena as error:
-            if self.floor_blocks == self._needs.floor_blocks:
-                raise
-            logger.warning("floor of %d blocks, not %d: %s", self._needs.floor_blocks, self.floor_blocks, error)
-            self.floor_blocks = self._needs.floor_blocks
-            return self._register()
+                is_final = isinstance(error, FloorsExceedArena) and waited_s >= GRANTED_FLOOR_S
+                if is_final and self.floor_blocks > requested:
+                    logger.warning("floor of %d blocks, not %d", requested, self.floor_blocks)
+                    self.floor_blocks = requested
 
     def _register(self) -> HeldBlocks:
         slot, ledger = self.arena.acquire_writer_slot(), LedgerScripts.attach(self._client, self.arena)

@@ -18,7 +18,7 @@ from common.kv_retention import KvRules, Retention
 from common.settings import WorkerSettings
 from common.telemetry import Fallbacks
 from common.types import WorkerLoad
-from testing.ledger.store import LAYOUT, StoreProcess, wait_until
+from testing.ledger.store import LAYOUT, StoreProcess, line, python, wait_until
 from worker.role import record_of
 
 NUM_BLOCKS = 64
@@ -131,6 +131,28 @@ def test_one_worker_more_than_the_store_was_told_of(running: StoreProcess, caplo
     told_of[1].renew()
     assert told_of[1].floor_blocks == granted == floors(running)["d1"]
     for worker in (told_of[1], late):
+        worker.close()
+
+
+def test_the_successor_of_a_killed_worker_gets_the_same_floor(running: StoreProcess) -> None:
+    """Until the killed worker is reaped, its floor and its successor's do not fit into the arena together."""
+    code = """if True:
+        import sys, time
+        from block_store.holder.attach import Needs, attach
+        from testing.ledger.store import LAYOUT
+        [worker] = attach(sys.argv[1], [Needs("d", "decode", LAYOUT, 0, 0, 64, 28)])
+        print(worker.floor_blocks, flush=True)
+        time.sleep(60)
+    """
+    killed = python(code, running.address)
+    [prefill] = attach(running.address, [needs("p", "prefill", 28)])
+    granted = 28 + (NUM_BLOCKS - 2 * 28) // 4
+    assert int(line(killed)) == granted
+    killed.kill()
+    killed.wait()
+    [successor] = attach(running.address, [needs("d", "decode", 28)])
+    assert successor.floor_blocks == granted and floors(running) == {"d": granted, "p": 28}
+    for worker in (prefill, successor):
         worker.close()
 
 
