@@ -178,6 +178,7 @@ class Attached:
         self, record: WorkerRecord, load: Callable[[], WorkerLoad], on_lost: Callable[[], object] = lambda: None
     ) -> None:
         """Publishes `record` with its current values every second, until `withdraw` is called or the arena is lost.
+        While the worker is fenced, does not publish it, so that gateways use other workers.
 
         If the arena is lost, calls `on_lost` once, so that an idle worker also notices.
         """
@@ -191,7 +192,10 @@ class Attached:
                     on_lost()
                     return
                 try:
-                    self._registry.publish(self._as_of_now(record, load()))
+                    if self.is_fenced:
+                        fallbacks.note("record not published", "the worker is fenced and has not registered again yet")
+                    else:
+                        self._registry.publish(self._as_of_now(record, load()))
                 except LedgerUnavailable as error:
                     fallbacks.note("record not published", str(error))
                 except Exception:
