@@ -30,6 +30,7 @@ from block_store.transfer.byte_channel import (
 from common import convert
 from common.certificates import Changed
 from common.errors import LooseleafError, StartupError
+from common.telemetry import Fallbacks
 from common.ticket import TicketId
 from common.trust import Trust
 from common.types import Epoch
@@ -40,6 +41,8 @@ MAX_CONNECTIONS = 64
 """Maximum number of open connections. Further connections are closed at once, and their clients use gRPC."""
 IDLE_S = 60.0
 """Time in seconds after which a connection without requests is closed."""
+PAUSE_S = 0.5
+"""Pause in seconds after a connection that could not be accepted, for example because too many files are open."""
 
 
 class ByteServer:
@@ -56,6 +59,8 @@ class ByteServer:
         self._certificates_changed = None if trust.certificates is None else Changed(trust.certificates)
         self._places = threading.Semaphore(MAX_CONNECTIONS)
         self._listener: socket.socket | None = None
+        self._closed = threading.Event()
+        self.fallbacks = Fallbacks(logger)
 
     def listen(self) -> int:
         """Returns the port. The first call begins to listen, so that a store that no other host reads has no open port.
@@ -75,21 +80,32 @@ class ByteServer:
 
     def close(self) -> None:
         """Accepts no more connections. Open connections end with the process."""
+        self._closed.set()
         if self._listener is not None:
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._run, args=(connection,), name="byte-channel", daemon=True).start()
-            else:
-                connection.close()
+                self._begin(listener.accept()[0])
+            except (OSError, RuntimeError) as error:
+                if not self._closed.is_set():
+                    self.fallbacks.note("byte channel not accepted", str(error))
+                    self._closed.wait(PAUSE_S)
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Starts the thread of a connection. Raises RuntimeError if no thread can be started."""
+        if not self._places.acquire(blocking=False):
+            connection.close()
+            return
+        try:
+            threading.Thread(target=self._run, args=(connection,), name="byte-channel", daemon=True).start()
+        except RuntimeError:
+            connection.close()
+            self._places.release()
+            raise
 
     def _run(self, connection: socket.socket) -> None:
         try:
