@@ -56,12 +56,16 @@ class WriterSlots:
         with self._counter() as counter:
             number = int(os.pread(counter, 20, 0) or b"1")
             fd = os.open(self._path(number), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o660)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
-            os.pwrite(counter, str(number + 1).encode(), 0)
-            for other in self.numbers():
-                if other != number and not self.is_alive(other):
-                    self._path(other).unlink(missing_ok=True)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)  # waits for a process that checks whether the slot is held
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
+                os.pwrite(counter, str(number + 1).encode(), 0)
+                for other in self.numbers():
+                    if other != number and not self.is_alive(other):
+                        self._path(other).unlink(missing_ok=True)
+            except BaseException:
+                os.close(fd)
+                raise
         return WriterSlot(number, fd)
 
     def is_alive(self, number: int) -> bool:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +133,29 @@ def test_a_killed_process_loses_its_writer_slot_and_numbers_are_not_reused(shm: 
     assert other.number > mine.number > number
     mine.close()
     assert arena.live_writers() == [other.number] and not arena.is_writer_alive(999)
+
+
+def test_a_slot_that_another_process_is_looking_at_is_acquired(shm: Path) -> None:
+    arena = Arena.create(shm, LAYOUT, 4)
+    arena.acquire_writer_slot().close()
+    looking = os.open(shm / "writers" / "2.lock", os.O_CREAT | os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.2, os.close, (looking,)).start()
+    assert arena.acquire_writer_slot().number == 2 and arena.is_writer_alive(2)
+
+
+def test_a_slot_whose_file_could_not_be_written_is_acquired_later(shm: Path) -> None:
+    arena = Arena.create(shm, LAYOUT, 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # like a full file system, but EFBIG instead of ENOSPC
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            arena.acquire_writer_slot()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not arena.live_writers()
+    slot = arena.acquire_writer_slot()
+    assert arena.live_writers() == [slot.number]
 
 
 def test_two_processes_share_blocks_and_race_for_generations(shm: Path) -> None:
