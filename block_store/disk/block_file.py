@@ -20,6 +20,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +66,19 @@ class BlockFile:
         """Protects the slots. It is not held while bytes are copied."""
         self._slots: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         """Slot and digest of each prefix hash, the least recently used first."""
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._index = _open(directory / "index", self.num_slots * _RECORD.size)
-            self._blocks = _open(directory / "blocks", self.num_slots * block_bytes)
-        except BlockingIOError:
-            raise DiskTierError(f"--kv-disk-dir {directory} is in use by another block store") from None
-        except OSError as error:
-            raise DiskTierError(f"--kv-disk-dir {directory}: {error.strerror}") from None
-        self._free, self._count = self._read_index()
+        with ExitStack() as undo:
+            try:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._index = _open(directory / "index", self.num_slots * _RECORD.size)
+                undo.callback(os.close, self._index)
+                self._blocks = _open(directory / "blocks", self.num_slots * block_bytes)
+                undo.callback(os.close, self._blocks)
+                self._free, self._count = self._read_index()
+            except BlockingIOError:
+                raise DiskTierError(f"--kv-disk-dir {directory} is in use by another block store") from None
+            except OSError as error:
+                raise DiskTierError(f"--kv-disk-dir {directory}: {error.strerror}") from None
+            undo.pop_all()
 
     def __contains__(self, prefix_hash: object) -> bool:
         return prefix_hash in self._slots

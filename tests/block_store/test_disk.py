@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -124,6 +125,17 @@ def test_a_file_has_one_user_and_room_for_a_block(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DiskTierError, match="Not a directory"):
         open_file(tmp_path / "file" / "below")
+
+
+def test_files_that_could_not_be_opened_can_be_opened_later(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * BLOCK_BYTES - 1, hard))  # the index fits
+    try:
+        with pytest.raises(DiskTierError, match="File too large"):
+            open_file(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    open_file(tmp_path).close()
 
 
 def slots_in_memory(file: BlockFile) -> set[int]:
