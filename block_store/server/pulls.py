@@ -36,7 +36,9 @@ class Pulls:
         self._nixl = nixl
         self._trust = trust
         self._making: asyncio.Task[Puller] | None = None
-        """The task that creates the puller. All pulls wait for this task."""
+        """The task that creates the puller. All pulls wait for this task. After a failure, the next pull starts another
+        one.
+        """
         self._upkeep: asyncio.Task[None] | None = None
 
     async def pull(
@@ -66,7 +68,7 @@ class Pulls:
             return
         if self._upkeep is not None:
             self._upkeep.cancel()
-        with suppress(BlockStoreError):
+        with suppress(BlockStoreError, OSError):
             puller = await self._making
             await puller.close()
 
@@ -75,13 +77,12 @@ class Pulls:
             raise FailedPrecondition("there is no arena yet to pull blocks into")
         if arena.memory is not Memory.HOST:
             raise FailedPrecondition("blocks cannot be pulled into the memory of a GPU yet")
-        if self._making is None:
+        if self._making is None or _has_failed(self._making):
             self._making = asyncio.create_task(self._make(arena, ledger))
         try:
             return await asyncio.shield(self._making)
-        except BlockStoreError as error:
-            self._making = None
-            raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
+        except (BlockStoreError, OSError) as error:
+            raise Unavailable(f"the holder of pulled blocks cannot register: {error}", retry_after_s=1.0) from error
 
     async def _make(self, arena: Arena, ledger: LedgerScripts) -> Puller:
         """Registers the holder of pulled blocks, and returns its puller. The holder's floor is the smallest floor of a
@@ -94,13 +95,17 @@ class Pulls:
             f"pull-{socket.gethostname()}-{arena.arena_id}", "pull", arena.layout, weights_bytes=0,
             peak_activation_bytes=0, max_model_len=0, floor_blocks=0,
         )  # fmt: skip
-        attached = await asyncio.to_thread(Attached, arena, self._owner.redis_url, needs, floor)
         sources = SourceClient(self._trust)
         transport: Transport = ByteTransport(sources, GrpcTransport(sources), MAX_PULLS, self._trust)
         if self._nixl is not None:
             with suppress(Unavailable):  # the agent is starting; until then, blocks travel over byte channels
                 await self._nixl.use(arena)
             transport = NixlTransport(sources, transport, self._nixl, lambda: attached.held.writer_slot)
+        attached = await asyncio.to_thread(Attached, arena, self._owner.redis_url, needs, floor)
         puller = Puller(attached, sources, transport)
         self._upkeep = asyncio.create_task(puller.run())
         return puller
+
+
+def _has_failed(making: asyncio.Task[Puller]) -> bool:
+    return making.done() and (making.cancelled() or making.exception() is not None)

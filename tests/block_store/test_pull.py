@@ -169,6 +169,22 @@ def test_many_pulls_at_once_copy_what_their_tickets_name(hosts: tuple[Host, Host
     b.assert_idle()
 
 
+def test_pulls_go_on_after_their_holder_could_not_register(hosts: tuple[Host, Host]) -> None:
+    a, _ = hosts
+    blocks, _ = a.fill(chain("registered", 2))
+    ticket = a.hand_over([[blocks]])
+    b = Host(a.store.directory.parent / "later", 4, "--pull-blocks")
+    slots = b.store.directory / "writers"
+    slots.rename(slots.with_name("away"))
+    slots.touch()
+    assert refusal(b, a, ticket) is grpc.StatusCode.UNAVAILABLE
+    slots.unlink()
+    slots.with_name("away").rename(slots)
+    b.claim_and_release(convert.ticket_from_pb(b.pull(a, ticket).ticket))
+    a.end(ticket)
+    b.stop()
+
+
 def refusal(b: Host, a: Host, ticket: Ticket) -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as found:
         b.stub.Pull(b.request(a, ticket), timeout=60)
