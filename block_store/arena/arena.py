@@ -81,6 +81,8 @@ class Arena:
         if header.placement.memory is Memory.HOST:
             size = header.block_bytes
             self._data = np.frombuffer(mapping, np.uint8, n * size, at.data).reshape(n, size)
+        self._owner: WriterSlot | None = None
+        """The slot that proves that this process, which owns the device memory, is alive."""
         self._slots = WriterSlots(directory / "writers")
 
     @classmethod
@@ -199,9 +201,18 @@ class Arena:
     def is_lost(self) -> bool:
         return self.fixed.is_lost
 
-    def use_memory(self, blocks: DeviceBlocks) -> None:
-        """Sets the device memory that contains the blocks."""
-        self._data = blocks
+    def use_memory(self, blocks: DeviceBlocks, owner: WriterSlot | None = None) -> None:
+        """Sets the device memory that contains the blocks. If this process owns it, `owner` is the owner's slot."""
+        self._data, self._owner = blocks, owner
+
+    def free_memory(self) -> None:
+        """Frees the device memory, and closes the owner's slot, if this process owns the memory. Call it only if no
+        process uses the blocks.
+        """
+        if self._owner is not None and isinstance(self._data, DeviceBlocks):
+            self._data.close()
+            self._owner.close()
+            self._data = self._owner = None
 
     def place(self, placement: Placement) -> None:
         """Writes the placement of the blocks to the header. Call this inside `exclusively` if another process might

@@ -49,9 +49,12 @@ def create_on_device(
         undo.callback(blocks.close)
         placement = Placement(Memory.STORE_DEVICE, device.uuid, ipc_handle=handle)
         arena = Arena.create(directory, layout, num_blocks, placement=placement)
-        # The slot is held until the process ends; no code closes it earlier.
-        arena.place(replace(placement, owner_slot=arena.acquire_writer_slot().number))
-        arena.use_memory(blocks)
+        undo.callback(arena.remove)
+        # Once a worker uses the arena, the slot is held until the process ends.
+        slot = arena.acquire_writer_slot()
+        undo.callback(slot.close)
+        arena.place(replace(placement, owner_slot=slot.number))
+        arena.use_memory(blocks, slot)
         undo.pop_all()
     return arena
 

@@ -102,11 +102,12 @@ class ArenaOwner:
             arena = self._create_on_host(layout, sizing.num_blocks)
         else:
             arena = create_on_device(self._directory, layout, sizing.num_blocks, device, self._settings.memory_owner)
-        arena.keep_largest_floor(max((worker.floor_blocks for worker in needs), default=0))
         try:
+            arena.keep_largest_floor(max((worker.floor_blocks for worker in needs), default=0))
             self._begin(arena)
         except BaseException:
-            self._lose(arena)  # otherwise, its file would prevent the next attempt
+            self._lose(arena)  # otherwise, its file and its device memory would prevent the next attempt
+            arena.free_memory()
             raise
 
     def _take_ahead(self) -> None:

@@ -172,3 +172,20 @@ def test_too_little_device_memory_is_said_and_leaves_nothing(
         open_blocks(Arena.open(shm), gpus)
     taken.close()
     assert gpus.device(0).memory_info().free == 64 << 20
+
+
+def test_an_arena_that_gets_no_owner_leaves_nothing(shm: Path, gpus: Cuda) -> None:
+    (shm / "writers").mkdir()
+    (shm / "writers/next").write_text("not a number")
+    with pytest.raises(ValueError, match="invalid literal"):
+        create_on_device(shm, LAYOUT, 6, gpus.device(0), "store")
+    assert os.listdir(shm) == [] and gpus.device(0).memory_info().free == 64 << 20
+
+
+def test_an_owner_can_free_the_memory_of_an_arena_that_nobody_uses(shm: Path, gpus: Cuda) -> None:
+    arena = create_on_device(shm, LAYOUT, 6, gpus.device(0), "store")
+    assert has_live_memory(arena) and gpus.device(0).memory_info().free < 64 << 20
+    arena.free_memory()
+    assert not has_live_memory(arena) and gpus.device(0).memory_info().free == 64 << 20
+    with pytest.raises(ArenaError, match="not open here"):
+        arena.read(0)

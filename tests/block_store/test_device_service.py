@@ -136,6 +136,21 @@ def test_blocks_that_the_store_cannot_read_are_not_kept_on_disk(
         attach(store.address, [needs(cuda_library)])
 
 
+def test_an_arena_that_cannot_be_used_gives_the_memory_of_the_gpu_back(
+    shm: Path, gpus: Cuda, cuda_library: str
+) -> None:
+    (shm / "kv").touch()
+    with store_of(shm / "s", cuda_library, "--kv-disk", "1MiB", "--kv-disk-dir", str(shm / "kv")) as store:
+        for _ in range(2):
+            with pytest.raises(grpc.RpcError) as refusal:
+                store.attach("w", device_uuid=gpus.uuid(0))
+            assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "Not a directory" in refusal.value.details()
+            assert gpus.device(0).memory_info().free == 64 * MIB and not list((shm / "s").glob("writers/*"))
+        (shm / "kv").unlink()
+        assert store.attach("w", device_uuid=gpus.uuid(0)).num_blocks * LAYOUT.block_bytes > 32 * MIB
+
+
 def test_kv_outlives_a_killed_worker(shm: Path, gpus: Cuda, cuda_library: str) -> None:
     with store_of(shm / "s", cuda_library, "--num-blocks", "16") as store:
         code = (
