@@ -270,7 +270,8 @@ class LedgerScripts:
         Raises StaleDataset if the ledger's tick is lower.
         """
         slots = b"".join(struct.pack("<I", slot) for slot in free_slots)
-        return self._ask(replies.unpack_reaped, "reap", _ms(lease_s), _ms(gap_s), slots, tick)
+        times = (_ms(lease_s), _ms(TICKET_LEASE_S), _ms(gap_s))
+        return self._ask(replies.unpack_reaped, "reap", *times, slots, tick)
 
     def forget(self) -> None:
         """Removes the ledger's keys; later calls raise StaleDataset.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,23 @@ def test_a_reap_after_a_gap_renews_every_lease(store: TestStore) -> None:
         assert 4000 < ledger_lease_ms(store, me.epoch) <= 5000
     store.expire(me.epoch)
     assert ledger.reap().reaped == (me.epoch,)
+
+
+def test_leases_end_after_the_clock_was_set_back(store: TestStore) -> None:
+    """All times that Redis has stored are ten minutes ahead."""
+    me, ledger = store.caller(), store.ledger
+    refs = store.fill(me, chain("a", 1))
+    ticket = ledger.hand_over(me.lane(), refs)
+    ahead = round(time.time() * 1000) + 600_000
+    store.client.hset(ledger.tag + "meta", "last_reap", ahead)
+    store.client.zadd(ledger.tag + "leases", {str(me.epoch): ahead + 5000, str(ticket.epoch): ahead + 8000})
+    report = ledger.reap()
+    assert report.postponed and not report.reaped
+    for epoch in (me.epoch, ticket.epoch):
+        assert 7000 < ledger_lease_ms(store, epoch) <= 8000
+    store.expire(me.epoch)
+    assert ledger.reap().reaped == (me.epoch,)
+    store.check()
 
 
 def test_a_reap_after_a_gap_shortens_no_lease(store: TestStore) -> None:

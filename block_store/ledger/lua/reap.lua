@@ -1,4 +1,4 @@
--- reap(lease ms, gap ms, free writer slots u32[], tick seen): first frees blocks that waited for these slots, and then
+-- reap(lease ms, longest lease ms, gap ms, free writer slots u32[], tick seen): first frees blocks that waited for these slots, and then
 -- reaps holders whose leases have ended. The order matters: the caller checked the locks before the call, so it has not
 -- checked the locks for blocks that are only now put into quarantine. Answers with the reaped epochs, the number of
 -- freed blocks, whether the reaping was postponed, whether work remains for a further call, the tick, and the slots to
@@ -21,7 +21,8 @@ local function check_sums()
   if last[2] and tonumber(last[2]) > now_ms() + MOST_LEASE_MS then error('a lease does not end') end
 end
 
-local lease_ms, gap_ms, slots, seen = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
+local lease_ms, longest_ms, gap_ms = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local slots, seen = ARGV[5], tonumber(ARGV[6])
 -- The ledger's clock has gone back, so an older snapshot has been restored.
 if tonumber(call('HGET', META, 'tick')) < seen then return '-STALE_DATASET' end
 check_sums()
@@ -42,10 +43,15 @@ call('HSET', META, 'last_reap', text(now))
 local postponed, reaped = last > now or now - last > gap_ms, {}
 if postponed then
   local leases = {}
-  for _, epoch in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now + lease_ms)) do -- a lease is never shortened
-    leases[#leases + 1] = now + lease_ms
-    leases[#leases + 1] = epoch
+  local function renew(first, last_deadline, deadline)
+    for _, epoch in ipairs(call('ZRANGEBYSCORE', LEASES, first, last_deadline)) do
+      leases[#leases + 1] = deadline
+      leases[#leases + 1] = epoch
+    end
   end
+  renew('-inf', now + lease_ms, now + lease_ms)
+  -- The clock was set back. Leases whose deadlines are as far in the future would not end until the clock got there.
+  if last > now then renew(now + longest_ms, '+inf', now + longest_ms) end
   send('ZADD', LEASES, leases)
 else
   reaped = call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, MOST_HOLDERS)
