@@ -23,13 +23,7 @@ from block_store.server.sizing import CannotSize, WorkerNeeds, granted_floor
 from block_store.server.sources import as_statuses, mapped_by, source_of
 from block_store.transfer.nixl_agent import NixlAgent
 from common import convert
-from common.errors import (
-    FailedPrecondition,
-    Internal,
-    InvalidArgument,
-    LooseleafError,
-    Unavailable,
-)
+from common.errors import FailedPrecondition, Internal, InvalidArgument, LooseleafError, Unavailable
 from common.ticket import Ticket, TicketId
 from common.tracing import NO_TRACER, Tracer, traced
 from common.types import CacheQuota, Epoch, KvLayout
@@ -59,7 +53,8 @@ class BlockStoreServicer:
         self._timeout_s = attach_timeout_s
         self._layout: KvLayout | None = None
         self._device_uuid = b""
-        self._needs: dict[str, WorkerNeeds] = {}
+        self._waiting: list[tuple[str, WorkerNeeds]] = []
+        """Worker id and needs of each call that waits for the arena. Workers with the same id count as one worker."""
         self._mapping = asyncio.Lock()
         """A lock, so that only one call at a time reads the map or the states of all blocks."""
         self._making: asyncio.Task[None] | None = None
@@ -221,29 +216,34 @@ class BlockStoreServicer:
     async def _wait_for_arena(self, request: pb.AttachRequest, layout: KvLayout) -> None:
         if self._made.done():  # the future of an arena that has since been lost
             self._made = asyncio.get_running_loop().create_future()
-        if self._needs and self._layout is not None and self._layout.fingerprint != layout.fingerprint:
+        if self._waiting and self._layout is not None and self._layout.fingerprint != layout.fingerprint:
             raise FailedPrecondition(
                 f"worker {request.worker_id} has a different KV layout ({layout.summary}) from the workers before it "
                 f"({self._layout.summary})"
             )
-        if self._needs and self._device_uuid != request.device_uuid:
+        if self._waiting and self._device_uuid != request.device_uuid:
             raise FailedPrecondition(
                 f"worker {request.worker_id} runs on a different device from the workers before it"
             )
         self._layout, self._device_uuid, made = layout, request.device_uuid, self._made
-        self._needs[request.worker_id] = WorkerNeeds(
+        needs = WorkerNeeds(
             request.weights_bytes, request.peak_activation_bytes, request.max_model_len, request.floor_blocks
         )
+        others, call = [worker_id for worker_id, _ in self._waiting], (request.worker_id, needs)
+        self._waiting.append(call)
         try:
-            if len(self._needs) == self._expect_workers and self._making is None:
+            if len(dict(self._waiting)) == self._expect_workers and self._making is None:
                 self._making = asyncio.create_task(self._make(layout))
             await asyncio.wait_for(asyncio.shield(made), self._timeout_s)
         except TimeoutError:
+            attached = [worker_id for worker_id, _ in self._waiting]
+            is_repeated = request.worker_id in others or attached.count(request.worker_id) > 1
             raise Unavailable(
-                f"{len(self._needs)} of {self._expect_workers} expected workers attached within {self._timeout_s:g} s"
+                f"{len(set(attached))} of {self._expect_workers} expected workers attached within {self._timeout_s:g} s"
+                + (f"; several have the worker_id {request.worker_id}" if is_repeated else "")
             ) from None
         finally:
-            self._needs.pop(request.worker_id, None)
+            self._waiting.remove(call)
 
     async def _make(self, layout: KvLayout) -> None:
         """Creates the arena. If this fails, all waiting calls fail with the reason, and later workers may try again.
@@ -251,7 +251,7 @@ class BlockStoreServicer:
         """
         error: LooseleafError | None = None
         try:
-            await asyncio.to_thread(self._owner.create, layout, list(self._needs.values()), self._device_uuid)
+            await asyncio.to_thread(self._owner.create, layout, list(dict(self._waiting).values()), self._device_uuid)
         except (LedgerUnavailable, StaleDataset):
             error = Unavailable("the ledger in Redis does not answer, or was flushed meanwhile")
         except (CannotSize, BlockStoreError) as refusal:

@@ -187,6 +187,31 @@ def test_attachments_that_cannot_work_are_refused(shm: Path) -> None:
     slow.stop()
 
 
+def test_workers_with_the_same_id_count_once_and_are_told(shm: Path) -> None:
+    store = StoreProcess(shm / "s", "--num-blocks", "8", "--attach-timeout-s", "2")
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(store.attach, "w", role) for role in ("prefill", "decode")]:
+            with pytest.raises(grpc.RpcError) as refusal:
+                call.result(60)
+            expected = "1 of 2 expected workers attached within 2 s; several have the worker_id w"
+            assert refusal.value.details() == expected
+    store.stop()
+
+
+def test_a_worker_that_attaches_again_outlives_its_earlier_call(shm: Path) -> None:
+    store = StoreProcess(shm / "s", "--num-blocks", "8")
+    request = pb.AttachRequest(worker_id="w", role="prefill", layout=convert.layout_to_pb(LAYOUT), max_model_len=64)
+    calls = []
+    for _ in range(2):
+        calls.append(store.stub.Attach.future(request, timeout=60))
+        time.sleep(0.3)
+    earlier, later = calls
+    earlier.cancel()
+    time.sleep(0.3)
+    assert store.attach("other", "decode").num_blocks == 8 == later.result().num_blocks
+    store.stop()
+
+
 def test_an_arena_whose_ledger_cannot_be_opened_can_be_created_later(shm: Path, tmp_path: Path) -> None:
     """The first attempt ends after `PATIENCE_S`, and removes the arena's file."""
     redis = RedisProcess(tmp_path)
