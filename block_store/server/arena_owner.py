@@ -55,6 +55,9 @@ class ArenaOwner:
         self._cuda = Cuda(settings.cuda_library) if settings.device == "cuda" else None
         self._device: CudaDevice | None = None
         self._drop_lock = threading.Lock()
+        self._create_lock = threading.Lock()
+        """Held by `create`, for which `close` waits."""
+        self._closed = threading.Event()
         self.disk = (
             None
             if settings.kv_disk is None
@@ -93,6 +96,12 @@ class ArenaOwner:
         if the workers do not fit into the memory, CudaUnavailable if the device cannot be used, LedgerError if the
         ledger cannot be opened, and DiskTierError if the disk tier cannot be used.
         """
+        with self._create_lock:
+            if self._closed.is_set():
+                raise ArenaError("the block store is shutting down")
+            self._create(layout, needs, device_uuid)
+
+    def _create(self, layout: KvLayout, needs: Sequence[WorkerNeeds], device_uuid: bytes) -> None:
         self._check_place(device_uuid)
         device = self._open_device(device_uuid) if device_uuid else None
         sizing = size_arena(layout, needs, self._limits_of(device, needs), self._settings.num_blocks)
@@ -146,8 +155,14 @@ class ArenaOwner:
 
     def close(self) -> None:
         """Ends the disk tier and the sweeps. Removes the arena, even if an earlier store created it, unless
-        `keep_arena` is set. An arena in the store's device memory is always removed.
+        `keep_arena` is set. An arena in the store's device memory is always removed. Waits for a creation that is
+        running.
         """
+        self._closed.set()
+        with self._create_lock:
+            self._close()
+
+    def _close(self) -> None:
         if self.disk is not None:
             self.disk.end()
         self._stop_reaper()
@@ -173,17 +188,16 @@ class ArenaOwner:
 
     def _open_patiently(self, arena: Arena) -> LedgerScripts:
         """Opens the ledger. Retries while Redis does not answer, because at startup this error would end the launch.
-        Raises the last error after PATIENCE_S seconds.
+        Raises the last error after PATIENCE_S seconds, or once `close` has been called.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return open_ledger(self._redis.client, arena)
             except (LedgerUnavailable, StaleDataset) as error:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or self._closed.wait(0.2):
                     raise
                 _LOG.warning("the ledger cannot be opened yet: %s", error)
-                time.sleep(0.2)
 
     def _lose(self, arena: Arena) -> None:
         """Ends an arena: declares it lost, so that processes that have mapped it no longer use it, and removes its

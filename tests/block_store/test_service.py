@@ -225,6 +225,22 @@ def test_an_arena_whose_ledger_cannot_be_opened_can_be_created_later(shm: Path, 
     redis.close()
 
 
+def test_a_store_that_ends_while_it_creates_an_arena_leaves_none(shm: Path, tmp_path: Path) -> None:
+    redis = RedisProcess(tmp_path)
+    store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--redis-url", redis.url)
+    with ThreadPoolExecutor(1) as pool:
+        redis.freeze()
+        call = pool.submit(store.attach, "w")
+        wait_until((shm / "s" / "arena").exists)
+        store.process.terminate()
+        with pytest.raises(grpc.RpcError):
+            call.result(60)
+        redis.thaw()
+    log = store.stop()
+    assert not (shm / "s").exists(), log
+    redis.close()
+
+
 def test_a_worker_attaches_although_redis_pauses(shm: Path, tmp_path: Path) -> None:
     redis = RedisProcess(tmp_path)
     store = StoreProcess(shm / "s", "--num-blocks", "8", "--expect-workers", "1", "--redis-url", redis.url)
