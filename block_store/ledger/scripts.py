@@ -7,6 +7,7 @@ epoch and the number that a `CallId` contains.
 from __future__ import annotations
 
 import copy
+import re
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,10 @@ its tenant has a quota.
 """
 
 T = TypeVar("T")
+_REFUSAL = re.compile(r"(^|: -)(OOM|MISCONF|BUSY|READONLY) ")
+"""An error for which Redis refuses any script, or the first write of any script, before Redis 7 with the script's line
+in front of it.
+"""
 _OPERATIONS = (
     "register", "beat", "alloc", "seal", "acquire", "hand_over", "claim", "release", "give_up", "unregister",
     "holdings", "holds", "reap", "inspect", "assert_held", "assert_all", "distrust", "report",
@@ -324,13 +329,15 @@ class LedgerScripts:
 @contextmanager
 def answering(name: str) -> Iterator[None]:
     """Returns a context that translates redis' errors into LedgerUnavailable if Redis does not answer the script
-    `name`, and into LedgerDamaged if the script fails.
+    `name` or refuses to run it at the moment, and into LedgerDamaged if the script fails.
     """
     try:
         yield
-    except (redis.ConnectionError, redis.TimeoutError) as error:
+    except (redis.ConnectionError, redis.TimeoutError, redis.OutOfMemoryError, redis.ReadOnlyError) as error:
         raise errors.LedgerUnavailable(f"{name}: {error}") from error
     except redis.ResponseError as error:
+        if _REFUSAL.search(str(error)):
+            raise errors.LedgerUnavailable(f"{name}: {error}") from error
         raise errors.LedgerDamaged(f"{name}: the data in Redis cannot be read: {error}") from error
 
 

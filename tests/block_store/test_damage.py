@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from block_store.ledger.rebuild import rebuild
 from block_store.server.fsck import fsck
 from common.types import BlockRef, CacheQuota
 from testing.chaos.garbled import Garbler
+from testing.chaos.redis_process import RedisProcess
 from testing.ledger.store import LAYOUT, Caller, StoreProcess, TestStore, chain, content, indexed
 
 HUGE = 1 << 40
@@ -227,6 +231,57 @@ def test_who_cannot_join_a_damaged_ledger_asks_for_another(store: TestStore) -> 
     assert is_void(store)
     build_anew(store, held)
     held.alloc(1)
+
+
+@contextmanager
+def out_of_memory(redis: RedisProcess) -> Iterator[None]:
+    redis.client.config_set("maxmemory", 1)
+    yield
+    redis.client.config_set("maxmemory", 0)
+
+
+@contextmanager
+def read_only(redis: RedisProcess) -> Iterator[None]:
+    redis.client.replicaof("127.0.0.1", "1")
+    yield
+    redis.client.replicaof("NO", "ONE")
+
+
+@contextmanager
+def busy(redis: RedisProcess) -> Iterator[None]:
+    redis.client.config_set("lua-time-limit", 1)
+
+    def run() -> None:
+        with suppress(Exception):  # the script is killed
+            redis.client.eval("while true do end", 0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.1)
+    yield
+    redis.client.script_kill()
+    thread.join()
+
+
+@pytest.mark.parametrize("refusing", [out_of_memory, read_only, busy])
+def test_what_redis_refuses_for_a_while_is_no_damage(
+    shm: Path, tmp_path: Path, refusing: Callable[[RedisProcess], AbstractContextManager[None]]
+) -> None:
+    redis = RedisProcess(tmp_path)
+    store = TestStore(redis.client, shm)
+    held = store.held()
+    held.alloc(1)
+    with refusing(redis):
+        for call in (held.holder.lease.beat, store.ledger.reap):
+            with pytest.raises(LedgerUnavailable):
+                call()
+    assert not is_void(store)
+    held.holder.lease.probe()
+    held.alloc(1)
+    store.check()
+    held.close()
+    store.close()
+    redis.close()
 
 
 def test_a_worker_comes_back_once_a_damaged_ledger_is_built_anew(shm: Path) -> None:
