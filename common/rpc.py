@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _INSIDE_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", INSIDE_NAME)]
+IDLE_S = 60.0
+"""Time in seconds without a call after which a channel is closed, if its pool is not told which addresses are wanted. A
+channel to a server that has vanished would try to connect forever.
+"""
 HEARTBEAT_S = 0.5
 """Longest pause that a worker's event loop makes between two messages on an open stream. A frozen process sends
 nothing.
@@ -195,6 +200,8 @@ class _Pooled:
     stamp: Stamp
     """Version of the certificates that the channel uses."""
     num_uses: int = 0
+    used_at: float = 0.0
+    """Time, by `time.monotonic`, of the end of the last use."""
 
 
 class ChannelPool:
@@ -220,12 +227,17 @@ class ChannelPool:
             yield pooled.channel
         finally:
             pooled.num_uses -= 1
+            pooled.used_at = time.monotonic()
 
     async def keep(self, addresses: Iterable[str] | None = None) -> None:
-        """Closes the unused channels that use old certificates and, unless `addresses` is None, the unused channels to
-        addresses that `addresses` does not contain.
+        """Closes the unused channels that use old certificates, and the unused channels to addresses that `addresses`
+        does not contain. If `addresses` is None, closes the channels that have not been used for IDLE_S seconds
+        instead.
         """
-        wanted, stamp = set(self._pooled if addresses is None else addresses), self._trust.stamp
+        if addresses is None:
+            oldest = time.monotonic() - IDLE_S
+            addresses = [address for address, pooled in self._pooled.items() if pooled.used_at >= oldest]
+        wanted, stamp = set(addresses), self._trust.stamp
         idle = [(address, pooled) for address, pooled in self._pooled.items() if not pooled.num_uses]
         stale = [a for a, pooled in idle if a not in wanted or (stamp and pooled.stamp != stamp)]
         channels = [self._pooled.pop(address).channel for address in stale]  # before other tasks run

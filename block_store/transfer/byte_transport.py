@@ -11,24 +11,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from block_store.transfer.byte_channel import (
-    FRAME_HEAD,
-    NONCE_BYTES,
-    SIZE,
-    Mark,
-    Receiver,
-    prepare,
-    proof,
-    send,
-)
+from block_store.transfer.byte_channel import FRAME_HEAD, SIZE, Mark, Receiver, send
+from block_store.transfer.channels import Address, CannotConnect, Channels
 from block_store.transfer.source_client import SourceClient, read_request
 from block_store.transfer.transport import Copy, Transport
-from common.certificates import INSIDE_NAME, Stamp
 from common.errors import Aborted, Unavailable
 from common.telemetry import Fallbacks
 from common.trust import NO_TRUST, Trust
 
-CONNECT_S = 1.0
 RETRY_S = 30.0
 """Time in seconds for which a source is read over gRPC after a connection to its byte channels has failed."""
 SHORT_BYTES = 1 << 16
@@ -36,65 +26,6 @@ SHORT_BYTES = 1 << 16
 SHORT_S = 0.2
 """Time in seconds after which a thread waits for a short answer instead."""
 logger = logging.getLogger("byte-transport")
-Address = tuple[str, int]
-
-
-class _CannotConnect(Exception):
-    """Raised if no byte channel to a source can be opened."""
-
-
-class Channels:
-    """A pool of idle byte channels, by the address of the source. `take` and `close` run in the event loop, `connect`
-    in the threads of copies, and `drop` and `give_back` in both.
-    """
-
-    def __init__(self, trust: Trust = NO_TRUST) -> None:
-        self._trust = trust
-        self._idle: dict[Address, list[tuple[Stamp, socket.socket]]] = {}
-
-    def take(self, address: Address) -> socket.socket | None:
-        """Returns an idle channel to this address, or None. Closes channels whose certificates have been replaced."""
-        stamp, idle = self._trust.stamp, self._idle.get(address, [])
-        while idle:
-            used, connection = idle.pop()
-            if used == stamp:
-                return connection
-            connection.close()
-        return None
-
-    def give_back(self, address: Address, connection: socket.socket) -> None:
-        self._idle.setdefault(address, []).append((self._trust.stamp, connection))
-
-    def connect(self, address: Address) -> socket.socket:
-        """Returns a new channel. Raises _CannotConnect if no connection can be made or the handshake fails, and
-        TimeoutError if the other end accepts the connection but does not answer.
-        """
-        try:
-            connection = socket.create_connection(address, CONNECT_S)
-        except OSError as error:
-            raise _CannotConnect(str(error)) from error
-        try:
-            prepare(connection)
-            if (files := self._trust.certificates) is not None:
-                connection = files.client_context().wrap_socket(connection, server_hostname=INSIDE_NAME)
-            send(connection, [proof(self._trust.secret, Receiver(connection).take(NONCE_BYTES))])
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                raise _CannotConnect(str(error)) from error
-            raise
-        return connection
-
-    def drop(self, address: Address) -> None:
-        """Closes the idle channels to an address. If the server has closed one of them, it has probably closed the
-        others too.
-        """
-        for _, connection in self._idle.pop(address, []):
-            connection.close()
-
-    def close(self) -> None:
-        for address in list(self._idle):
-            self.drop(address)
 
 
 class ByteTransport:
@@ -130,7 +61,7 @@ class ByteTransport:
             if running.cancelled():  # before its thread began
                 receiving.close()
             raise
-        except _CannotConnect as error:
+        except CannotConnect as error:
             self._closed_until[address] = time.monotonic() + RETRY_S
             self.fallbacks.note("blocks over gRPC", f"there is no byte channel to {copy.source}: {error}")
             await self._otherwise.fetch(copy)
@@ -207,7 +138,7 @@ class _Receiving:
             self._connection.close()
 
     def run(self) -> None:
-        """Copies the blocks. Raises Unavailable if the source or its ledger does not answer, _CannotConnect if no byte
+        """Copies the blocks. Raises Unavailable if the source or its ledger does not answer, CannotConnect if no byte
         channel can be opened, and Aborted if the source refuses, breaks the protocol or sends wrong bytes, or if the
         copy was aborted.
         """

@@ -109,7 +109,7 @@ class SourceClient:
         return Located(response.agent, response.address, response.block_bytes, list(response.digests))
 
     async def refresh(self) -> None:
-        """Closes channels whose certificates have been replaced."""
+        """Closes channels whose certificates have been replaced, and channels that have not been used for a minute."""
         await self._channels.keep()
 
     async def close(self) -> None:

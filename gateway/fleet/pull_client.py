@@ -75,7 +75,7 @@ class PullClient:
                 call.cancel()
 
     async def keep(self) -> None:
-        """Closes the idle channels that use old certificates."""
+        """Closes the idle channels that use old certificates or have not been used for a minute."""
         await self._channels.keep()
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from block_store.arena.arena import Arena
 from block_store.errors import Stale
-from block_store.transfer import byte_channel, byte_transport
+from block_store.transfer import byte_channel, byte_transport, channels
 from block_store.transfer.block_source import BlockSource
 from block_store.transfer.byte_server import ByteServer
 from block_store.transfer.byte_transport import ByteTransport, _Receiving
@@ -99,8 +99,8 @@ class Ends:
         """Copies the blocks once. Returns the channel, which is idle then."""
         await self.transport.fetch(self.copy())
         self.stored.clear()
-        [[(_, connection)]] = self.transport._channels._idle.values()
-        return connection
+        [[idle]] = self.transport._channels._idle.values()
+        return idle.connection
 
     def assert_unwatched(self, connection: socket.socket) -> None:
         """Asserts that the channel is as it was before the event loop waited for an answer."""
@@ -308,14 +308,24 @@ class Slow(socket.socket):
         return super().send(data[:3], *flags)
 
 
+async def test_a_channel_that_has_long_been_idle_is_closed(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source may have vanished. A copy from any source closes it."""
+    pair = ends()
+    connection = await pair.open_channel()
+    assert pair.transport._channels.take(("127.0.0.1", 1)) is None and connection.fileno() >= 0
+    monkeypatch.setattr(channels, "IDLE_S", 0.0)
+    assert pair.transport._channels.take(("127.0.0.1", 1)) is None and connection.fileno() == -1
+    await pair.transport.fetch(pair.copy())
+
+
 async def test_what_an_idle_channel_does_not_take_at_once_is_sent_by_the_thread(ends: Any) -> None:
     pair = ends()
     connection = await pair.open_channel()
-    [[(stamp, _)]] = pair.transport._channels._idle.values()
+    [[idle]] = pair.transport._channels._idle.values()
     timeout = connection.gettimeout()
     slow = Slow(fileno=connection.detach())
     slow.settimeout(timeout)
-    pair.transport._channels._idle = {("127.0.0.1", pair.relay.port): [(stamp, slow)]}
+    pair.transport._channels._idle = {("127.0.0.1", pair.relay.port): [idle._replace(connection=slow)]}
     await pair.transport.fetch(copy := pair.copy())
     pair.assert_copied(copy)
     assert len(pair.relay._sockets) == 3, "one connection, and the listener"

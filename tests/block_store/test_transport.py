@@ -5,6 +5,7 @@ late.
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from block_store.transfer.pulled_blocks import copied_tokens, leading_blocks
 from block_store.transfer.puller import Puller
 from block_store.transfer.source_client import SourceClient
 from block_store.transfer.transport import Copy
+from common import rpc
 from common.errors import Unavailable
 from common.ticket import Ticket, TicketId
 from common.types import BlockRef, Epoch
@@ -51,6 +53,23 @@ def test_a_block_that_is_reallocated_before_or_while_it_is_read_is_not_sent(stor
         store.arena.views = viewing  # type: ignore[method-assign]
     with pytest.raises(Stale):
         source.read(0, refs)
+
+
+async def test_the_channel_to_a_source_that_is_not_asked_any_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source has vanished. An open channel would try to connect to it forever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    client = SourceClient()
+    with pytest.raises(Unavailable):
+        await client.keep(address, SOURCE)
+    await client.refresh()
+    assert list(client._channels._pooled) == [address]
+    monkeypatch.setattr(rpc, "IDLE_S", 0.0)
+    await client.refresh()
+    assert not client._channels._pooled
+    with pytest.raises(Unavailable):
+        await client.keep(address, SOURCE)
+    await client.close()
 
 
 class LateTransport:
