@@ -150,11 +150,11 @@ class BlockSource:
         ids, generations = ref_arrays(refs)
         self._check_sealed(ids, generations)
         digests = self.arena.digests[ids]
-        pieces: Sequence[bytes | memoryview] = self.arena.views(ids)
-        if not digests.all():
-            pieces = [
-                bytes(self.arena.view(ref.block)) for ref in refs
-            ]  # so that the digests match the bytes that are sent
+        pieces: Sequence[bytes | memoryview]
+        if digests.all():
+            pieces = self.arena.views(ids)
+        else:  # copies, so that the digests match the bytes that are sent
+            pieces = [bytes(self.arena.view(ref.block)) for ref in refs]
             pairs = zip(digests.tolist(), pieces, strict=True)
             digests = np.array([digest or xxhash.xxh3_64_intdigest(block) for digest, block in pairs], np.uint64)
         yield Reading(pieces, digests)

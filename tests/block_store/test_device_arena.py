@@ -107,6 +107,23 @@ def test_a_seal_takes_no_digest_on_a_device_and_a_reader_gets_one(shm: Path, gpu
     arena.data.close()
 
 
+def test_a_block_is_read_from_the_device_once(shm: Path, gpus: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, refs = create_on_device(shm, LAYOUT, 6, gpus.device(0), "auto"), [BlockRef(block, 4) for block in (1, 2, 5)]
+    arena.raise_generations(refs, 1)
+    arena.mark_sealed(refs, None, arena.seal_digests(refs))
+    blocks: list[int] = []
+    read = DeviceBlocks.read
+
+    def reading(self: DeviceBlocks, block: int) -> bytes:
+        blocks.append(block)
+        return read(self, block)
+
+    monkeypatch.setattr(DeviceBlocks, "read", reading)
+    BlockSource(arena, cast(LedgerScripts, None), KnownTickets()).read(0, refs)
+    assert blocks == [1, 2, 5]
+    arena.data.close()
+
+
 def test_memory_dies_with_the_store_and_the_arena_is_over(shm: Path, gpus: Cuda, cuda_library: str) -> None:
     store = python(STORE, str(shm), cuda_library)
     assert line(store) == "ready"
