@@ -110,6 +110,8 @@ class FixedHeader:
     def decode(cls, page: bytes, path: str) -> FixedHeader:
         if page[: len(MAGIC)] != MAGIC:
             raise ArenaError(f"{path} is not an arena")
+        if len(page) < FIXED_BYTES:
+            raise ArenaError(f"{path} has {len(page)} bytes, but the first page of an arena has {FIXED_BYTES}")
         _, version, text_len, blocks, size, offset, arena, layout, rebuilds, *rest = FIXED.unpack_from(page)
         if version != VERSION:
             raise ArenaError(f"{path} has arena version {version}, but this program reads version {VERSION}")

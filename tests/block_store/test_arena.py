@@ -56,9 +56,10 @@ def test_what_is_no_arena_is_refused(shm: Path) -> None:
         Arena.open(shm)
     (shm / "arena").unlink()
     Arena.create(shm, LAYOUT, 4)
-    os.truncate(shm / "arena", 5000)
-    with pytest.raises(ArenaError, match="5000 bytes"):
-        Arena.open(shm)
+    for num_bytes in (5000, 4095, 300, 8):
+        os.truncate(shm / "arena", num_bytes)
+        with pytest.raises(ArenaError, match=f"has {num_bytes} bytes, but"):
+            Arena.open(shm)
 
 
 def test_too_large_an_arena_says_what_is_missing(shm: Path) -> None:
