@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from block_store.arena.arena import Arena
 from block_store.arena.header import Memory
-from block_store.errors import BlockStoreError, Gone, NotHolder, Stale
+from block_store.errors import BlockStoreError, Gone, LedgerUnavailable, NotHolder, Stale
 from block_store.server.arena_owner import ArenaOwner
 from block_store.transfer.block_source import BlockSource
 from block_store.transfer.nixl_agent import NixlAgent
 from common.errors import Aborted, FailedPrecondition, NotFound, PermissionDenied, Unavailable
+
+_LOG = logging.getLogger(__name__)
 
 
 def source_of(owner: ArenaOwner, arena_id: str) -> BlockSource:
@@ -52,5 +55,8 @@ def as_statuses() -> Iterator[None]:
         raise Aborted("the ticket no longer exists") from error
     except Stale as error:
         raise Aborted(str(error)) from error
-    except BlockStoreError as error:
+    except LedgerUnavailable as error:
         raise Unavailable("the ledger in Redis does not answer", retry_after_s=1.0) from error
+    except BlockStoreError as error:
+        _LOG.warning("blocks cannot be sent: %s", error)
+        raise Unavailable(f"the blocks cannot be sent: {error}", retry_after_s=1.0) from error

@@ -16,9 +16,11 @@ from block_store.arena.header import Memory
 from block_store.arena.placement import NoDeviceMemory, create_on_device, has_live_memory, open_blocks
 from block_store.errors import ArenaBusy, ArenaError, ArenaLost, HeaderAheadError, HeaderMismatch
 from block_store.ledger.scripts import LedgerScripts
+from block_store.server.sources import as_statuses
 from block_store.transfer import frames
 from block_store.transfer.block_source import BlockSource
 from block_store.transfer.known_tickets import KnownTickets
+from common.errors import Unavailable
 from common.types import BlockRef
 from testing.ledger.store import LAYOUT, line, python, view
 
@@ -76,6 +78,16 @@ def test_the_header_is_read_without_cuda(shm: Path, gpus: Cuda) -> None:
     for use in (lambda: seen.data, lambda: seen.digest(2), lambda: seen.read(2)):
         with pytest.raises(ArenaError, match="in device memory that is not open here"):
             use()
+    made.data.close()
+
+
+def test_the_status_of_blocks_that_cannot_be_read_names_the_cause(shm: Path, gpus: Cuda) -> None:
+    made, ref = create_on_device(shm, LAYOUT, 6, gpus.device(0), "auto"), BlockRef(1, 4)
+    made.raise_generations([ref], 1)
+    made.mark_sealed([ref], None, [0])
+    source = BlockSource(Arena.open(shm), cast(LedgerScripts, None), KnownTickets())
+    with pytest.raises(Unavailable, match="in device memory that is not open here"), as_statuses():
+        source.read(0, [ref])
     made.data.close()
 
 
