@@ -62,7 +62,7 @@ class FairLock:
                 self._line.remove(me)
                 self._out_of_turn.add(me)
                 self._passed_by_at = self._num_given_back
-                self.fallbacks.note("turn", f"another thread has had the cores for {self._patience_s} s; stepping beside it")
+                self.fallbacks.note("turn", f"another role has had the cores for {self._patience_s} s; stepping beside")
             self.waited_s = time.monotonic() - began
 
     def __exit__(
