@@ -32,7 +32,7 @@ REDUCTION_PARTS = (
     "number of sums that the products of all ranks are divided into; workers share blocks only if it is the same; "
     "default: 1 without tensor parallelism, else 4, or the largest size if it is more"
 )
-DEFAULT_MAX_ITL = 150.0
+DEFAULT_MAX_ITL = 125.0
 MAX_ITL = (
     "aim for the inter-token latency in ms where prefill and decode take turns on the same cores; prefill steps are "
     "shortened for it; 0: no limit"

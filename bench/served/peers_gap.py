@@ -1,7 +1,8 @@
 """Measures the longest gap between two tokens of running decodes while a long prompt is computed, at any server with
 OpenAI's API.
 
-Prompts are random token ids, so every server computes the same number of tokens, whatever its tokenizer.
+Prompts are random token ids, so every server computes the same number of tokens, whatever its tokenizer. The answers
+contain token ids, so that a token whose text is not complete makes an event too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ async def events(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
     """Yields the time of every event except [DONE]. Raises RuntimeError if the server answers with an error."""
     body = {
         "model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True,
-        "ignore_eos": True,
+        "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         if reply.status_code != 200:
