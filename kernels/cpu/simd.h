@@ -234,9 +234,31 @@ LL_INLINE vf upper_half(vf words) { return (vf)((vu)words & 0xffff0000u); }
 LL_INLINE vf zip_low(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_LO); }
 LL_INLINE vf zip_high(vf lower, vf upper) { return __builtin_shufflevector(lower, upper, LL_HI); }
 
-// Transposes W x W words in place, in log2(W) rounds. Each round is a perfect shuffle of rows i and i + W/2.
+// Transposes W x W words in place.
 LL_INLINE void transpose(vf (&rows)[W]) {
-    for (int round = 1; round < W; round *= 2) {
+#if defined(LL_AVX512)  // shuffles without an index vector take half of the time of others
+    __m512d by_four[W];  // [4 i + j]: words j, 4 + j, 8 + j and 12 + j of rows 4 i to 4 i + 3
+#pragma GCC unroll 4
+    for (int i = 0; i < W; i += 4) {
+        const __m512 *row = (const __m512*)&rows[i];
+        const __m512d a = (__m512d)_mm512_unpacklo_ps(row[0], row[1]), b = (__m512d)_mm512_unpackhi_ps(row[0], row[1]);
+        const __m512d c = (__m512d)_mm512_unpacklo_ps(row[2], row[3]), d = (__m512d)_mm512_unpackhi_ps(row[2], row[3]);
+        by_four[i] = _mm512_unpacklo_pd(a, c), by_four[i + 1] = _mm512_unpackhi_pd(a, c);
+        by_four[i + 2] = _mm512_unpacklo_pd(b, d), by_four[i + 3] = _mm512_unpackhi_pd(b, d);
+    }
+    constexpr int EVEN = 0x88, ODD = 0xdd;  // the quarters that are taken of each operand
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        const __m512d a = by_four[j], b = by_four[4 + j], c = by_four[8 + j], d = by_four[12 + j];
+        const __m512d even_ab = _mm512_shuffle_f64x2(a, b, EVEN), odd_ab = _mm512_shuffle_f64x2(a, b, ODD);
+        const __m512d even_cd = _mm512_shuffle_f64x2(c, d, EVEN), odd_cd = _mm512_shuffle_f64x2(c, d, ODD);
+        rows[j] = (vf)_mm512_shuffle_f64x2(even_ab, even_cd, EVEN);
+        rows[4 + j] = (vf)_mm512_shuffle_f64x2(odd_ab, odd_cd, EVEN);
+        rows[8 + j] = (vf)_mm512_shuffle_f64x2(even_ab, even_cd, ODD);
+        rows[12 + j] = (vf)_mm512_shuffle_f64x2(odd_ab, odd_cd, ODD);
+    }
+#else
+    for (int round = 1; round < W; round *= 2) {  // each round is a perfect shuffle of rows i and i + W/2
         vf next[W];
 #pragma GCC unroll 16
         for (int i = 0; i < W / 2; ++i) {
@@ -246,6 +268,7 @@ LL_INLINE void transpose(vf (&rows)[W]) {
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) rows[i] = next[i];
     }
+#endif
 }
 
 // Loads rows[i] = word i at each of W addresses.
