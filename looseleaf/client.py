@@ -78,9 +78,12 @@ class _Base:
 
     def _error(self, error: grpc.RpcError) -> Exception:
         mapped = error_of(error)
-        if isinstance(mapped, Unavailable) and "failed to connect" in mapped.message:
+        if not isinstance(mapped, Unavailable) or "failed to connect" not in mapped.message:
+            return mapped
+        if "Failed to connect to remote host" in mapped.message:
             return Unavailable(f"nothing answers at {self.address}; `looseleaf serve` starts a server")
-        return mapped
+        reason = mapped.message.rpartition("last error: ")[2]  # such as that of a TLS handshake
+        return Unavailable(f"cannot connect to {self.address}: {reason}")
 
 
 class Client(_Base):

@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any, Generic, TypeVar
 
 from common.api_keys import read_keys
-from common.errors import LooseleafError, StartupError, Unavailable
+from common.errors import LooseleafError, StartupError
 from looseleaf.cluster import ray_cluster
 from looseleaf.cluster.front_group import FrontGroup
 from looseleaf.cluster.host_group import HostGroup
@@ -164,6 +164,6 @@ class FrontActor(GroupActor[FrontGroup]):
         """
         group, settings = self._group, self._shared.settings()
         if group is None or group.addresses is None:
-            raise Unavailable("the gateway is not ready")
-        key = next(iter(read_keys(settings.api_key, settings.api_key_file).tenants), None)
-        return sample(group.addresses[1], key, settings.tls_ca, is_tls=settings.ssl_certfile is not None)
+            return "  says  nothing: the gateway is not ready"
+        keys = read_keys(settings.api_key, settings.api_key_file)
+        return sample(group.addresses[1], keys, settings.ssl_certfile)

@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
     settings = ServeSettings.load(argv)
     if None not in (settings.model, settings.model_directory) and settings.model != settings.model_directory:
         raise StartupError(f"two models given: {settings.model_directory} and --model {settings.model}")
-    first_key = next(iter(read_keys(settings.api_key, settings.api_key_file).tenants), None)
+    keys = read_keys(settings.api_key, settings.api_key_file)
     launcher = Launcher(settings, echo_to_stderr)
     stop = StopSignals(launcher)
     with launcher:
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
             addresses = launcher.start()
             stop.raise_if_set()
             print(banner(addresses, time.monotonic() - started), flush=True)
-            print(sample(addresses.grpc, first_key, settings.tls_ca, is_tls=addresses.is_tls), flush=True)
+            print(sample(addresses.grpc, keys, settings.ssl_certfile), flush=True)
         except Interrupted:
             return 0
         supervise(launcher, stop.event)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ import pytest
 
 from common.errors import Unauthenticated, Unavailable
 from looseleaf.client import Client
+from looseleaf.commands.certs import make
 from looseleaf.results import Completion
 from looseleaf.serve.device import why_no_gpu
 from looseleaf.serve.model_source import cache_directory, tiny_checkpoint
@@ -171,6 +173,20 @@ def test_a_line_of_text_then_an_orderly_end() -> None:
     assert told.startswith("looseleaf: no") or SPARE in served.services
     assert alive(list(served.services.values())) == []
     assert not served.directories[0].exists()
+
+
+def test_the_sample_suits_the_certificates_the_tenants_and_the_context(tmp_path: Path) -> None:
+    front, inside, keys = tmp_path / "front", tmp_path / "inside", tmp_path / "keys"
+    for directory in (front, inside):  # each with a CA of its own
+        directory.mkdir()
+        make(directory, [], timedelta(days=1))
+    keys.write_text("zoo a-key requests_per_minute=1\nlate another best_priority=10\n")
+    certificates = ["--ssl-certfile", f"{front}/front.pem", "--ssl-keyfile", f"{front}/front.key"]
+    certificates += ["--tls-cert", f"{inside}/inside.pem", "--tls-key", f"{inside}/inside.key"]
+    certificates += ["--tls-ca", f"{inside}/ca.pem"]
+    served = Served("--api-key-file", str(keys), "--max-model-len", "24", *certificates)
+    assert re.search(r"  says  Once upon a time\S", served.lines[-1]), served.lines[-1]
+    assert served.end(signal.SIGTERM)[0] == 0
 
 
 def test_complete_and_health_from_the_command_line() -> None:
