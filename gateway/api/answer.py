@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -55,8 +55,10 @@ class WholeAnswer(Protocol):
     def add(self, number: int, deltas: Sequence[Delta]) -> None:
         """Adds deltas of request `number` to the complete answer."""
 
-    def whole(self) -> bytes:
-        """Returns the complete answer as JSON. All deltas must have been added."""
+    def whole(self) -> Iterable[bytes]:
+        """Returns the complete answer as JSON, in pieces of which each takes little time to create. All deltas must
+        have been added.
+        """
 
 
 class HttpAnswer(WholeAnswer, StreamForm, Protocol):

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -114,6 +114,15 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         gone.cancel()
         task.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def joined(pieces: Iterable[bytes]) -> bytes:
+    """Returns the pieces of an answer as one. Lets other tasks run before each piece is created."""
+    taken = []
+    for piece in pieces:
+        taken.append(piece)
+        await asyncio.sleep(0)
+    return b"".join(taken)
 
 
 async def _disconnected(receive: Receive) -> None:

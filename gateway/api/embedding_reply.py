@@ -79,7 +79,7 @@ class EmbeddingAnswer(PooledAnswer):
         super().__init__(body, model)
         self._body = body
 
-    def whole(self) -> bytes:
+    def whole(self) -> list[bytes]:
         """Returns the answer as JSON. Raises InvalidArgument if the body requests more dimensions than the model
         has.
         """
@@ -88,7 +88,7 @@ class EmbeddingAnswer(PooledAnswer):
         data = [
             {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(vectors)
         ]
-        return self._listed("embd-", data)
+        return [self._listed("embd-", data)]
 
 
 class ScoreAnswer(PooledAnswer):
@@ -98,12 +98,12 @@ class ScoreAnswer(PooledAnswer):
         super().__init__(body, model)
         self._num_first, self._num_second = body.num_texts
 
-    def whole(self) -> bytes:
+    def whole(self) -> list[bytes]:
         vectors = self._vectors()
         first, second = vectors[: self._num_first], vectors[self._num_first :]
         pairs = zip(first * (self._num_second // self._num_first), second, strict=True)
         data = [{"object": "score", "index": index, "score": _cosine(*pair)} for index, pair in enumerate(pairs)]
-        return self._listed("score-", data)
+        return [self._listed("score-", data)]
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:

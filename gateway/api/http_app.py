@@ -26,6 +26,7 @@ from gateway.api.asgi import (
     EventSender,
     EventStream,
     guarded,
+    joined,
     while_connected,
     with_server_send,
 )
@@ -244,7 +245,7 @@ class HttpApi:
             await self._take(answer, entry)
             outlets = [Outlet(partial(answer.add, number)) for number in range(len(answer.requests))]
             await self._run(answer.requests, outlets)
-            return answer.whole()
+            return await joined(answer.whole())
 
     async def _stream(self, answer: HttpAnswer, entry: Entry, sender: EventSender) -> None:
         async with AsyncExitStack() as opened, self._admission.answers.within(self._timeout_s):

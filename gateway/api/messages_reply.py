@@ -46,11 +46,11 @@ class MessagesAnswer(BlockAnswer):
         self._id = "msg_" + secrets.token_hex(12)
         self._model = model
 
-    def whole(self) -> bytes:
+    def whole(self) -> list[bytes]:
         assert self.last.summary is not None  # contained in the last delta
         summary = self.last.summary
         message = self._message([_content(block) for block in self.blocks.all], _usage_of(summary))
-        return dumps({**message, **self._ending(), "looseleaf": account_of([summary])})
+        return [dumps({**message, **self._ending(), "looseleaf": account_of([summary])})]
 
     def error_object(self, error: LooseleafError) -> dict[str, Any]:
         return messages_error(error)

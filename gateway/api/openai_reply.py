@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
@@ -23,6 +23,8 @@ from gateway.tools.output_reader import OutputReader
 from protos.v1 import types_pb2 as pb
 
 DONE = b"data: [DONE]\n\n"
+_PIECE = 64
+"""Number of prompt tokens whose log-probabilities are formatted at once."""
 
 
 def error_body(error: LooseleafError) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class LogprobFormat:
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
+        self._prompts: dict[int, bytes] = {}
 
     def completion(
         self, items: Sequence[pb.TokenLogprob], offset: int, most: int | None = None
@@ -122,11 +125,24 @@ class LogprobFormat:
             content.append(entry)
         return {"content": content, "refusal": None}
 
-    def prompt(self, items: Sequence[pb.TokenLogprob], most: int) -> list[dict[str, Any] | None]:
-        """Returns the prompt's log-probabilities in vLLM's format: None for the first token and, for each later token,
-        a map from id to logprob, rank and text. The map has at most `most` likely tokens, and the token itself.
+    def prompt(self, number: int, items: Sequence[pb.TokenLogprob], most: int) -> Iterator[bytes]:
+        """Yields the log-probabilities of prompt `number` in vLLM's format, as pieces of JSON: null for the first token
+        and, for each later token, a map from id to logprob, rank and text. The map has at most `most` likely tokens,
+        and the token itself. A second call for the same prompt formats nothing.
         """
-        answer: list[dict[str, Any] | None] = [None]
+        if (found := self._prompts.get(number)) is not None:
+            yield found
+            return
+        pieces = [b"[null"]
+        for start in range(0, len(items), _PIECE):
+            pieces.append(b"," + dumps(self._prompt_maps(items[start : start + _PIECE], most))[1:-1])
+            yield b""
+        pieces.append(b"]")
+        self._prompts[number] = b"".join(pieces)
+        yield self._prompts[number]
+
+    def _prompt_maps(self, items: Sequence[pb.TokenLogprob], most: int) -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = []
         for item in items:
             entries = {
                 str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": self._texts.get(token)[0]}
@@ -196,19 +212,16 @@ class Envelope:
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Mapping[str, Any]], summaries: Sequence[Summary], **more: Any) -> bytes:
-        return dumps(
-            {
-                "id": self.answer_id,
-                "object": self.kind,
-                "created": self.created,
-                "model": self.model,
-                "choices": choices,
-                "usage": usage_of(summaries),
-                "looseleaf": account_of(summaries),
-                **more,
-            }
-        )
+    def whole(self, choices: Iterable[Iterable[bytes]], summaries: Sequence[Summary], **more: Any) -> Iterator[bytes]:
+        """Yields the complete answer in pieces. Each choice is given as pieces of JSON."""
+        head = {"id": self.answer_id, "object": self.kind, "created": self.created, "model": self.model}
+        yield dumps(head)[:-1] + b',"choices":['
+        for number, choice in enumerate(choices):
+            if number:
+                yield b","
+            yield from choice
+        tail = {"usage": usage_of(summaries), "looseleaf": account_of(summaries), **more}
+        yield b"]," + dumps(tail)[1:]
 
     def chunk_head(self) -> str:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind

@@ -28,6 +28,7 @@ from gateway.api.openai_reply import (
 )
 from gateway.api.openai_request import ChatBody, CompletionBody
 from gateway.intake.assets import ModelAssets
+from gateway.intake.limits import check_prompt_logprobs
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.intake.wanted import Wanted
 from gateway.request.delta import Delta, Summary
@@ -85,9 +86,15 @@ class Answer:
         return wanted
 
     def take(self, requests: list[ResolvedRequest]) -> None:
-        """Creates one choice per sample of each request. All requests have the same number of samples."""
+        """Creates one choice per sample of each request. All requests have the same number of samples. Raises
+        InvalidArgument if the answer would repeat too many log-probabilities of prompts.
+        """
         self.requests = requests
         self._samples = requests[0].sampling.num_sequences
+        tokens = sum(len(request.prompt_ids) for request in requests)
+        check_prompt_logprobs("prompt_logprobs", self.body.prompt_logprobs, self._samples, tokens)
+        if self._echo and self._with_logprobs:
+            check_prompt_logprobs("logprobs", self.body.logprobs, self._samples, tokens)
         self.choices = [
             Choice(index, requests[index // self._samples]) for index in range(self._samples * len(requests))
         ]
@@ -112,14 +119,15 @@ class Answer:
         for delta in deltas:
             self._choice_of(number, delta).add(delta)
 
-    def whole(self) -> bytes:
+    def whole(self) -> Iterator[bytes]:
         summaries = [
             self._summary(c.last.summary) for c in self.choices if c.last is not None and c.last.summary is not None
         ]
         more = {"prompt_token_ids": self.requests[0].prompt_ids} if self._with_ids and self._chat else {}
         return self.envelope.whole([self._choice(choice) for choice in self.choices], summaries, **more)
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> Iterator[bytes]:
+        """Yields pieces of a choice's JSON."""
         last = choice.last or Delta()
         answer: dict[str, Any] = {"index": choice.index}
         text = "" if self._scores_only else "".join(choice.text)
@@ -132,9 +140,13 @@ class Answer:
         if self._with_ids:
             ids: list[int] = [] if self._scores_only else choice.token_ids
             answer |= {"token_ids": ids, "prompt_token_ids": choice.request.prompt_ids}
-        if self.body.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._format.prompt(choice.prompt_logprobs, self.body.prompt_logprobs)
-        return answer
+        if self.body.prompt_logprobs is None:
+            yield dumps(answer)
+            return
+        yield dumps(answer)[:-1] + b',"prompt_logprobs":'
+        number = choice.index // self._samples
+        yield from self._format.prompt(number, choice.prompt_logprobs, self.body.prompt_logprobs)
+        yield b"}"
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not self._with_logprobs:

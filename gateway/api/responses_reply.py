@@ -39,8 +39,8 @@ class ResponsesAnswer(BlockAnswer):
         self._number = 0
         """The sequence number of the next event."""
 
-    def whole(self) -> bytes:
-        return dumps(self._ended())
+    def whole(self) -> list[bytes]:
+        return [dumps(self._ended())]
 
     def error_object(self, error: LooseleafError) -> dict[str, Any]:
         return error_body(error)

@@ -20,6 +20,8 @@ Number = int | float
 MAX_PROMPT_BYTES = 4 << 20
 MIN_PROMPT_BYTES = 64 << 10
 """Minimum and maximum of the limit on a prompt's bytes, which is max_model_len times the longest token."""
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Maximum number of log-probabilities of prompt tokens in an answer, which repeats them in each choice."""
 MAX_BODY_BYTES = 16 << 20
 """Maximum of the limit on a body's bytes, which follows from the limit on its prompts."""
 BODY_SLACK_BYTES = 256 << 10
@@ -90,6 +92,18 @@ RANGES: Mapping[str, Range] = {
     "length_penalty": Range(-5, 5),
 }
 """The ranges that do not depend on the model. `Checker` contains the other ranges."""
+
+
+def check_prompt_logprobs(field: str, most: int | None, num_sequences: int, num_tokens: int) -> None:
+    """Raises InvalidArgument if the answer would contain more than `MAX_PROMPT_LOGPROBS` log-probabilities of the
+    prompts' tokens. `most` is the value of `field`, or None if it is not given.
+    """
+    if most is not None and (count := num_sequences * num_tokens * (most + 1)) > MAX_PROMPT_LOGPROBS:
+        raise InvalidArgument.of(
+            field,
+            f"{most}, n {num_sequences} and {num_tokens} prompt tokens make {count} log-probabilities of prompts; "
+            f"the limit is {MAX_PROMPT_LOGPROBS}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

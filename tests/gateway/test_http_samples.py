@@ -55,6 +55,33 @@ async def test_the_choices_of_a_prompt_share_its_echo(
         ]
 
 
+async def test_the_choices_of_a_prompt_share_its_log_probabilities(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps, calls = LogprobFormat._prompt_maps, []
+    monkeypatch.setattr(LogprobFormat, "_prompt_maps", lambda self, *args: calls.append(args) or maps(self, *args))
+    served = await serve()
+    prompts = [list(range(20, 150)), [20, 21]]
+    asked = {"prompt": prompts, "max_tokens": 2, "n": 3, "prompt_logprobs": 1, "return_token_ids": True}
+    choices = (await served.post("/v1/completions", **asked)).json()["choices"]
+    assert len(calls) == 4, "three pieces and one"
+    for number, choice in enumerate(choices):
+        prompt = prompts[number // 3]
+        [first, *others] = choice["prompt_logprobs"]
+        assert choice["index"] == number and first is None and len(choice["token_ids"]) == 2
+        assert all(str(token) in entry for token, entry in zip(prompt[1:], others, strict=True))
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs"),
+])  # fmt: skip
+async def test_log_probabilities_of_prompts_that_would_be_repeated_too_often_are_refused(
+    serve: Any, fields: dict[str, Any], param: str
+) -> None:
+    served = await serve()
+    reply = await served.post("/v1/completions", prompt=[[20] * 400] * 64, n=8, max_tokens=1, **fields)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+    assert f"{param} 20, n 8 and 25600 prompt tokens make 4300800 log-prob" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_a_stream_mixes_the_samples_of_several_prompts(serve: Any, include_usage: bool) -> None:
     served = await serve(Script(submits=[Fault("die", 3)]), num_decode=2)
