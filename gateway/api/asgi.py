@@ -24,6 +24,8 @@ logger = logging.getLogger("http")
 T = TypeVar("T")
 BODY_TIMEOUT_S = 30.0
 SERVER_SEND = "looseleaf.send"
+ABORT = "looseleaf.abort"
+"""The key of a scope's function that closes the connection and discards what has not been sent."""
 OnError = Callable[[LooseleafError], None]
 ContentOf = Callable[[LooseleafError], Mapping[str, Any]]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -164,6 +166,25 @@ class EventSender:
         await self._direct(first)
 
 
+async def abort(scope: Scope) -> None:
+    """Closes the connection and discards what has not been sent. Must be called in the work of `while_connected`, which
+    then ends.
+    """
+    scope[ABORT]()
+    await asyncio.sleep(LAST_WORD_S)
+
+
+def in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Returns a `send` that several outlets of one client can share. It sends for one outlet at a time."""
+    turn = asyncio.Lock()
+
+    async def send_in_turn(events: bytes) -> None:
+        async with turn:
+            await send(events)
+
+    return send_in_turn
+
+
 class EventStream(Response):
     """A response of server-sent events that `work` sends. `work` is cancelled when the client disconnects."""
 
@@ -206,6 +227,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": self._form.failure(error)})
         except TimeoutError:
             logger.info("a client did not read its error message; the connection is closed")
+            await abort(scope)
 
 
 _STREAM_START = {

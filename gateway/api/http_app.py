@@ -26,6 +26,7 @@ from gateway.api.asgi import (
     EventSender,
     EventStream,
     guarded,
+    in_turn,
     joined,
     while_connected,
     with_server_send,
@@ -50,6 +51,7 @@ from gateway.api.openai_stream import Answer
 from gateway.api.responses_reply import ResponsesAnswer
 from gateway.api.responses_request import ResponsesBody
 from gateway.api.unrouted import unrouted
+from gateway.api.whole_response import WholeResponse
 from gateway.intake.resolved_request import ResolvedRequest
 from gateway.request.delta import Delta
 from gateway.request.detokenize import TokenTexts
@@ -197,10 +199,11 @@ class HttpApi:
 
     async def _pool(self, request: Request, kind: type[B], begin: Callable[[B], WholeAnswer]) -> Response:
         """Admits the request, reads its body, and answers it without streaming."""
-        with self._admission.enter(self._tenant(request)) as entry:
+        tenant = self._tenant(request)
+        with ExitStack() as stack:
+            entry = stack.enter_context(self._admission.enter(tenant))
             answer = begin(await self._bodies.read(request, kind))
-            content = await while_connected(request.receive, self._whole(answer, entry))
-            return Response(content, media_type="application/json")
+            return await self._complete(request, answer, entry, stack)
 
     def _name(self, body: Body) -> str:
         """Returns the name of the model or adapter that answers. The validator refuses unknown names."""
@@ -215,13 +218,18 @@ class HttpApi:
             return await self._answer(request, answer, entry, stack)
 
     async def _answer(self, request: Request, answer: HttpAnswer, entry: Entry, stack: ExitStack) -> Response:
-        """Returns the answer. The caller closes `stack`, which ends the admission. A streamed answer takes over the
-        contents of `stack`, and ends the admission when the stream ends.
+        """Returns the answer, which takes over the contents of `stack` and ends the admission when it has been sent. If
+        there is an error, the caller closes `stack`.
         """
         if answer.asking.stream:
             return EventStream(partial(self._stream, answer, entry), answer, self._count_error, stack.pop_all())
+        return await self._complete(request, answer, entry, stack)
+
+    async def _complete(self, request: Request, answer: WholeAnswer, entry: Entry, stack: ExitStack) -> Response:
+        """Returns a complete answer. Takes over the contents of `stack` like `_answer`."""
         content = await while_connected(request.receive, self._whole(answer, entry))
-        return Response(content, media_type="application/json")
+        in_time = partial(self._admission.answers.within, self._timeout_s)
+        return WholeResponse(content, in_time, self._count_error, stack.pop_all())
 
     def _count_error(self, error: Any) -> None:
         self._metrics.failed(error.grpc_code)
@@ -250,7 +258,7 @@ class HttpApi:
     async def _stream(self, answer: HttpAnswer, entry: Entry, sender: EventSender) -> None:
         async with AsyncExitStack() as opened, self._admission.answers.within(self._timeout_s):
             await self._take(answer, entry)
-            send = sender.send if len(answer.requests) == 1 else _in_turn(sender.send)
+            send = sender.send if len(answer.requests) == 1 else in_turn(sender.send)
             outlets = [Outlet(_Events(answer, number, send).write) for number in range(len(answer.requests))]
             for outlet in outlets:
                 await opened.enter_async_context(outlet)
@@ -287,14 +295,3 @@ class _Events:
     def write(self, deltas: list[Delta]) -> Any:
         events = self._answer.events(self._number, deltas)
         return self._send(events) if events else None
-
-
-def _in_turn(send: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Returns a `send` that several outlets of one client can share. It sends for one outlet at a time."""
-    turn = asyncio.Lock()
-
-    async def send_in_turn(events: bytes) -> None:
-        async with turn:
-            await send(events)
-
-    return send_in_turn

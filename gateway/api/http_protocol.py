@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import DeadlineExceeded, InvalidArgument, LooseleafError, Unavailable
 from common.request_ids import HEADER, new_request_id
+from gateway.api.asgi import ABORT
 from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
@@ -98,6 +99,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
