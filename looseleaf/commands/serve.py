@@ -4,6 +4,7 @@ or a service cannot be restarted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -35,8 +36,9 @@ def run(argv: Sequence[str]) -> int:
         try:
             addresses = launcher.start()
             stop.raise_if_set()
-            print(banner(addresses, time.monotonic() - started), flush=True)
-            print(sample(addresses.grpc, keys, settings.ssl_certfile), flush=True)
+            with contextlib.suppress(OSError):  # if nobody reads the output any more
+                print(banner(addresses, time.monotonic() - started), flush=True)
+                print(sample(addresses.grpc, keys, settings.ssl_certfile), flush=True)
         except Interrupted:
             return 0
         supervise(launcher, stop.event)

@@ -27,7 +27,7 @@ _POLL_S = 0.05
 _TAIL_LINES = 20
 _MAX_RESTARTS = 5
 _RESTART_WINDOW_S = 60.0
-Echo = Callable[[str], None]
+Echo = Callable[[str], object]
 """A function that takes one log line."""
 
 
@@ -126,7 +126,8 @@ class Child:
         for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
             self._tail.append(line)
-            echo(labelled(self.name, line, self.spec.log_format))
+            with contextlib.suppress(OSError):  # nobody reads the log; a full pipe would block the service
+                echo(labelled(self.name, line, self.spec.log_format))
 
     def check(self) -> None:
         """Checks that the child is still running. Raises ChildDied, with the last log lines, if the child has ended."""

@@ -7,6 +7,7 @@ flags.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ class Addresses:
 
 
 def echo_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Prints a log line. Drops it if nobody reads the log any more, which must not end the launch."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class Launcher(ServiceGroup):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -19,7 +20,8 @@ from common.errors import StartupError
 from common.rpc import write_ready_file
 from common.telemetry import json_line
 from looseleaf.serve.child import later
-from looseleaf.serve.children import Child, ChildDied, Restarts, ServiceSpec, end, labelled, wait_ready
+from looseleaf.serve.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, labelled, wait_ready
+from looseleaf.serve.launcher import echo_to_stderr
 from testing.system import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,7 @@ print("hello from", sys.argv[1], flush=True)
 open(path, "w").write("127.0.0.1:1\\nsecond\\n")
 """
 SLEEP = "time.sleep(600)\n"
-Start = Callable[[str], Child]
+Start = Callable[..., Child]
 
 
 @pytest.fixture
@@ -42,14 +44,14 @@ def logged() -> list[str]:
 def start(tmp_path: Path, logged: list[str]) -> Start:
     """Starts a service whose `__main__` has the given source."""
 
-    def start_one(source: str) -> Child:
+    def start_one(source: str, echo: Echo = logged.append) -> Child:
         package = tmp_path / "packages" / "a_service"
         package.mkdir(parents=True)
         (package / "__main__.py").write_text('if __name__ == "__main__":\n' + indent(source, "    "))
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{package.parent}"}
         with open(os.devnull) as null:
             spec = ServiceSpec("svc", "a_service", ("--flag",), environment, null.fileno())
-            return Child(spec, tmp_path, logged.append)
+            return Child(spec, tmp_path, echo)
 
     return start_one
 
@@ -103,6 +105,19 @@ def test_a_flag_may_be_a_line_of_a_file_that_is_not_there_yet(tmp_path: Path, lo
     wait_for(lambda: logged, bool, 60.0, "the service does not start")
     end([child], 60.0)
     assert logged == ["svc         | given unix:///run/redis.sock"]
+
+
+def test_a_service_whose_log_nobody_reads_goes_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        echo_to_stderr("a line of the launcher")
+        child = start("for _ in range(2000): print('x' * 99, flush=True)" + READY + SLEEP, lambda line: log.write(line))
+        try:
+            wait_ready([child], [child], 30.0)  # the output is larger than a pipe
+        finally:
+            end([child], 60.0)
 
 
 def test_a_death_is_told_with_its_last_lines(start: Start) -> None:
