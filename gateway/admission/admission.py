@@ -115,7 +115,7 @@ class Admission:
         self._check_room(tenant, more)
         if priority > 0:  # `enter` has checked the wait at priority 0
             self._check_wait(tenant, priority)
-        self._check_bucket(self._tenants.requests(tenant), len(requests) - 1, Reason.REQUESTS)
+        self._check_batch(self._tenants.requests(tenant), len(requests))
         self._check_bucket(self._tenants.tokens(tenant), cost, Reason.TOKENS)
         self._take(self._tenants.requests(tenant), len(requests) - 1)
         self._take(self._tenants.tokens(tenant), cost)
@@ -162,6 +162,16 @@ class Admission:
         if bucket is not None and amount > 0 and (wait := bucket.wait_s(amount, self._clock())) > 0:
             text = f"the limit of your key is {bucket.per_minute} {reason.value.replace('_', ' ')}"
             raise self._refusal(reason, ResourceExhausted(text, retry_after_s=wait))
+
+    def _check_batch(self, bucket: Bucket | None, count: int) -> None:
+        """Raises ResourceExhausted if `count` prompts cannot be taken from the bucket now. `enter` has taken one of
+        them. If the batch is refused, this one is returned, so that the batch is admitted after the retry time.
+        """
+        if bucket is None or count == 1:
+            return
+        bucket.take(-1, self._clock())
+        self._check_bucket(bucket, count, Reason.REQUESTS)
+        bucket.take(1, self._clock())
 
     def _take(self, bucket: Bucket | None, amount: int) -> None:
         if bucket is not None:

@@ -135,6 +135,21 @@ def test_requests_and_tokens_a_minute_come_back_evenly_and_what_was_not_used_at_
     door.is_refused(Reason.TOKENS, lambda: door.come("a", request(tokens=9)))
 
 
+@pytest.mark.parametrize(("per_minute", "used"), [(1, 0), (3, 1), (8, 5)])
+def test_a_refused_batch_is_admitted_after_its_retry_time_even_if_it_is_larger_than_the_quota(
+    per_minute: int, used: int
+) -> None:
+    door = Door(100, a=TenantLimits(requests_per_minute=per_minute))
+    batch = [request() for _ in range(4)]
+    for _ in range(used):
+        door.come("a").close()
+    if used:
+        error = door.is_refused(Reason.REQUESTS, lambda: door.come("a", *batch))
+        assert error.retry_after_s == pytest.approx((min(4, per_minute) - per_minute + used) * 60.0 / per_minute)
+        door.now += error.retry_after_s + 1e-6
+    door.come("a", *batch).close()
+
+
 def test_limits_that_are_read_again_count_at_once_and_forget_nothing() -> None:
     door = Door(100, a=TenantLimits(requests_per_minute=2))
     for _ in range(2):
