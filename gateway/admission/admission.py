@@ -15,7 +15,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
-from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
+from common.errors import InvalidArgument, LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
 from gateway.admission.gate import Gate
 from gateway.admission.open_answers import OpenAnswers
 from gateway.admission.tenants import Bucket, Tenants
@@ -109,7 +109,9 @@ class Admission:
     def take(self, entry: Entry, requests: Sequence[ResolvedRequest]) -> None:
         """Does the work of `Entry.take`."""
         tenant, priority = entry.tenant, min(request.priority for request in requests)
-        more = sum(request.sampling.width for request in requests) - entry.num_sequences
+        width = sum(request.sampling.width for request in requests)
+        self._check_width(requests, width)
+        more = width - entry.num_sequences
         cost = sum(request.cost for request in requests)
         self._check_priority(tenant, priority)
         self._check_room(tenant, more)
@@ -133,6 +135,15 @@ class Admission:
             self.used(entry.tenant, -entry.reserved_tokens)
 
     # --- inside
+
+    def _check_width(self, requests: Sequence[ResolvedRequest], width: int) -> None:
+        """Raises InvalidArgument if the queue never has room for this many sequences."""
+        if width > self._limit:
+            single = "n" if requests[0].sampling.beam_width is None else "beam_width"
+            raise InvalidArgument.of(
+                single if len(requests) == 1 else "prompt",
+                f"must make at most {self._limit} sequences (max_queue), got {width}",
+            )
 
     def _check_room(self, tenant: str, count: int) -> None:
         """Raises ResourceExhausted if `count` more sequences would exceed both the limit and the tenant's share. The
@@ -219,7 +230,8 @@ class Entry:
         """Admits all sequences of an HTTP or gRPC request that has been read, or none of them. `requests` contains one
         request for each prompt.
 
-        Raises PermissionDenied if the tenant may not use the priority. Raises ResourceExhausted, with a retry time, if
+        Raises InvalidArgument if the queue is too small for the sequences, and PermissionDenied if the tenant may not
+        use the priority. Raises ResourceExhausted, with a retry time, if
         the queue has no room for the sequences, the predicted wait is too long or a quota of the tenant is used up.
         """
         self._admission.take(self, requests)

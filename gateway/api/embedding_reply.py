@@ -37,7 +37,7 @@ def shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float
 class PooledAnswer:
     """The base class of embedding and score answers. It collects the embeddings."""
 
-    field_names: Mapping[str, str] = {}
+    field_names: Mapping[str, str] = {"prompt": "input"}
 
     def __init__(self, body: EmbeddingBody | ScoreBody, model: str) -> None:
         self.requests: list[ResolvedRequest] = []
@@ -93,6 +93,8 @@ class EmbeddingAnswer(PooledAnswer):
 
 class ScoreAnswer(PooledAnswer):
     """The answer to one body of /score: the cosine similarity of two embeddings for each pair of texts."""
+
+    field_names: Mapping[str, str] = {"prompt": "text_2"}
 
     def __init__(self, body: ScoreBody, model: str) -> None:
         super().__init__(body, model)

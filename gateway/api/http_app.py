@@ -246,7 +246,10 @@ class HttpApi:
                 raise renamed(error, answer.field_names) from None
             await asyncio.sleep(0)  # lets streams continue between two prompts of a batch
         answer.take(requests)
-        entry.take(requests)
+        try:
+            entry.take(requests)
+        except InvalidArgument as error:
+            raise renamed(error, answer.field_names) from None
 
     async def _whole(self, answer: WholeAnswer, entry: Entry) -> bytes:
         async with self._admission.answers.within(self._timeout_s):

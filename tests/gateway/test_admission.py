@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.api_keys import TenantLimits
-from common.errors import LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
+from common.errors import InvalidArgument, LooseleafError, PermissionDenied, ResourceExhausted, Unavailable
 from common.types import SamplingParams, StoppingParams
 from gateway.admission.admission import Admission, Entry, Reason
 from gateway.admission.gate import Gate
@@ -61,7 +61,12 @@ def test_one_tenant_alone_has_the_whole_queue_and_no_more() -> None:
         assert "the limit is 3" in error.message and error.retry_after_s is not None
         assert door.admission.current == 3 and door.admission.num_requests == 2
     assert door.admission.current == door.admission.num_requests == 0
-    door.is_refused(Reason.QUEUE_FULL, lambda: door.come("a", request(n=4)))
+    for requests, field in (([request(n=4)], "n"), ([request(), request(n=3)], "prompt")):
+        with pytest.raises(
+            InvalidArgument, match=f"{field} must make at most 3 sequences .max_queue., got 4"
+        ) as refusal:
+            door.come("a", *requests)
+        assert refusal.value.violations[0].field == field and not door.refused
     assert door.admission.current == door.admission.num_requests == 0
     door.admission.draining = True
     with pytest.raises(Unavailable):
@@ -108,7 +113,7 @@ def test_nobody_is_refused_within_an_even_share_and_the_queue_stays_bounded(
         may = held(tenant) + n <= limit // present or sum(map(held, inside)) + n <= limit
         try:
             inside[tenant].append(door.come(tenant, request(n=n)))
-        except ResourceExhausted:
+        except (ResourceExhausted, InvalidArgument):
             assert not may
         assert sum(map(held, inside)) <= limit * (1 + 1 / 2 + 1 / 3 + 1 / 4) + 4
         assert door.admission.current == sum(map(held, inside))

@@ -211,16 +211,20 @@ async def test_bad_json_is_a_status_too(serve: Any, raw: bytes) -> None:
 
 
 async def test_other_errors_have_their_statuses(serve: Any) -> None:
-    served = await serve(max_queue=2)
+    served = await serve(max_queue=3)
     assert (await served.post("/v1/completions", prompt="x", model="other")).status_code == 404
     assert (await served.client.get("/nowhere")).status_code == 404
     assert (await served.client.get("/v1/completions")).status_code == 405
     for name in ("other", "%0A"):
         assert (await served.client.get(f"/v1/models/{name}")).status_code == 404
-    too_many = await served.post("/v1/completions", prompt=["a", "b", "c"])
+    too_wide = await served.post("/v1/completions", prompt=["a", "b", "c", "d"])
+    assert too_wide.status_code == 400 and too_wide.json()["error"]["param"] == "prompt"
+    assert (await served.post("/v1/embeddings", input=["a"] * 4)).json()["error"]["param"] == "input"
+    with served.rig.admission.enter():
+        too_many = await served.post("/v1/completions", prompt=["a", "b", "c"])
+        streamed = await served.post("/v1/completions", prompt=["a", "b", "c"], stream=True)
     assert too_many.status_code == 429 and int(too_many.headers["retry-after"]) >= 1
     assert too_many.json()["error"]["type"] == "rate_limit_error"
-    streamed = await served.post("/v1/completions", prompt=["a", "b", "c"], stream=True)
     assert streamed.status_code == 429, "a stream that is refused before its first event has its own status"
     large = await served.client.post("/v1/completions", content=b"x" * (MAX_BODY_BYTES + 1))
     assert large.status_code == 413
