@@ -117,7 +117,7 @@ class RpcServer:
         """Creates the server. With `reuse_port`, other servers that also set it may listen on the same port, so that a
         successor can take over. `check` is called before each call.
         """
-        self._address = f"{host}:{port}"
+        self._address = host_port(host, port)
         options = {**dict(SERVER_OPTIONS), **protection.bounds.options(), "grpc.so_reuseport": int(reuse_port)}
         interceptors = [Guard(check)] if protection.door is None else [protection.door, Guard(check)]
         self._server = grpc.aio.server(
@@ -263,11 +263,16 @@ async def wait_for_signal(failed: asyncio.Event) -> bool:
     return failed.is_set()
 
 
+def host_port(host: str, port: int) -> str:
+    """Returns an address of the form host:port, in which an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def reachable_address(host: str, port: int) -> str:
     """Returns the address to announce for a server that is bound to `host`. If the server listens on every interface,
     the address contains this machine's name.
     """
-    return f"{socket.gethostname() if host in ('', '0.0.0.0', '::', '[::]') else host}:{port}"
+    return host_port(socket.gethostname() if host in ("", "0.0.0.0", "::", "[::]") else host, port)
 
 
 def write_ready_file(path: str | None, lines: Sequence[str]) -> None:

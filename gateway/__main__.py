@@ -18,7 +18,7 @@ from block_store.redis.redis_server import open_client
 from common.api_keys import read_keys
 from common.errors import StartupError
 from common.guard import Check
-from common.rpc import Protection, RpcServer, wait_for_signal, write_ready_file
+from common.rpc import Protection, RpcServer, host_port, wait_for_signal, write_ready_file
 from common.service_main import run_service
 from common.telemetry import Fallbacks
 from common.tracing import tracer_of
@@ -200,7 +200,7 @@ async def main(settings: GatewaySettings) -> None:
         options=HttpOptions(settings.strict_fields, origins, describe=settings.reflection, page=settings.ui),
     )
     http_server = HttpServer(app, http_socket, http_bounds(settings, max_files), certificates)
-    addresses = [f"{settings.host}:{http_socket.getsockname()[1]}", f"{settings.host}:{grpc_server.port}"]
+    addresses = [host_port(settings.host, port) for port in (http_socket.getsockname()[1], grpc_server.port)]
     for server in grpc_servers:
         await server.start()
     await http_server.start()

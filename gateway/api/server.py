@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from common.certificates import CertificateFiles, front_context_watch
 from common.errors import StartupError
-from common.rpc import PUBLIC, Bounds, RpcServer, wait_for_signal
+from common.rpc import PUBLIC, Bounds, RpcServer, host_port, wait_for_signal
 from common.telemetry import fallback_counts
 from common.trust import NO_TRUST, Trust
 from gateway.admission.open_answers import OpenAnswers
@@ -125,6 +125,7 @@ def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socke
 
     Raises StartupError if the socket cannot be bound, for example because the port is occupied.
     """
+    host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given; without it, each keep-alive answer waits 40 ms
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -138,7 +139,7 @@ def bind_http(host: str, port: int, *, reuse_port: bool = False) -> socket.socke
         sock.close()
         if error.errno == 98:  # EADDRINUSE
             raise StartupError(f"port {port} is occupied; give another --port") from None
-        raise StartupError(f"cannot listen on {host}:{port} (--host, --port): {error.strerror}") from None
+        raise StartupError(f"cannot listen on {host_port(host, port)} (--host, --port): {error.strerror}") from None
     sock.setblocking(False)
     return sock
 

@@ -13,7 +13,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from common.errors import StartupError
 from common.guard import Check, Context
-from common.rpc import Protection, RpcServer
+from common.rpc import Protection, RpcServer, host_port
 from common.trust import is_loopback
 from gateway.api.credentials import Authenticator, KeylessAuthenticator
 from gateway.api.front import Front
@@ -62,7 +62,7 @@ class VllmPorts:
     @property
     def addresses(self) -> list[str]:
         """The addresses for whole requests, for prefill and for decode, in this order."""
-        return [f"{self._host}:{server.port}" for server in self.servers]
+        return [host_port(self._host, server.port) for server in self.servers]
 
     def add_services(self, front: Front, workers: Workers, model_directory: str, feed: BlockFeed) -> None:
         """Registers the service of each role, which serves the model in this directory and announces blocks from

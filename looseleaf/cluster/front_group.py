@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.errors import StartupError
+from common.rpc import host_port
 from common.secret_files import write_secret
 from looseleaf.cluster.shared import Shared
 from looseleaf.serve.addresses import check_port_free, check_ports_free
@@ -62,4 +63,4 @@ class FrontGroup(ServiceGroup):
 
     def _reachable(self, line: str) -> str:
         host, _, port = line.rpartition(":")
-        return f"{self._address}:{port}" if host in _EVERY else line
+        return host_port(self._address, int(port)) if host in _EVERY else line

@@ -21,7 +21,7 @@ from pydantic_settings import CliPositionalArg
 
 from common.cores import usable_cores
 from common.errors import StartupError
-from common.rpc import open_blocking_channel
+from common.rpc import host_port, open_blocking_channel
 from common.settings import Settings, settings_config
 from looseleaf.commands.health import state_of
 from looseleaf.serve import hub
@@ -216,7 +216,7 @@ def http_answers(host: str, number: int) -> bool:
 
 def grpc_answers(host: str, number: int) -> bool:
     """Returns whether a ready service answers at this address."""
-    with open_blocking_channel(f"{host}:{number}") as channel:
+    with open_blocking_channel(host_port(host, number)) as channel:
         return state_of(channel, "", 1.0) == "SERVING"
 
 

@@ -24,6 +24,7 @@ import grpc
 import pytest
 
 from common.errors import Unauthenticated, Unavailable
+from looseleaf import metrics_page
 from looseleaf.client import Client
 from looseleaf.commands.certs import make
 from looseleaf.results import Completion
@@ -186,6 +187,15 @@ def test_the_sample_suits_the_certificates_the_tenants_and_the_context(tmp_path:
     certificates += ["--tls-ca", f"{inside}/ca.pem"]
     served = Served("--api-key-file", str(keys), "--max-model-len", "24", *certificates)
     assert re.search(r"  says  Once upon a time\S", served.lines[-1]), served.lines[-1]
+    assert served.end(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address(host: str) -> None:
+    served = Served("--host", host, "--roles", "both", "--spare", "0")
+    assert "  says  Once" in served.lines[-1] and served.grpc.startswith("[::1]:")
+    http = next(m[1] for line in served.lines if (m := re.search(r"HTTP  http://(\S+)/v1", line)))
+    assert metrics_page.read(http)
     assert served.end(signal.SIGTERM)[0] == 0
 
 
