@@ -74,6 +74,20 @@ def test_chat_streams_an_answer_and_explains_it_with_the_keyboard_alone(visit: A
     assert page.locator("#blocks").is_visible() and page.locator("#tab-blocks").get_attribute("aria-selected") == "true"
 
 
+def test_reasoning_is_shown_and_the_conversation_goes_on(visit: Any) -> None:
+    with LLM(num_blocks=512, max_model_len=512, roles="both", reasoning_parser="deepseek_r1") as reasoner:
+        page, bodies = visit(at=reasoner.addresses.http), []
+        page.on("request", lambda request: request.method == "POST" and bodies.append(request.post_data_json))
+        say(page, STORY, max_tokens="20")
+        answered(page, 1)
+        reasoning = page.locator(".turn .reasoning").text_content()
+        say(page, "And then?")
+        answered(page, 2)
+    first, answer, second = bodies[-1]["messages"]
+    assert (first["content"], second["content"]) == (STORY, "And then?")
+    assert reasoning and answer == {"role": "assistant", "content": "", "reasoning_content": reasoning}
+
+
 def test_stop_ends_an_answer(visit: Any, llm: LLM) -> None:
     page = visit()
     page.locator("#model").get_by_text("storyteller").wait_for()

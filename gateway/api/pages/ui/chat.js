@@ -48,7 +48,7 @@ async function send() {
     if (error.status) answer.refused = true;
   }
   if (running !== stopper) return; // a new chat has begun
-  turns = answer.first ? [...turns, { role: "assistant", content: answer.first }] : turns.slice(0, -1);
+  turns = answer.first ? [...turns, answer.first] : turns.slice(0, -1);
   running = null;
   busy(false);
   if (!answer.refused) return answer.end();
@@ -80,29 +80,53 @@ function busy(is) {
   byId("log").setAttribute("aria-busy", String(is));
 }
 
+// The view of one sample of an answer. The box shows its reasoning, if there is any, above its content.
+class SampleView {
+  constructor() {
+    this.box = make("div", { className: "said assistant busy" });
+    this.content = this.reasoning = "";
+    this.thought = null;
+  }
+
+  add({ content, reasoning_content: reasoning }) {
+    if (reasoning) {
+      if (!this.thought) this.box.append((this.thought = make("div", { className: "reasoning" })));
+      this.thought.append(reasoning);
+      this.reasoning += reasoning;
+    }
+    if (content) {
+      this.box.append(content);
+      this.content += content;
+    }
+  }
+}
+
 // The view of one answer: one box for each sample, and the facts about the request.
 class AnswerView {
   constructor(samples) {
     this.refused = false; // whether there was an error instead of an answer
     this.id = `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
-    this.boxes = Array.from({ length: samples }, () => make("div", { className: "said assistant busy" }));
+    this.samples = Array.from({ length: samples }, () => new SampleView());
     this.facts = make("div", { className: "facts" });
-    const boxes = make("div", { className: "samples" }, ...this.boxes);
+    const boxes = make("div", { className: "samples" }, ...this.samples.map((sample) => sample.box));
     this.turn = make("div", { className: "turn", "data-request": this.id }, boxes, this.facts);
     byId("log").append(this.turn);
     this.scroll(true);
   }
 
+  // The first sample as a message, or null if it is empty.
   get first() {
-    return this.boxes[0].textContent;
+    const { content, reasoning } = this.samples[0];
+    if (!content && !reasoning) return null;
+    return { role: "assistant", content, ...(reasoning && { reasoning_content: reasoning }) };
   }
 
   async stream(request, signal) {
     for await (const chunk of postEvents("/v1/chat/completions", request, { id: this.id, signal })) {
       for (const choice of chunk.choices) {
-        const box = this.boxes[choice.index];
-        if (choice.delta?.content) box.append(choice.delta.content);
-        if (choice.finish_reason) box.classList.remove("busy");
+        const sample = this.samples[choice.index];
+        sample.add(choice.delta ?? {});
+        if (choice.finish_reason) sample.box.classList.remove("busy");
       }
       this.scroll(false);
     }
@@ -115,7 +139,7 @@ class AnswerView {
   }
 
   async end() {
-    for (const box of this.boxes) box.classList.remove("busy");
+    for (const { box } of this.samples) box.classList.remove("busy");
     const told = await explain(this.id).catch(() => null);
     if (told === null) return;
     this.turn.insertBefore(bar(told), this.facts);
