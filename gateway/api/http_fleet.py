@@ -17,7 +17,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import InvalidArgument, LooseleafError, NotFound, ResourceExhausted
+from common.errors import InvalidArgument, LooseleafError, NotFound, ResourceExhausted, Unavailable
 from gateway.api.asgi import EventSender, EventStream
 from gateway.api.http_about import json_response
 from gateway.api.openai_reply import dumps, error_body
@@ -65,8 +65,17 @@ class FleetApi:
         is_operator, now = self._view.is_operator(self._tenant_of(request)), time.monotonic()
         known, maps = self._view.workers, self._view.maps
         workers = [_worker(state, now, known.failed(state.record)) for state in known.states.values()]
-        replies = await asyncio.gather(*(maps.counts(index) for index in range(len(maps.addresses))))
+        replies = await asyncio.gather(*(self._counts(index) for index in range(len(maps.addresses))))
         return json_response({"workers": workers, "arenas": [_arena(reply, is_operator) for reply in replies]})
+
+    async def _counts(self, index: int) -> pb.InspectResponse:
+        """Returns the counts of an arena. If its store does not answer, the arena is empty and has no id, so that the
+        other arenas keep their numbers.
+        """
+        try:
+            return await self._view.maps.counts(index)
+        except (NotFound, Unavailable):
+            return pb.InspectResponse()
 
     async def block(self, request: Request) -> Response:
         """Returns one block of an arena."""

@@ -73,15 +73,19 @@ def run(argv: Sequence[str]) -> int:
     except ImportError:
         raise StartupError("looseleaf top needs rich: pip install rich") from None
     with _client(settings) as client:
-        now = read(client, settings.requests)
+        before = now = read(client, settings.requests)
         if settings.once:
             Console(highlight=False).print(screen(now, now))
             return 0
         with Live(screen(now, now), screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(settings.interval)
-                before, now = now, read(client, settings.requests)
-                live.update(screen(before, now), refresh=True)
+                trouble = ""
+                try:
+                    before, now = now, read(client, settings.requests)
+                except Unavailable as error:  # perhaps the gateway is being restarted
+                    trouble = error.message
+                live.update(screen(before, now, trouble), refresh=True)
 
 
 def _client(settings: TopSettings) -> httpx.Client:
@@ -96,7 +100,16 @@ def _client(settings: TopSettings) -> httpx.Client:
 
 
 def read(client: httpx.Client, most_requests: int) -> Snapshot:
-    """Returns the gateway's state. Raises Unavailable if the gateway does not answer or refuses a request."""
+    """Returns the gateway's state. Raises Unavailable if the gateway does not answer or refuses a request, or if the
+    answers are not those of a gateway.
+    """
+    try:
+        return _read(client, most_requests)
+    except (LookupError, TypeError, ValueError):
+        raise Unavailable(f"what answers at {client.base_url} is not a Looseleaf gateway") from None
+
+
+def _read(client: httpx.Client, most_requests: int) -> Snapshot:
     model = _get(client, "/v1/models").json()["data"][0]["id"]
     fleet = _get(client, "/v1/workers").json()
     found = _get(client, f"/v1/explain?limit={most_requests}").json()["data"]
@@ -114,17 +127,22 @@ def _get(client: httpx.Client, path: str) -> httpx.Response:
     except httpx.HTTPError as error:
         raise Unavailable(f"the gateway at {client.base_url} does not answer: {error}") from None
     if reply.status_code != 200:
-        raise Unavailable(f"the gateway refuses {path}: {reply.json()['error']['message']}")
+        is_json = reply.headers.get("content-type", "").startswith("application/json")
+        raise Unavailable(
+            f"the gateway refuses {path}: {reply.json()['error']['message'] if is_json else reply.reason_phrase}"
+        )
     return reply
 
 
-def screen(before: Snapshot, now: Snapshot) -> Group:
+def screen(before: Snapshot, now: Snapshot, trouble: str = "") -> Group:
     """Returns the screen for the snapshot `now`. Rates are averages since `before`, and are omitted if the two are the
-    same snapshot.
+    same snapshot. `trouble` is the reason why there is no newer snapshot, if it is not empty.
     """
     from rich.console import Group
+    from rich.text import Text
 
-    return Group(_headline(before, now), "", _workers(now), "", _arenas(now), "", _requests(now))
+    headline = Text(_headline(before, now)) if not trouble else Text(trouble, style="red")
+    return Group(headline, "", _workers(now), "", _arenas(now), "", _requests(now))
 
 
 def _headline(before: Snapshot, now: Snapshot) -> str:
@@ -148,6 +166,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str | Text) -> None:
+    """Adds a row. Names of workers and requests can contain what rich would take for markup."""
+    from rich.text import Text
+
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
 def _workers(now: Snapshot) -> Table:
     table = _table("worker", "state", "running", "waiting", "swapped", "prompt tokens waiting")
     for worker in sorted(now.workers, key=lambda worker: (worker["role"], worker["worker_id"])):
@@ -156,7 +181,7 @@ def _workers(now: Snapshot) -> Table:
         if is_decode := worker["role"] == "decode":
             counts = [f"{worker['num_running']}/{worker['max_num_seqs']}"]
             counts += [str(worker[name]) for name in ("num_waiting", "num_preempted")]
-        table.add_row(worker["worker_id"], state, *counts, "" if is_decode else str(worker["waiting_tokens"]))
+        _add(table, worker["worker_id"], state, *counts, "" if is_decode else str(worker["waiting_tokens"]))
     return table
 
 
@@ -165,7 +190,7 @@ def _arenas(now: Snapshot) -> Table:
     for arena in now.arenas:
         counts = [arena["counts"][state] for state in _STATES]
         bar = _bar(list(zip(_STATES.values(), counts, strict=True)), _BLOCK_CHARS)
-        table.add_row(arena["arena_id"][:8], bar, *map(str, counts))
+        _add(table, arena["arena_id"][:8], bar, *map(str, counts))
     return table
 
 
@@ -179,8 +204,13 @@ def _requests(now: Snapshot) -> Table:
         if usage := told.get("usage"):
             counts = (usage["prompt_tokens"], usage["sources"]["cached_tokens"], usage["completion_tokens"])
             tokens = [str(count) for count in counts]
-        table.add_row(
-            told["request_id"][:40], _bar(phases, chars), told["outcome"], f"{told['total_ns'] / 1e6:.0f}", *tokens
+        _add(
+            table,
+            told["request_id"][:40],
+            _bar(phases, chars),
+            told["outcome"],
+            f"{told['total_ns'] / 1e6:.0f}",
+            *tokens,
         )
     return table
 

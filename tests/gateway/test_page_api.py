@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,15 @@ async def test_only_operators_see_hashes_and_holders(serve: Any, host: Host) -> 
     assert beyond.status_code == 400 and f"must be below {NUM_BLOCKS}" in beyond.json()["error"]["message"]
     for path, status in (("/v1/blocks/x", 400), ("/v1/blocks/0?arena=1", 404), ("/v1/blocks?arena=1", 404)):
         assert (await served.client.get(path, headers=bearer("ko"))).status_code == status
+
+
+async def test_a_store_that_does_not_answer_does_not_hide_the_other_arenas(serve: Any, host: Host) -> None:
+    stores: Any = SimpleNamespace(addresses={"127.0.0.1:1", host.store.address})
+    served = await serve(view=lambda rig: FleetView(rig.workers, BlockMaps(stores, None), lambda tenant: True))
+    reply = await served.client.get("/v1/workers")
+    assert reply.status_code == 200 and len(reply.json()["workers"]) == 2
+    silent, other = sorted(reply.json()["arenas"], key=lambda arena: arena["num_blocks"])
+    assert (silent["arena_id"], other["num_blocks"]) == ("", NUM_BLOCKS)
 
 
 async def test_a_watcher_gets_all_states_and_then_the_changes(

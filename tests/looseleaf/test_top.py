@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from looseleaf import LLM
 from looseleaf.cli import main
+from looseleaf.commands.top import Snapshot, screen
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,53 @@ def test_once_prints_requests_workers_and_blocks(flags: list[str], capsys: pytes
     assert row[-5] == "length" and row[-3:] == ["50", "0", "40"], "prompt, cached and output tokens"
 
 
+def test_names_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = {"worker_id": "[red]w", "role": "prefill", "draining": False, "avoided": False, "waiting_tokens": 0}
+    told = {"request_id": "a[/b]", "total_ns": 1, "phases": [], "outcome": "stop"}
+    loads = {"num_running": 0, "num_waiting": 0}
+    now = Snapshot(0.0, "m[/b]", [worker | loads], [], [told], 0.0, 0.0)
+    Console().print(screen(now, now))
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("m[/b]", "[red]w", "a[/b]"))
+
+
+class Impostor(BaseHTTPRequestHandler):
+    """A server that is not a gateway: `page` is its answer to every request, with `status`."""
+
+    status, kind, page = 200, "text/html", b""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("content-type", self.kind)
+        self.end_headers()
+        self.wfile.write(self.page)
+
+    def log_message(self, *args: object) -> None:
+        """Logs nothing."""
+
+
+@pytest.mark.parametrize(
+    "status, kind, page, says",
+    [
+        (200, "text/html", b"<html>", "is not a Looseleaf gateway"),
+        (200, "application/json", b'{"data": []}', "is not a Looseleaf gateway"),
+        (200, "application/json", b"[]", "is not a Looseleaf gateway"),
+        (502, "text/html", b"<html>", "Bad Gateway"),
+        (502, "application/json", b"{}", "is not a Looseleaf gateway"),
+    ],
+)
+def test_an_answer_that_is_not_a_gateways_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], status: int, kind: str, page: bytes, says: str
+) -> None:
+    handler = type("Handler", (Impostor,), {"status": status, "kind": kind, "page": page})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert main(["top", f"127.0.0.1:{server.server_port}", "--once"]) == 1
+        server.shutdown()
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1
+
+
 def test_it_refreshes_until_it_is_interrupted(llm: LLM, flags: list[str]) -> None:
     terminal, inner = pty.openpty()
     command = [sys.executable, "-m", "looseleaf", "top", *flags, "--interval", "0.2"]
@@ -58,6 +108,9 @@ def test_it_refreshes_until_it_is_interrupted(llm: LLM, flags: list[str]) -> Non
         sent.start()
         shown += read_until(terminal, "later")
         sent.join()
+        os.kill(llm.pids["gateway"], signal.SIGKILL)
+        shown += read_until(terminal, "does not answer")
+        shown += read_until(terminal, "output tokens/s")
         process.send_signal(signal.SIGINT)
         shown += read_until(terminal, "\x1b[?1049l")
         assert process.wait(60) == 130
