@@ -16,6 +16,11 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 _FOREIGN = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 
+def is_request_id(text: str) -> bool:
+    """Returns whether all characters of an id are allowed."""
+    return _FOREIGN.search(text) is None
+
+
 def take_request_id(given: str | None) -> str:
     """Returns the allowed characters (letters, digits and ._:/+=@-) among the first 128 of a client's id, or a new id
     if there are none. Makes the result the current task's id.

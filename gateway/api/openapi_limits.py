@@ -36,7 +36,7 @@ _TEXTS: Mapping[str, Schema] = {
     "grammar": _NOT_BLANK,
     "guided_regex": _NOT_BLANK,
     "guided_grammar": _NOT_BLANK,
-    "request_id": {"maxLength": MAX_NAME_BYTES},
+    "request_id": {"maxLength": MAX_NAME_BYTES, "pattern": "^[A-Za-z0-9._:/+=@-]*$"},
     "cache_salt": {"maxLength": MAX_SALT_BYTES},
     "role": {"minLength": 1, "maxLength": MAX_NAME_BYTES},
     "input": {"minLength": 1},

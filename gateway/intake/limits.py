@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 from common.errors import FieldViolation, InvalidArgument
+from common.request_ids import is_request_id
 
 Number = int | float
 MAX_PROMPT_BYTES = 4 << 20
@@ -192,6 +193,13 @@ class Checker:
         if not self.encodable(name, text):
             return
         self._bytes(name, text, limit, reason)
+
+    def request_id(self, text: str | None) -> None:
+        if text is None:
+            return
+        self.text("request_id", text, MAX_NAME_BYTES)
+        if not is_request_id(text):
+            self.refuse("request_id", "may contain only letters, digits and ._:/+=@-")
 
     def prompt_len(self, name: str, num_tokens: int) -> None:
         if num_tokens == 0:

@@ -290,8 +290,7 @@ def _check_rest(checker: Checker, wanted: Wanted) -> None:
     checker.stop(wanted.stop)
     checker.stop_token_ids(wanted.stop_token_ids)
     checker.logit_bias(wanted.logit_bias)
-    if wanted.request_id is not None:
-        checker.text("request_id", wanted.request_id, MAX_NAME_BYTES)
+    checker.request_id(wanted.request_id)
     if wanted.cache_salt is not None:
         checker.text("cache_salt", wanted.cache_salt, MAX_SALT_BYTES)
 

@@ -68,6 +68,7 @@ TABLE: list[tuple[str, list[Any], list[Any], str]] = [
     ("stop_token_ids", [], [[VOCAB_SIZE], [-1]], f"vocabulary size {VOCAB_SIZE}"),
     ("cache_salt", ["", "s" * MAX_SALT_BYTES], ["s" * (MAX_SALT_BYTES + 1)], f"at most {MAX_SALT_BYTES} bytes"),
     ("request_id", ["r"], ["r" * 257], "at most 256 bytes"),
+    ("request_id", ["aZ09._:/+=@-"], ["a b", "\x1b[31m", "[/b]", "é"], "may contain only letters, digits and ._:/+=@-"),
     ("prompt", [IdsPrompt([0]), IdsPrompt([VOCAB_SIZE - 1])], [IdsPrompt([VOCAB_SIZE]), IdsPrompt([-1])], "vocab"),
     ("prompt", [IdsPrompt([5] * (MAX_LEN - 1))], [IdsPrompt([5] * MAX_LEN)], f"limit is {MAX_LEN - 1}"),
     ("prompt", [TextPrompt("a")], [TextPrompt(""), IdsPrompt([]), None], "must"),
