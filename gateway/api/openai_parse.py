@@ -26,10 +26,11 @@ from gateway.api.embedding_request import EmbeddingBody, ScoreBody
 from gateway.api.messages_history import TurnBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from gateway.api.responses_input import InputItem
+from gateway.api.responses_input import InputItem, InputPart
 from gateway.api.responses_request import ResponsesBody
 from gateway.intake.limits import (
     BODY_SLACK_BYTES,
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BATCH_PROMPTS,
     MAX_BODY_BYTES,
     MAX_CONTENT_PARTS,
@@ -217,6 +218,23 @@ def _tools(name: str, raw: bytes, limits: PromptLimits) -> list[dict[str, Any]] 
     return tools
 
 
+def _allowed_ids(name: str, raw: bytes, limits: PromptLimits) -> list[int] | None:
+    count = raw.count(b",") + 1
+    if count > MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidArgument.of(name, f"must hold at most {MAX_ALLOWED_TOKEN_IDS} ids, got {count}")
+    ids: list[int] | None = decoded(name, raw, _ALLOWED)
+    return ids
+
+
+def _system(name: str, raw: bytes, limits: PromptLimits) -> str | list[InputPart] | None:
+    if raw.startswith(b'"'):
+        return _text(name, raw, limits)
+    if _num_quotes(raw) > 16 * MAX_CONTENT_PARTS:
+        raise InvalidArgument.of(name, f"must hold at most {MAX_CONTENT_PARTS} parts of content")
+    parts: list[InputPart] | None = decoded(name, raw, _PARTS)
+    return parts
+
+
 def _input(name: str, raw: bytes, limits: PromptLimits) -> str | list[InputItem] | None:
     if raw.startswith(b'"'):
         return _text(name, raw, limits)
@@ -248,6 +266,8 @@ def _num_quotes(raw: bytes) -> int:
 _TEXT = msgspec.json.Decoder(str | None)
 _STRINGS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
+_ALLOWED = msgspec.json.Decoder(list[int] | None)
+_PARTS = msgspec.json.Decoder(list[InputPart] | None)
 _TOOLS = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _messages = partial(_with_parts, decoder=msgspec.json.Decoder(list[MessageBody] | None), noun="messages")
 _turns = partial(_with_parts, decoder=msgspec.json.Decoder(list[TurnBody] | None), noun="messages")
@@ -257,13 +277,18 @@ _READERS: Mapping[tuple[type[Body], str], Callable[[str, bytes, PromptLimits], A
     (EmbeddingBody, "input"): _prompts,
     (ScoreBody, "text_1"): _texts,
     (ScoreBody, "text_2"): _texts,
+    (CompletionBody, "allowed_token_ids"): _allowed_ids,
+    (ChatBody, "allowed_token_ids"): _allowed_ids,
     (ChatBody, "messages"): _messages,
     (ChatBody, "tools"): _tools,
     (ResponsesBody, "input"): _input,
+    (ResponsesBody, "instructions"): _text,
     (ResponsesBody, "tools"): _tools,
     (MessagesBody, "messages"): _turns,
+    (MessagesBody, "system"): _system,
     (MessagesBody, "tools"): _tools,
     (CountTokensBody, "messages"): _turns,
+    (CountTokensBody, "system"): _system,
     (CountTokensBody, "tools"): _tools,
     (TokenizeBody, "prompt"): _text,
     (TokenizeBody, "messages"): _messages,

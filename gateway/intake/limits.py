@@ -28,7 +28,9 @@ MAX_BODY_BYTES = 16 << 20
 BODY_SLACK_BYTES = 256 << 10
 """Bytes of a body that are allowed for everything except prompts."""
 MAX_FIELD_BYTES = 64 << 10
-"""Maximum size of an ordinary field as JSON, in bytes. Prompts, messages and tools have their own limits."""
+"""Maximum size of an ordinary field as JSON, in bytes. Prompts, messages, tools and lists of allowed ids have
+their own limits.
+"""
 MAX_BATCH_PROMPTS = 64
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4 * MAX_MESSAGES

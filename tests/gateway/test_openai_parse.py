@@ -11,8 +11,10 @@ import pytest
 
 from bench.served.hostile_bodies import CHAT, COMPLETIONS, DETOKENIZE, HOSTILE_BODIES, TOKENIZE, HostileBody
 from common.errors import InvalidArgument, LooseleafError, Unimplemented
+from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.openai_parse import max_body_bytes, parse_body
 from gateway.api.openai_request import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.api.responses_request import ResponsesBody
 from gateway.intake.limits import MAX_BATCH_PROMPTS, MAX_BODY_BYTES, MAX_FIELD_BYTES, PromptLimits
 from gateway.intake.wanted import IdsPrompt, TextPrompt
 
@@ -58,6 +60,20 @@ def test_fields_arrive_and_ignored_ones_do_not_matter() -> None:
     assert len(whole.messages) == 4096
 
 
+def test_parts_of_a_prompt_and_allowed_ids_have_their_own_limits() -> None:
+    text, ids = "You are helpful. " * 5000, list(range(118_000, 128_000))
+    turns = [{"role": "user", "content": "x"}]
+    parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
+    for kind in (MessagesBody, CountTokensBody):
+        more = {"max_tokens": 5} if kind is MessagesBody else {}
+        for system in (text, parts, None):
+            body = parse(kind, {"messages": turns, "system": system, **more}, LARGE)
+            assert len(body.prompt().messages[0]["content"]) == (len(text) if system else 1)
+    assert parse(ResponsesBody, {"instructions": text, "input": "x"}, LARGE).instructions == text
+    assert parse(CompletionBody, {"prompt": "x", "allowed_token_ids": ids}).allowed_token_ids == ids
+    assert parse(ChatBody, {"messages": turns, "allowed_token_ids": None}).allowed_token_ids is None
+
+
 WRONG: list[tuple[type[Body], Any, str]] = [
     (CompletionBody, b"[1]", "body must be a JSON object"),
     (CompletionBody, b"7", "body must be a JSON object"),
@@ -97,6 +113,14 @@ WRONG: list[tuple[type[Body], Any, str]] = [
     (ChatBody, {"messages": [{"role": "a", "content": "b", "x": 1}]}, "messages[0].x is not a known field"),
     (ChatBody, {"messages": [{"role": "a", "content": [{"text": "b"}]}]}, "messages[0].content[0].type must be"),
     (ChatBody, {"messages": [{"role": "a", "content": "b"}] * 99_999}, "messages must hold at most 4096 messages"),
+    (MessagesBody, {"system": "a" * (6 * SMALL.text_bytes + 1)}, "system must be at most 65536 bytes"),
+    (MessagesBody, {"system": [{"type": "text", "text": ""}] * 99_999}, "system must hold at most 16384 parts"),
+    (MessagesBody, {"system": 1}, "system is invalid: expected array"),
+    (MessagesBody, {"system": [{"text": ""}]}, "system[0].type must be given"),
+    (ResponsesBody, {"instructions": "a" * (6 * SMALL.text_bytes + 1)}, "instructions must be at most 65536 bytes"),
+    (ResponsesBody, {"instructions": [1]}, "instructions is invalid: expected str"),
+    (CompletionBody, {"allowed_token_ids": [1] * 10_001}, "allowed_token_ids must hold at most 10000 ids, got 10001"),
+    (ChatBody, {"allowed_token_ids": ["a"]}, "allowed_token_ids[0] is invalid: expected int"),
     (TokenizeBody, {"prompt": 1}, "prompt is invalid: expected str"),
     (DetokenizeBody, {"tokens": [1] * 65_537}, "tokens must hold at most 65536 ids, got 65537"),
     (DetokenizeBody, {"tokens": ["a"]}, "tokens[0] is invalid: expected int"),
