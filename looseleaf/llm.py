@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ssl
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,13 +55,15 @@ class LLM:
         atexit.register(self.close)
         keys = read_keys(complete.api_key, complete.api_key_file)
         self._tls_ca = complete.tls_ca if self.addresses.is_tls else None
-        self.client = Client(self.addresses.grpc, api_key=next(iter(keys.tenants), None), tls_ca=self._tls_ca)
+        self._api_key = next(iter(keys.tenants), None)
+        self.client = self._connect()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[Completion]:
         """Returns one completion per prompt, in the same order. With `n` or `beam_width`, each completion has several
         `samples`.
 
-        A single text, list of token ids or chat counts as one prompt.
+        A single text, list of token ids or chat counts as one prompt. If a prompt fails, or the call is interrupted,
+        the other prompts are cancelled.
         """
         check_names(cast(dict[str, object], options))
         return self._all([cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts), options)
@@ -75,21 +78,19 @@ class LLM:
         if self._supervisor.failure is not None:
             raise self._supervisor.failure
         width = max(1, options.get("n", 1), options.get("beam_width", 1))
-        with ThreadPoolExecutor(min(len(prompts), max(1, _MAX_IN_FLIGHT // width))) as pool:
-            return list(pool.map(lambda prompt: self._patiently(prompt, options), prompts))
-
-    def _patiently(self, prompt: Prompt, options: GenerateOptions) -> Completion:
-        """Runs one prompt of a batch. If the gateway refuses the prompt with a retry time, waits and tries again until
-        the timeout.
-        """
-        until = time.monotonic() + options.get("timeout", _PATIENCE_S)
-        while True:
+        ended = threading.Event()
+        num_threads = min(len(prompts), max(1, _MAX_IN_FLIGHT // width))
+        with self._connect() as client, ThreadPoolExecutor(num_threads) as pool:
             try:
-                return self.client.generate(prompt, **options)
-            except ResourceExhausted as refusal:
-                if refusal.retry_after_s is None or time.monotonic() + refusal.retry_after_s > until:
-                    raise
-                time.sleep(refusal.retry_after_s)
+                return list(pool.map(lambda prompt: _patiently(client, prompt, options, ended), prompts))
+            except BaseException:  # KeyboardInterrupt included
+                ended.set()
+                client.close()  # cancels the running calls
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _connect(self) -> Client:
+        return Client(self.addresses.grpc, api_key=self._api_key, tls_ca=self._tls_ca)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -118,6 +119,21 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _patiently(client: Client, prompt: Prompt, options: GenerateOptions, ended: threading.Event) -> Completion:
+    """Runs one prompt of a batch. If the gateway refuses the prompt with a retry time, waits and tries again until the
+    timeout, or until the batch has ended.
+    """
+    until = time.monotonic() + options.get("timeout", _PATIENCE_S)
+    while True:
+        try:
+            return client.generate(prompt, **options)
+        except ResourceExhausted as refusal:
+            if refusal.retry_after_s is None or time.monotonic() + refusal.retry_after_s > until:
+                raise
+            if ended.wait(refusal.retry_after_s):
+                raise
 
 
 def serve_settings(model: str | None, given: dict[str, Any]) -> ServeSettings:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +83,22 @@ def test_many_prompts_in_their_order(llm: LLM) -> None:
         assert alone.token_ids == completion.token_ids
     assert llm.generate([]) == []
     assert len(llm.generate("one", max_tokens=1)) == len(llm.generate([5, 6, 7], max_tokens=1)) == 1
+
+
+def test_an_interrupted_or_failed_batch_is_cancelled(llm: LLM) -> None:
+    options: GenerateOptions = {"max_tokens": 900, "ignore_eos": True}
+    began = time.monotonic()
+    llm.generate(PROMPT, **options)
+    alone_s = time.monotonic() - began
+    main_thread = threading.main_thread().ident
+    threading.Timer(alone_s / 4, signal.pthread_kill, [main_thread, signal.SIGINT]).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 256, **options)
+    with pytest.raises(InvalidArgument, match="empty"):
+        llm.generate(["", *[PROMPT] * 255], **options)
+    assert time.monotonic() - began < alone_s + 1.0
+    assert_nothing_held(llm.addresses.block_store)
 
 
 def test_samples_of_one_prompt(client: Client) -> None:
