@@ -10,10 +10,13 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common.errors import InvalidArgument
+from gateway.api.answer import renamed
 from gateway.api.asgi import while_connected
 from gateway.api.bodies import BodyReader
 from gateway.api.front import Front
 from gateway.api.http_about import json_response
+from gateway.api.messages_reply import MessagesAnswer
 from gateway.api.messages_request import CountTokensBody
 from gateway.api.openai_request import DetokenizeBody, TokenizeBody
 from gateway.intake.wanted import Wanted
@@ -67,7 +70,10 @@ class ModelApi:
         body.structured()  # refuses a format that an answer could not have
         self._planner.plan(wanted, body.chosen_tools())  # leaves out tools that may not be called
         work = self._validator.tokenize(wanted.prompt, "messages", add_special_tokens=None)
-        ids = await while_connected(request.receive, work)
+        try:
+            ids = await while_connected(request.receive, work)
+        except InvalidArgument as error:
+            raise renamed(error, MessagesAnswer.field_names) from None
         return json_response({"input_tokens": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:

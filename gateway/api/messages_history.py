@@ -56,6 +56,17 @@ def plain_turns(turns: Sequence[TurnBody]) -> tuple[list[dict[str, Any]], list[s
     return messages, names
 
 
+def is_continued(message: Mapping[str, Any], name: str) -> bool:
+    """Returns whether the output continues a conversation's last message. It does so if this is a text of the
+    assistant. Raises InvalidArgument if the text ends with white space, which Anthropic's API does not accept either.
+    """
+    if message["role"] != "assistant" or not message["content"] or "tool_calls" in message:
+        return False
+    if message["content"][-1].isspace():
+        raise InvalidArgument.of(f"{name}.content", "must not end with white space, because the answer continues it")
+    return True
+
+
 def _plain(turn: TurnBody, name: str) -> Iterator[dict[str, Any]]:
     if turn.role not in BLOCKS:
         raise InvalidArgument.of(f"{name}.role", f"must be one of {', '.join(BLOCKS)}")

@@ -39,7 +39,7 @@ def messages_error(error: LooseleafError) -> dict[str, Any]:
 class MessagesAnswer(BlockAnswer):
     """The answer to one body of POST /v1/messages."""
 
-    field_names: Mapping[str, str] = {"stop": "stop_sequences"}
+    field_names: Mapping[str, str] = {"stop": "stop_sequences", "continue_final_message": "messages"}
 
     def __init__(self, body: MessagesBody, model: str, planner: ChatPlanner) -> None:
         super().__init__(body, planner)

@@ -9,7 +9,7 @@ import msgspec
 
 from common.errors import InvalidArgument, Unimplemented
 from gateway.api.chat_fields import effort_variable
-from gateway.api.messages_history import TurnBody, plain_turns
+from gateway.api.messages_history import TurnBody, is_continued, plain_turns
 from gateway.api.openai_request import Body
 from gateway.api.responses_input import InputPart, content_text
 from gateway.api.structured_fields import NOT_GIVEN, Found, structured_of_type
@@ -91,6 +91,7 @@ class CountTokensBody(Body, kw_only=True):
             [*first, *messages],
             tools=[chat_tool(tool, "input_schema") for tool in self.tools or ()] or None,
             variables=effort_variable("output_config.effort", effort),
+            continue_final_message=is_continued(messages[-1], names[-1]),
             names=["system"] * len(first) + names,
         )
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from gateway.intake.assets import ModelAssets
 from protos.v1 import decode_pb2
-from testing.gateway.parts import Fault, Script
+from testing.gateway.parts import Fault, Script, make_assets
 from tests.gateway.http_served import Served
 from tests.gateway.http_served import serve as serve  # a fixture
 from tests.gateway.test_responses import text_of
@@ -76,6 +77,28 @@ async def test_stop_sequences_and_end_of_turn(serve: Any) -> None:
     assert reply["content"][0]["text"] == text[: text.index(stop)]
 
 
+@pytest.mark.parametrize("content", ["It is", [{"type": "text", "text": "It "}, {"type": "text", "text": "is"}]])
+async def test_the_answer_continues_a_last_message_of_the_assistant(serve: Any, content: Any) -> None:
+    served = await serve()
+    body = {"messages": [*HI, {"role": "assistant", "content": content}]}
+    reply = (await served.post("/v1/messages", max_tokens=8, **body)).json()
+    assert reply["content"] == [{"type": "text", "text": text_of(served, "<user>hi\n<assistant>It is", 8)}]
+    counted = (await served.post("/v1/messages/count_tokens", **body)).json()
+    assert counted == {"input_tokens": reply["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize(
+    "assets", [make_assets(chat_template="{% for m in messages %}{{ m['content'] | upper }}\n{% endfor %}")]
+)
+async def test_a_last_message_that_the_template_changes_is_refused(serve: Any, assets: ModelAssets) -> None:
+    served = await serve()
+    messages = [*HI, {"role": "assistant", "content": "It is"}]
+    for path, more in (("/v1/messages", {"max_tokens": 8}), ("/v1/messages/count_tokens", {})):
+        reply = await served.post(path, messages=messages, **more)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["message"].startswith("messages cannot be used: the model's chat template changes")
+
+
 async def test_the_anthropic_client_reads_both(serve: Any) -> None:
     anthropic = pytest.importorskip("anthropic")
     served = await serve(api_key="s3cret")
@@ -112,6 +135,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages[0].content[0].id must be given",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [*HI, {"role": "assistant", "content": "It is "}]}, "messages[1].content must not end with white"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"stop_sequences": [""]}, "stop_sequences[0] must not be empty"),
     ({"tools": [{"name": "f", "input_schema": {}}]}, "tools cannot be used: the model's chat template"),
