@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -45,11 +46,16 @@ def error_response(error: LooseleafError, content: Mapping[str, Any] | None = No
     """
     headers = {}
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = retry_after(error.retry_after_s)
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     body = error_body(error) if content is None else content
     return Response(dumps(body), error.http_status, headers, "application/json")
+
+
+def retry_after(seconds: float) -> str:
+    """Returns the value of the Retry-After header, whole seconds after which the client is not refused again."""
+    return str(max(1, math.ceil(seconds)))
 
 
 def expected(error: Exception) -> LooseleafError:

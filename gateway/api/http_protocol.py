@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import DeadlineExceeded, InvalidArgument, LooseleafError, Unavailable
 from common.request_ids import HEADER, new_request_id
-from gateway.api.asgi import ABORT
+from gateway.api.asgi import ABORT, retry_after
 from gateway.api.openai_reply import dumps, error_body
 from gateway.intake.limits import MAX_BODY_BYTES
 
@@ -160,7 +160,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if not self._is_answering():
             content = dumps(error_body(error))
-            retry = "" if error.retry_after_s is None else f"retry-after: {max(1, round(error.retry_after_s))}\r\n"
+            retry = "" if error.retry_after_s is None else f"retry-after: {retry_after(error.retry_after_s)}\r\n"
             head = (
                 f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(content)}\r\n{retry}connection: close\r\n"

@@ -15,6 +15,7 @@ import pytest
 from common import errors
 from common.rpc import RpcServer
 from common.status import error_of
+from gateway.api.asgi import error_response
 from gateway.api.grpc_service import InferenceServicer, key_check
 from gateway.api.http_app import HttpApi
 from gateway.api.server import HttpServer, bind_http
@@ -186,3 +187,10 @@ async def test_one_of_several_prompts_that_fails_is_the_answer(serve: Any, name:
 def test_every_error_that_clients_see_is_tried() -> None:
     unseen = {"ABORTED", "CANCELLED"}  # internal; a client that has disconnected
     assert {kind.grpc_code for kind in errors.ALL_ERRORS} - unseen == {case.grpc_code for case in CASES.values()}
+
+
+def test_a_retry_time_is_rounded_up() -> None:
+    refusals = [
+        errors.ResourceExhausted("the queue is full", retry_after_s=seconds) for seconds in (0.1, 1.0, 1.2, 2.5)
+    ]
+    assert [error_response(refusal).headers["retry-after"] for refusal in refusals] == ["1", "1", "2", "3"]

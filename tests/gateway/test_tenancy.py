@@ -80,7 +80,7 @@ async def test_a_wait_that_is_too_long_is_refused_before_the_body_comes(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a-key\r\ncontent-length: 999\r\n\r\n"
     )
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
-    assert head.startswith(b"HTTP/1.1 429") and b"\r\nretry-after: 12\r\n" in head
+    assert head.startswith(b"HTTP/1.1 429") and b"\r\nretry-after: 13\r\n" in head
     writer.close()
     assert front.rig.metric('looseleaf_requests_refused_total{model_name="tiny",reason="queue_wait"}') == 1
     assert front.rig.admission.current == 0
