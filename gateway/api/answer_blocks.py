@@ -129,6 +129,12 @@ class BlockAnswer:
         self._body = body
         self._planner = planner
         self._plan: ChatPlan | None = None
+        self.reasoning_tokens = 0
+        """Number of tokens of the reasoning. If a delta has reasoning and other text, its tokens are divided according
+        to the texts' lengths.
+        """
+        self._uncounted = 0
+        """Number of tokens since the last text. The reader holds back the beginnings of tags."""
 
     @property
     def asking(self) -> ToolBody:
@@ -155,7 +161,16 @@ class BlockAnswer:
     def read(self, delta: Delta) -> list[Change]:
         if delta.finish_reason is not None:
             self.last = delta
-        return self.blocks.read(delta)
+        changes = self.blocks.read(delta)
+        self._count_reasoning(len(delta.token_ids), changes)
+        return changes
+
+    def _count_reasoning(self, num_tokens: int, changes: Sequence[Change]) -> None:
+        self._uncounted += num_tokens
+        if total := sum(len(change.text) for change in changes):
+            reasoning = sum(len(change.text) for change in changes if change.block.kind == "reasoning")
+            self.reasoning_tokens += round(self._uncounted * reasoning / total)
+            self._uncounted = 0
 
     @property
     def ended_with_calls(self) -> bool:

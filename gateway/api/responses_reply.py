@@ -111,7 +111,7 @@ class ResponsesAnswer(BlockAnswer):
         response = self._response("incomplete" if self._is_incomplete else "completed")
         response["output"] = [self._item(block, self._status_of(block)) for block in self.blocks.all]
         response["incomplete_details"] = {"reason": "max_output_tokens"} if self._is_incomplete else None
-        response["usage"] = _usage(self.last.summary)
+        response["usage"] = _usage(self.last.summary, self.reasoning_tokens)
         response["looseleaf"] = account_of([self.last.summary])
         return response
 
@@ -161,11 +161,11 @@ def _format_of(body: ResponsesBody) -> dict[str, Any]:
     return {"type": "json_schema", "name": form.name or "", "schema": schema, "strict": True, **optional}
 
 
-def _usage(summary: Summary) -> dict[str, Any]:
+def _usage(summary: Summary, reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": summary.prompt_tokens,
         "input_tokens_details": {"cached_tokens": summary.sources.cached},
         "output_tokens": summary.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": summary.prompt_tokens + summary.completion_tokens,
     }

@@ -53,6 +53,20 @@ async def test_the_events_of_a_response_add_up_to_its_items(served: Served) -> N
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+async def test_a_response_counts_the_tokens_of_its_reasoning(make_served: Any) -> None:
+    served: Served = await make_served(reasoning="deepseek_r1")
+    thought, said = "Two and three are five.", "</think>It is 5."
+    served.will_say(thought + said)
+    size, rest = (len(served._tokenizer.encode(text, add_special_tokens=False).ids) for text in (thought, said))
+    reply = await served.openai.responses.create(model="tiny", input="2 + 3?")
+    assert [item.type for item in reply.output] == ["reasoning", "message"] and reply.usage is not None
+    assert 0 <= reply.usage.output_tokens_details.reasoning_tokens - size <= 2, "of a tag's first token"
+    assert reply.usage.output_tokens == size + rest + 1
+    served.will_say("</think>It is 5.")
+    reply = await served.openai.responses.create(model="tiny", input="2 + 3?")
+    assert reply.usage is not None and reply.usage.output_tokens_details.reasoning_tokens == 0
+
+
 async def test_a_call_that_is_cut_off_is_incomplete(served: Served) -> None:
     served.will_say(CALL)
     size = len(served._tokenizer.encode(CALL, add_special_tokens=False).ids)
