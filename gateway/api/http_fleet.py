@@ -93,19 +93,22 @@ class FleetApi:
         """
         self._tenant_of(request)
         index = _index(request)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         if self._num_watchers >= MOST_WATCHERS:
             raise ResourceExhausted(f"at most {MOST_WATCHERS} may watch blocks at once", retry_after_s=1.0)
         at_end = ExitStack()
         self._num_watchers += 1
         at_end.callback(self._left)
-        return EventStream(partial(self._send, index), _Form(), self._on_error, at_end)
+        return EventStream(partial(self._send, request, index), _Form(), self._on_error, at_end)
 
     def _left(self) -> None:
         self._num_watchers -= 1
 
-    async def _send(self, index: int, sender: EventSender) -> None:
+    async def _send(self, request: Request, index: int, sender: EventSender) -> None:
         before, sent_at = b"", 0.0
         while not self._view.is_leaving():
+            self._tenant_of(request)  # the key may have been revoked
             reply = await self._view.maps.states(index)
             stride = max(1, -(-len(reply.states) // MOST_CELLS))
             states = reply.states[::stride]

@@ -107,6 +107,22 @@ async def test_a_watcher_gets_all_states_and_then_the_changes(
     assert num_events > 1 and event["counts"]["sealed"] == 6
 
 
+async def test_a_watcher_whose_key_is_revoked_gets_no_more(serve: Any, host: Host) -> None:
+    served = await serve(keys=KEYS, view=view_of(host))
+    async with asyncio.timeout(60), served.client.stream("GET", "/v1/blocks", headers=bearer("kt")) as reply:
+        events = (json.loads(line.removeprefix("data: ")) async for line in reply.aiter_lines() if line)
+        assert "states" in await anext(events)
+        served.rig.authenticator.replace({"ko": "ops"})
+        [*_, last] = [event async for event in events]
+    assert last["error"]["code"] == "invalid_api_key"
+
+
+async def test_head_of_a_stream_of_blocks_ends(serve: Any, host: Host) -> None:
+    served = await serve(view=view_of(host))
+    reply = await served.client.head("/v1/blocks", timeout=10)
+    assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
+
+
 async def test_a_large_arena_is_sampled(serve: Any, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_fleet, "MOST_CELLS", 10)
     served = await serve(view=view_of(host))
