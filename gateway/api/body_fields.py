@@ -23,6 +23,13 @@ def unsupported_of(kind: type[Body]) -> Mapping[str, Any]:
     return {name: value for name, value in kind.unsupported.items() if name not in kind.__struct_fields__}
 
 
+def not_json(name: str, error: ValueError | RecursionError) -> InvalidArgument:
+    """Returns the error for bytes that msgspec cannot decode, which are the value of a field or the whole body."""
+    if isinstance(error, RecursionError):
+        return InvalidArgument.of(name, "must not be nested so deeply")
+    return InvalidArgument.of(name, "must be valid JSON in UTF-8, without lone surrogates")
+
+
 def fields_of(
     kind: type[Body], raw: bytes | bytearray, on_unknown: Callable[[str], None] | None
 ) -> Mapping[str, msgspec.Raw]:
@@ -41,8 +48,8 @@ def fields_of(
             if on_unknown is None:
                 raise InvalidArgument.of(unknown["field"][:100], "is not a known field") from None
             found = _without_unknown(kind, raw, on_unknown)
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of("body", "must be valid JSON in UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise not_json("body", error) from None
     ignored = kind.ignored.difference(kind.__struct_fields__)
     parts = {name: getattr(found, name) for name in found.__struct_fields__ if name not in ignored}
     return {name: part for name, part in parts.items() if part is not None}

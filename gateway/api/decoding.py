@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidArgument, LooseleafError
-from gateway.api.body_fields import UNKNOWN
+from gateway.api.body_fields import UNKNOWN, not_json
 
 MAX_INTEGRAL_BYTES = 1 << 20
 """The maximum size in bytes of a field in which numbers such as 2.0 are accepted as integers."""
@@ -27,8 +27,8 @@ def decoded(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[
         if _FLOAT_FOR_INT.match(str(error)[:200]) and memoryview(part).nbytes <= MAX_INTEGRAL_BYTES:
             return _decoded_integral(name, part, decoder)
         raise _violation(name, str(error)[:1000]) from None
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of(name, "must be valid JSON in UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise not_json(name, error) from None
 
 
 def _decoded_integral(name: str, part: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -37,8 +37,8 @@ def _decoded_integral(name: str, part: bytes | msgspec.Raw, decoder: msgspec.jso
         return decoder.decode(msgspec.json.encode(_integral(ANY.decode(part))))
     except msgspec.ValidationError as error:
         raise _violation(name, str(error)[:1000]) from None
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of(name, "must be valid JSON in UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise not_json(name, error) from None
 
 
 def _integral(value: Any) -> Any:
