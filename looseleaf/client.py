@@ -37,6 +37,7 @@ from looseleaf.options import (
     build_embed_request,
     build_request,
     chat_to_pb,
+    given,
 )
 from looseleaf.results import (
     Completion,
@@ -74,7 +75,7 @@ class _Base:
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
 
     def _call(self, options: GenerateOptions) -> dict[str, Any]:
-        return {"timeout": options.get("timeout", self._timeout), "metadata": self._metadata}
+        return {"timeout": given(options).get("timeout", self._timeout), "metadata": self._metadata}
 
     def _error(self, error: grpc.RpcError) -> Exception:
         mapped = error_of(error)

@@ -22,7 +22,7 @@ from common.api_keys import read_keys
 from common.errors import ResourceExhausted, StartupError
 from looseleaf import metrics_page
 from looseleaf.client import Client
-from looseleaf.options import GenerateOptions, Message, Prompt, check_names
+from looseleaf.options import GenerateOptions, Message, Prompt, given
 from looseleaf.results import Completion
 from looseleaf.serve.launcher import Launcher
 from looseleaf.serve.settings import ServeSettings
@@ -65,8 +65,8 @@ class LLM:
         A single text, list of token ids or chat counts as one prompt. If a prompt fails, or the call is interrupted,
         the other prompts are cancelled.
         """
-        check_names(cast(dict[str, object], options))
-        return self._all([cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts), options)
+        all_prompts = [cast(Prompt, prompts)] if is_prompt(prompts) else cast(Sequence[Prompt], prompts)
+        return self._all(all_prompts, given(options))
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerateOptions]) -> Completion:
         """Returns the assistant's next turn after `messages`. A string counts as one user turn."""

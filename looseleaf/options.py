@@ -102,11 +102,17 @@ def check_names(options: Mapping[str, object], known: Collection[str] = Generate
             raise TypeError(f"unknown option {name!r}{hint}")
 
 
+def given(options: GenerateOptions) -> GenerateOptions:
+    """Returns the options that are not None. Raises TypeError for an unknown option."""
+    check_names(cast(Mapping[str, object], options))
+    return cast(GenerateOptions, {name: value for name, value in options.items() if value is not None})
+
+
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """Returns the message for `prompt` and `options`. Raises TypeError for an unknown option or a value of the wrong
     type, and ValueError for a value that the field cannot represent.
     """
-    check_names(cast(Mapping[str, object], options))
+    options = given(options)
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     values = cast(Mapping[str, object], options)

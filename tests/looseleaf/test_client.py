@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,6 +147,14 @@ def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
         assert delta.finish_reason is None
         break
     assert_nothing_held(llm.addresses.block_store)
+
+
+def test_an_option_that_is_none_is_not_given(llm: LLM) -> None:
+    options: Any = dict.fromkeys(("n", "beam_width", "timeout", "stop", "logit_bias", "temperature"))
+    assert len(llm.generate(PROMPT, **options, max_tokens=2)[0].samples) == 1
+    assert not llm.client.generate(PROMPT, **options, max_tokens=2, logprobs=None).logprobs
+    with Client(llm.addresses.grpc, timeout=0.05) as client, pytest.raises(DeadlineExceeded):
+        client.generate(PROMPT, **options, max_tokens=900, ignore_eos=True)
 
 
 def test_refusals_are_our_errors(client: Client) -> None:
