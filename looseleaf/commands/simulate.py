@@ -185,8 +185,9 @@ def _lines(settings: SimulateSettings, trials: Sequence[Trial], best: Trial, num
 
 def _row(trial: Trial) -> dict[str, Any]:
     s = trial.summary
-    return {
+    row = {
         "workers": trial.workers, "attained": trial.attained, "ttft_p50_s": s.ttft_p50,
         "ttft_p99_s": s.ttft_p99, "itl_p50_s": s.itl_p50, "itl_p99_s": s.itl_p99, "tokens_per_s": s.tokens_per_s,
         "refused": s.num_refused,
     }  # fmt: skip
+    return {name: None if value != value else value for name, value in row.items()}  # JSON has no NaN

@@ -102,6 +102,14 @@ def test_the_command_predicts_and_plans(tmp_path: Path, capsys: pytest.CaptureFi
     assert "measured m, not --model other" in capsys.readouterr().err
 
 
+def test_a_figure_of_no_values_is_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    COSTS.save(tmp_path / "costs.json")
+    (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 100, "output_length": 1, "hash_ids": []}')
+    assert main(["simulate", str(tmp_path / "trace"), "--costs", str(tmp_path / "costs.json"), "--json-output"]) == 0
+    printed = capsys.readouterr().out
+    assert "NaN" not in printed and json.loads(printed)["best"]["itl_p50_s"] is None
+
+
 def test_the_load_tests_workload_as_a_trace_has_its_lengths_and_prefixes(tmp_path: Path) -> None:
     workload = Workload(3, vocab_size=500, max_model_len=1024)
     path = write(tmp_path, *map(trace.mooncake_line, as_trace(workload, 40, rate=5.0)))
