@@ -6,7 +6,6 @@ This module does not decide which services a group has. `children` handles the p
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +49,7 @@ class ServiceGroup:
         self._say: Echo = lambda line: echo(own_line(line, settings.log_format))
         self._children: list[Child] = []
         self._shared: SharedDirectory | None = None
-        self._run_directory: Path | None = None
+        self._run_directory: SharedDirectory | None = None
         self._redis: PrivateServer | None = None
         self._restarts = Restarts()
         self._notice = RestartNotice()
@@ -59,8 +58,8 @@ class ServiceGroup:
     def _make_directories(self) -> None:
         """Creates the directory in shared memory, and the directory of ready files."""
         self._shared = SharedDirectory(Path(self._settings.directory) if self._settings.directory else ROOT)
-        self._run_directory = Path(tempfile.mkdtemp(prefix="looseleaf-run-"))
-        self._notice.file = self._run_directory / "restarting"
+        self._run_directory = SharedDirectory(Path(tempfile.gettempdir()))
+        self._notice.file = self._runs / "restarting"
 
     @property
     def _directory(self) -> Path:
@@ -72,7 +71,7 @@ class ServiceGroup:
     def _runs(self) -> Path:
         """The directory of ready files, on disk."""
         assert self._run_directory is not None
-        return self._run_directory
+        return self._run_directory.path
 
     def _start_redis(self, tcp: tuple[str, int] | None = None) -> str:
         """Starts the group's private Redis, which keeps running when the block store is restarted. With `tcp`, it also
@@ -115,7 +114,7 @@ class ServiceGroup:
     ) -> ServiceSpec:
         assert self._shared is not None
         environment = child_environment(os.environ, name, threads_per_worker(self._settings)) | dict(extra or {})
-        environment.setdefault("KERNELS_CHOICES", str(self._run_directory))
+        environment.setdefault("KERNELS_CHOICES", str(self._runs))
         inside = inside_flags(self._settings, self._secret_file)
         return ServiceSpec(name, package, (*flags, *inside), environment, self._shared.lock_fd, self._log_format)
 
@@ -211,4 +210,4 @@ class ServiceGroup:
         if self._shared is not None:
             self._shared.close()
         if self._run_directory is not None:
-            shutil.rmtree(self._run_directory, ignore_errors=True)
+            self._run_directory.close()

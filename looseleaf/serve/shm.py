@@ -1,8 +1,8 @@
-"""The launcher's directory in shared memory. It is created for a launch and removed after the launch. If a launch is
-killed, a later launch removes the directory.
+"""The launcher's directories in shared memory and on disk. They are created for a launch and removed after the launch.
+If a launch is killed, a later launch removes the directories.
 
-The launcher locks the directory (flock), and so does every service that it starts, through an inherited descriptor. A
-free lock proves that the launcher and its services have ended, even if other processes now have their pids.
+The launcher locks its directories (flock), and its services inherit the lock of the one in shared memory. There, a free
+lock proves that the launcher and its services have ended, even if other processes now have their pids.
 """
 
 from __future__ import annotations

@@ -265,8 +265,10 @@ def test_what_keeps_dying_ends_the_launch_and_is_named() -> None:
     assert alive(list(served.services.values())) == []
 
 
-def test_a_killed_launcher_leaves_nothing_running() -> None:
+def test_a_killed_launcher_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of `served`
     served = Served()
+    assert len(list(tmp_path.glob("looseleaf-run-*"))) == 1
     served.process.kill()
     served.process.communicate(timeout=120)
     deadline = time.monotonic() + 60
@@ -279,6 +281,8 @@ def test_a_killed_launcher_leaves_nothing_running() -> None:
         return not served.directories[0].exists()
 
     wait_for(is_swept, bool, 60.0, "the lock outlives the launcher's children")
+    sweep(tmp_path)
+    assert not list(tmp_path.glob("looseleaf-run-*"))
 
 
 @pytest.fixture
