@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidArgument, LooseleafError, NotFound, ResourceExhausted, Unavailable
+from gateway.api.answer import renamed
 from gateway.api.asgi import EventSender, EventStream
 from gateway.api.http_about import json_response
 from gateway.api.openai_reply import dumps, error_body
@@ -81,7 +82,10 @@ class FleetApi:
         """Returns one block of an arena."""
         is_operator = self._view.is_operator(self._tenant_of(request))
         number = _number(request.path_params["block"], "block")
-        reply = await self._view.maps.blocks(_index(request), [number])
+        try:
+            reply = await self._view.maps.blocks(_index(request), [number])
+        except InvalidArgument as error:
+            raise renamed(error, {"blocks": "block"}) from None
         if not reply.blocks:
             raise NotFound("there is no arena yet: no worker has attached")
         names = {holder.epoch: holder.name for holder in reply.holders}
