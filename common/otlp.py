@@ -30,6 +30,7 @@ logger = logging.getLogger("traces")
 CLOSE_S = 2.0
 DEFAULT_QUEUE = 2048
 """The default of OpenTelemetry's SDK for OTEL_BSP_MAX_QUEUE_SIZE."""
+_QUEUE_SIZE = "OTEL_BSP_MAX_QUEUE_SIZE"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _NOISY = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
 """Loggers that report each failed export. They are silenced, because `CountingExporter` reports an outage once."""
@@ -184,12 +185,12 @@ class OtlpTracer(Tracer):
 
 def otlp_tracer(service: str, instance: str) -> OtlpTracer:
     """Returns a tracer for the collector that OpenTelemetry's variables name. Raises StartupError if the protocol is
-    unknown, or if another variable causes a ValueError.
+    unknown, if the size of the queue is invalid, or if another variable causes a ValueError.
     """
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    queue_size = _queue_size()
     try:
-        queue_size = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", DEFAULT_QUEUE))
         exporter = CountingExporter(_exporter(), _first(ENDPOINTS)[1], queue_size)
         processor = CountedProcessor(exporter, queue_size)
     except ValueError as error:
@@ -197,6 +198,13 @@ def otlp_tracer(service: str, instance: str) -> OtlpTracer:
     count_fallbacks_of(lambda: {"spans_dropped": count} if (count := exporter.num_dropped) else {})
     provider = TracerProvider(resource=_resource(service, instance), shutdown_on_exit=False)
     return OtlpTracer(provider, processor, exporter)
+
+
+def _queue_size() -> int:
+    given = os.environ.get(_QUEUE_SIZE) or str(DEFAULT_QUEUE)
+    if not given.strip().isdecimal() or not int(given):
+        raise StartupError(f"traces: {_QUEUE_SIZE} must be an integer of at least 1, got {given[:40]!r}")
+    return int(given)
 
 
 def _exporter() -> SpanExporter:

@@ -83,6 +83,14 @@ common.tracing.tracer_of("gateway")
     assert f"StartupError: {ENDPOINT} asks for traces" in done.stderr and "looseleaf[traces]" in done.stderr
 
 
+@pytest.mark.parametrize("size", ["abc", "0", "-1", "1.5"])
+def test_an_invalid_size_of_the_queue_is_named(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    monkeypatch.setenv(ENDPOINT, DEAD)
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", size)
+    with pytest.raises(StartupError, match=f"OTEL_BSP_MAX_QUEUE_SIZE must be an integer of at least 1, got '{size}'"):
+        otlp_tracer("gateway", "a:1")
+
+
 @pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
 def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(ENDPOINT, DEAD)
