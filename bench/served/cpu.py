@@ -2,14 +2,15 @@
 
 Runs each benchmark as a separate process: kernels compared with the machine's measured limits, decode steps, and
 `looseleaf serve` (start-up, workloads, memory, batching, latency). Stores all results in one file below
-docs/benchmarks/cpu with date, commit and machine. If all benchmarks were run, also updates the table in the README
-there.
+docs/benchmarks/cpu with date, commit and machine. If all benchmarks were run, also updates the section for this class
+of CPU (its instruction set) in the README there.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ PARTS = {
 }
 """The command of each part (for kernels, one run per kernel), and the flags that make it quick."""
 PAGE = machine.RESULTS / "README.md"
-BEGIN, END = "<!-- newest run: written by make bench -->", "<!-- end of newest run -->"
+BEGIN, END = "<!-- newest runs: written by make bench -->", "<!-- end of newest runs -->"
 
 
 class CpuSettings(Settings):
@@ -42,7 +43,7 @@ class CpuSettings(Settings):
 
     only: list[str] = Field([], description=f"which of {', '.join(PARTS)}; default: all")
     quick: bool = Field(False, description="a rehearsal in about a minute; nothing is kept")
-    keep: bool = Field(True, description="write the result and the page's table")
+    keep: bool = Field(True, description="write the result and the page's section")
 
 
 def run_part(name: str, *, quick: bool) -> Any:
@@ -87,9 +88,8 @@ def shares(kernels: Any) -> Iterator[dict[str, Any]]:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the results of a run as Markdown tables."""
-    isa = ", ".join(result["isa"]) or "neither AVX2 nor AVX-512"
     lines = [
-        f"{result['date']}, commit {result['commit']}, {result['cores']} cores of {result['cpu']} ({isa}), "
+        f"{result['date']}, commit {result['commit']}, {result['cores']} cores of {result['cpu']}, "
         f"{result['memory_gib']} GiB, load {result['load1']} at the start."
     ]
     if cases := list(shares(result.get("kernels"))):
@@ -123,20 +123,25 @@ def served_table(served: dict[str, Any]) -> list[str]:
     return lines
 
 
-def put_between(page: str, text: str) -> str:
-    """Returns `page` with `text` between its two markers. Raises ValueError if the markers are missing."""
+def with_section(page: str, name: str, text: str) -> str:
+    """Returns `page`, in which `text` is the section about the CPUs of class `name`, between the page's two markers.
+    The sections of other classes stay. Raises ValueError if a marker is missing.
+    """
     before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    inside, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"the page lacks {BEGIN!r} or {END!r}")
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    titles_and_texts = re.split(r"^### (.+)\n", inside, flags=re.MULTILINE)[1:]
+    sections = dict(zip(titles_and_texts[::2], titles_and_texts[1::2], strict=True)) | {name: text}
+    parts = [f"### {title}\n\n{sections[title].strip()}" for title in machine.CLASSES if title in sections]
+    return "\n\n".join([before + begin, *parts, end + after])
 
 
 def keep(result: dict[str, Any], origin: dict[str, Any], page: Path = PAGE) -> Path:
-    """Writes the result to a file, and updates the page's table if all parts were run. Returns the file's path."""
+    """Writes the result to a file, and updates the page's section if all parts were run. Returns the file's path."""
     path = machine.keep("bench", result, origin, page.parent)
     if set(PARTS) <= set(result):
-        page.write_text(put_between(page.read_text(), table({**origin, **result})))
+        page.write_text(with_section(page.read_text(), machine.class_of(origin), table({**origin, **result})))
     return path
 
 

@@ -14,7 +14,9 @@ from typing import Any
 from looseleaf.serve.model_source import REPOSITORY
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "cpu"
-_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_FEATURES = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX"}
+"""The CPU flags of instruction sets, and the class of a CPU whose last flag among them it is."""
+CLASSES = ("no AVX2", *_FEATURES.values())
 
 
 def provenance() -> dict[str, Any]:
@@ -31,6 +33,11 @@ def provenance() -> dict[str, Any]:
         "memory_gib": round(memory_kib / (1 << 20)),
         "load1": round(os.getloadavg()[0], 2),
     }
+
+
+def class_of(origin: Mapping[str, Any]) -> str:
+    """Returns the class of the CPU, one of CLASSES, by its instruction sets."""
+    return _FEATURES[origin["isa"][-1]] if origin["isa"] else CLASSES[0]
 
 
 def commit() -> str:
@@ -54,8 +61,8 @@ def machine_slug(cpu: str, cores: int) -> str:
 
 
 def keep(name: str, result: Mapping[str, Any], origin: Mapping[str, Any], directory: Path = RESULTS) -> Path:
-    """Writes `result` with its origin to DATE-MACHINE-COMMIT-NAME.json. Returns the path."""
-    slug = machine_slug(origin["cpu"], origin["cores"])
+    """Writes `result` with its origin to DATE-MACHINE-CLASS-COMMIT-NAME.json. Returns the path."""
+    slug = f"{machine_slug(origin['cpu'], origin['cores'])}-{class_of(origin).lower().replace(' ', '-')}"
     path = directory / f"{origin['date']}-{slug}-{origin['commit']}-{name}.json"
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**origin, **result}, indent=1) + "\n")

@@ -37,19 +37,27 @@ def test_origin_names_commit_and_machine() -> None:
 
 def test_every_part_has_a_row(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
-    page.write_text(f"before\n{cpu.BEGIN}\nold\n{cpu.END}\nafter\n")
+    page.write_text(f"before\n{cpu.BEGIN}\n\n### AVX512-BF16\n\nold\n\n### AVX2\n\nkept\n\n{cpu.END}\nafter\n")
     origin = machine.provenance() | {"date": "2026-01-02", "commit": "abc", "cpu": "EPYC", "cores": 2}
-    path = cpu.keep(RESULT, origin, page)
-    assert path.name == "2026-01-02-epyc-2c-abc-bench.json"
+    path = cpu.keep(RESULT, {**origin, "isa": ["avx2", "avx512f", "avx512_bf16"]}, page)
+    assert path.name == "2026-01-02-epyc-2c-avx512-bf16-abc-bench.json"
     assert json.loads(path.read_text())["kernels"] == RESULT["kernels"]
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+    assert text.index("### AVX2\n\nkept\n\n### AVX512-BF16\n\n2026-01-02, ")
     for cells in (
         "| rms_norm | 2 | 0.500 | 9 GB/s | 50% |",
         "| 8 | 512 | 9.0 | 70.0 | 70% |",
         "| split, prefix | 1.0 | 2.0, ",
     ):
         assert cells in text
+    cpu.keep(RESULT, {**origin, "isa": [*machine._FEATURES]}, page)
+    assert page.read_text().count("2026-01-02, ") == 2 and "\n\n### AMX\n\n" in page.read_text()
+
+
+def test_a_cpu_has_a_class() -> None:
+    classes = [machine.class_of({"isa": [*machine._FEATURES][:count]}) for count in range(5)]
+    assert classes == ["no AVX2", "AVX2", "AVX-512", "AVX512-BF16", "AMX"]
 
 
 def test_a_part_alone_leaves_the_page(tmp_path: Path) -> None:
@@ -59,10 +67,11 @@ def test_a_part_alone_leaves_the_page(tmp_path: Path) -> None:
     assert page.read_text() == "as it was"
 
 
-def test_the_page_here_can_take_a_table() -> None:
-    assert "\n\nnew\n\n" in cpu.put_between((REPOSITORY / "docs/benchmarks/cpu/README.md").read_text(), "new")
+def test_the_page_here_can_take_a_section() -> None:
+    page = (REPOSITORY / "docs/benchmarks/cpu/README.md").read_text()
+    assert "\n\n### no AVX2\n\nnew\n\n### AVX2\n\n" in cpu.with_section(page, "no AVX2", "new")
     with pytest.raises(ValueError, match="lacks"):
-        cpu.put_between("nothing", "new")
+        cpu.with_section("nothing", "AVX2", "new")
 
 
 def test_an_unknown_part_is_refused() -> None:
