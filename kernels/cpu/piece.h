@@ -13,6 +13,7 @@
 #include <new>
 #include <type_traits>
 
+#include "transpose.h"
 #include "words.h"
 
 namespace ll {
