@@ -75,10 +75,22 @@ def test_tenants_find_their_own_blocks_after_a_restart_and_no_others(checkpoint:
 
 
 def test_blocks_come_back_after_eviction(checkpoint: Path, tmp_path: Path) -> None:
-    """The arena has room for a few prompts, and the disk for all of them."""
+    """The arena has room for a few prompts, and the disk for all of them. A prompt's blocks are copied some time after
+    the prompt; on a fast machine, later prompts might evict them before.
+    """
     many = prompts(24, seed=44, lengths=(200, 300))
     with launch(checkpoint, tmp_path, num_blocks=160, max_model_len=512) as llm:
-        first = [llm.client.generate(prompt, max_tokens=8, temperature=0.0) for prompt in many]
+        num_full = 0
+
+        def stored(prompt: list[int]) -> Completion:
+            nonlocal num_full
+            answer = llm.client.generate(prompt, max_tokens=8, temperature=0.0)
+            num_full += (len(prompt) + 7) // BLOCK
+            store = llm.addresses.block_store
+            wait_for(lambda: inspect(store).disk_tier.num_blocks, lambda n: n >= num_full, 60, "not stored")
+            return answer
+
+        first = [stored(prompt) for prompt in many]
         again = [llm.client.generate(prompt, max_tokens=8, temperature=0.0) for prompt in many]
         assert [list(item.token_ids) for item in again] == [list(item.token_ids) for item in first]
         assert all(item.usage.computed_tokens <= BLOCK for item in again)
