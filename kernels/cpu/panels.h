@@ -100,8 +100,8 @@ void copy_padded(const From* from, int64_t n, To* to, int64_t padded) {
 }
 
 // The prefetch of the next group's weights, while the blocks of rows use the current group. `step` is a block's part of
-// Weights::step, the memory that one step of the loop over inputs reads: the blocks together prefetch a whole group. With
-// a single block, `step` is Weights::step.
+// Weights::step, the memory that one step of the loop over inputs reads: the blocks together prefetch a whole group.
+// With a single block, `step` is Weights::step.
 struct Ahead {
     const char *asked, *upto;
     int64_t step;

@@ -19,7 +19,7 @@
 namespace ll {
 
 constexpr int PIECE = 256;           // keys; a different number would change bits
-constexpr int GROUP_KEYS = 32;       // keys whose values a product of AMX tiles sums, and whose weights are rounded at once
+constexpr int GROUP_KEYS = 32;       // keys whose weights are rounded at once, and whose values an AMX product sums
 // The constants below do not affect bits.
 constexpr int PANEL = 12;            // vectors of keys that are packed at once; they are scored while in the L1 cache
 constexpr int STRETCH = 64;          // keys whose values are added to all rows while they are in the L1 cache
@@ -87,8 +87,8 @@ constexpr bool AS_TORCH = std::is_same_v<T, float> && std::is_same_v<E, float>;
 template <class T, class E>
 constexpr float UNIT = AS_TORCH<T, E> ? 1.f : LOG2E;  // a score of 1 is this exponent of a weight
 
-// Whether values are multiplied in pairs of bf16, with rounded weights: by AVX512-BF16, or on AMX tiles if d is a multiple
-// of 32 (attention_amx.cpp).
+// Whether values are multiplied in pairs of bf16, with rounded weights: by AVX512-BF16, or on AMX tiles if d is a
+// multiple of 32 (attention_amx.cpp).
 #if defined(LL_AVX512)
 template <class T, class E>
 constexpr bool IN_PAIRS = std::is_same_v<T, bf16> && std::is_same_v<E, bf16>;
@@ -365,8 +365,8 @@ void value_block(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
 }
 
 #if defined(LL_AVX512)
-// Returns the values of two keys in pairs, of 32 columns: the pairs of the even columns, then those of the odd ones, as in
-// `Columns`.
+// Returns the values of two keys in pairs, of 32 columns: the pairs of the even columns, then those of the odd ones, as
+// in `Columns`.
 LL_INLINE void load_pairs(const bf16* a, const bf16* b, __m512i& even, __m512i& odd) {
     const __m512i low = _mm512_set1_epi32(0xffff), x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
     constexpr int CHOOSE = 0xca;  // the first operand selects the second or the third
@@ -538,8 +538,8 @@ LL_INLINE void merge_row(float* total_o, float& total_m, float& total_l, const f
     total_m = top;
 }
 
-// Writes the row's output. With IN_PAIRS, -0 becomes +0: products of pairs flush small sums to zeros whose signs depend on
-// the number of unseen keys.
+// Writes the row's output. With IN_PAIRS, -0 becomes +0: products of pairs flush small sums to zeros whose signs depend
+// on the number of unseen keys.
 template <class E, class T>
 LL_INLINE void finish_row(T* out, const float* total_o, float total_m, float total_l, int d) {
     const vf l = splat(total_m == NEG_INF || AS_TORCH<T, E> ? 1.f : total_l), zero = splat(IN_PAIRS<T, E> ? 0.f : -0.f);
