@@ -231,8 +231,8 @@ class Entry:
         request for each prompt.
 
         Raises InvalidArgument if the queue is too small for the sequences, and PermissionDenied if the tenant may not
-        use the priority. Raises ResourceExhausted, with a retry time, if
-        the queue has no room for the sequences, the predicted wait is too long or a quota of the tenant is used up.
+        use the priority. Raises ResourceExhausted, with a retry time, if the queue has no room for the sequences, the
+        predicted wait is too long or a quota of the tenant is used up.
         """
         self._admission.take(self, requests)
 
