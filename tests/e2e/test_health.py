@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from looseleaf import LLM, AsyncClient
 from testing.system import prompts
 
-ROUNDS, PROMPTS, PROMPT_LEN = 3, 8, 4000
-STEPS = PROMPT_LEN / 512
-"""Steps of a prompt. A check that waits for a step to end is answered as often."""
+ROUNDS, PROMPTS, PROMPT_LEN = 3, 4, 8000
 
 
-async def test_health_answers_while_long_prompts_are_prefilled(llm: LLM) -> None:
-    """No check waits for a step of a prompt, so every service answers more checks than there are steps. `python -m
-    loadtest.latency` measures the latency.
+@pytest.fixture(scope="module")
+def long_steps(checkpoint: Path) -> Iterator[LLM]:
+    """A system with one prefill and one decode worker. A step of the prefill worker computes a whole prompt."""
+    with LLM(
+        str(checkpoint), num_blocks=4096, max_model_len=8192, roles="split", max_num_batched_tokens=PROMPT_LEN
+    ) as running:
+        yield running
+
+
+async def test_health_answers_while_long_prompts_are_prefilled(long_steps: LLM) -> None:
+    """No check waits for a step. A worker whose checks wait answers about 50 (48 with steps in its event loop), and one
+    with separate steps several hundred. `python -m loadtest.latency` measures the latency.
     """
+    llm = long_steps
     answered = dict.fromkeys(llm.addresses.services, 0)
     busy = True
 
@@ -38,4 +49,4 @@ async def test_health_answers_while_long_prompts_are_prefilled(llm: LLM) -> None
             await asyncio.gather(*(client.generate(p, max_tokens=2, temperature=0.0) for p in long))
     busy = False
     await asyncio.gather(*probes)
-    assert len(answered) == 4 and min(answered.values()) > 1.15 * STEPS * ROUNDS * PROMPTS, answered
+    assert len(answered) == 4 and min(answered.values()) > 10 * ROUNDS * PROMPTS, answered
