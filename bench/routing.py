@@ -162,7 +162,7 @@ class Fleet:
 
         def ended(then: float) -> None:
             decode.worker.dispatched_sequences -= 1
-            self._router.costs.note_decode(then - now)
+            self._router.costs.note_decode(then - now, prompt.num_decoded)
 
         self._at(ends_at, ended)
 

@@ -259,7 +259,7 @@ def load_to_pb(load: WorkerLoad) -> pb.WorkerLoad:
         free_blocks=load.free_blocks, total_blocks=load.total_blocks, num_preempted=load.num_preempted,
         prompt_tokens_per_s=load.prompt_tokens_per_s,
         drafts=None if load.drafts is None else _drafts_to_pb(load.drafts),
-        step_s=load.step_s,
+        step_fixed_s=load.step_fixed_s, step_token_s=load.step_token_s,
     )  # fmt: skip
 
 
@@ -267,7 +267,8 @@ def load_from_pb(message: pb.WorkerLoad) -> WorkerLoad:
     return WorkerLoad(
         message.num_running, message.num_waiting, message.waiting_tokens, message.free_blocks, message.total_blocks,
         message.num_preempted, message.prompt_tokens_per_s,
-        _drafts_from_pb(message.drafts) if message.HasField("drafts") else None, message.step_s,
+        _drafts_from_pb(message.drafts) if message.HasField("drafts") else None,
+        message.step_fixed_s, message.step_token_s,
     )  # fmt: skip
 
 

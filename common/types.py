@@ -323,10 +323,10 @@ class WorkerLoad:
     """
     drafts: DraftCounts | None = None
     """The drafts of a decode worker, or None if it does not speculate."""
-    step_s: float = 0.0
-    """Mean duration in seconds of a decode worker's recent steps, or 0.0 if it has not been measured. 0.0 for a prefill
-    worker.
-    """
+    step_fixed_s: float = 0.0
+    """The part of a decode worker's recent steps, in seconds, that does not depend on the number of tokens."""
+    step_token_s: float = 0.0
+    """Time in seconds that each token adds to a step. Both are 0.0 for a prefill worker, and before the first step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,13 @@ class Costs:
         """The mean duration of recent steps in seconds, or 0.0 before the first step."""
         return self._steps.mean_y
 
+    @property
+    def fixed_s(self) -> float:
+        """The part of a step's duration, in seconds, that does not depend on its number of tokens, or 0.0 before the
+        first step.
+        """
+        return max(0.0, self._steps.at(0.0))
+
     def swap_s(self, num_bytes: int) -> float:
         """Returns the time in seconds to copy blocks out and back in."""
         return 2 * num_bytes / self.copy_bytes_per_s

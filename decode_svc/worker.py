@@ -196,7 +196,8 @@ class DecodeWorker:
             total_blocks=self._attached.arena.num_blocks,
             num_preempted=queues.num_preempted,
             drafts=None if self._speculation is None else self._speculation.counts,
-            step_s=self._preemption.costs.step_s,
+            step_fixed_s=self._preemption.costs.fixed_s,
+            step_token_s=self._preemption.costs.token_s(),
         )
 
     def _blocks_a_sequence(self) -> int:

@@ -7,10 +7,13 @@ Prefill workers report their rates. This gateway measures copies and decode time
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from common.line_fit import LineFit
 from common.types import WorkerLoad
+from gateway.fleet.sharing import NOT_MEASURED, StepTime
 
 USUAL_PROMPT_TOKENS_PER_S = 2_000.0
 """Assumed rate of a prefill worker, until a worker has reported its rate."""
@@ -19,8 +22,8 @@ USUAL_COPY_TOKEN_S = 1e-4
 """Assumed time in seconds to copy a token's KV, until a copy between the two arenas has been measured. It is about the
 time for 128 KiB at 10 Gbit/s.
 """
-USUAL_DECODE_S = 5.0
-"""Assumed time in seconds for which a group decodes, until this gateway has seen a group end."""
+USUAL_DECODE_S, USUAL_DECODE_STEPS = 5.0, 100.0
+"""Assumed time in seconds and number of steps for which a group decodes, until this gateway has seen a group end."""
 MEMORY_S = 300.0
 """Time constant, in seconds, with which measured copies lose weight, so that a link that was slow once is tried again.
 """
@@ -30,6 +33,38 @@ _SLOWER_IN_FULL_BATCH = 0.5
 """The time that a full batch adds to a group's decoding, as a fraction of the time that the group takes alone."""
 _DECODE_STEP = 0.05
 """Weight of one group in the moving mean of decode times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """The means of what workers report."""
+
+    prompt_tokens_per_s: float = USUAL_PROMPT_TOKENS_PER_S
+    """The predictions for all prefill workers use this mean, because a worker that was slow once would otherwise get no
+    prompts, and its rate would never change.
+    """
+    step: StepTime = NOT_MEASURED
+    """The decode step that is assumed at workers which have not measured one."""
+
+    @classmethod
+    def of(cls, loads: Iterable[WorkerLoad]) -> Speeds:
+        """Returns the means over the workers that have measured their speed."""
+        rates, steps = [], []
+        for load in loads:
+            if load.prompt_tokens_per_s:
+                rates.append(load.prompt_tokens_per_s)
+            if (step := measured_step(load)) is not None:
+                steps.append(step)
+        rate = statistics.fmean(rates) if rates else USUAL_PROMPT_TOKENS_PER_S
+        if not steps:
+            return cls(rate)
+        fixed_s = statistics.fmean(step.fixed_s for step in steps)
+        return cls(rate, StepTime(fixed_s, statistics.fmean(step.sequence_s for step in steps)))
+
+
+def measured_step(load: WorkerLoad) -> StepTime | None:
+    """Returns the time of a decode step that a worker reports, or None if it has not measured one."""
+    return StepTime(load.step_fixed_s, load.step_token_s) if load.step_fixed_s or load.step_token_s else None
 
 
 class _CopyTime:
@@ -60,27 +95,24 @@ class RouteCosts:
         """Copy times by source arena and destination arena."""
         self.group_s = USUAL_DECODE_S
         """Mean time for which a group has its place at a decode worker."""
+        self.group_steps = USUAL_DECODE_STEPS
+        """Mean number of steps in which a group decodes."""
 
     def note_copy(self, source: str, destination: str, num_tokens: int, seconds: float, now: float) -> None:
         """Records a copy between two arenas."""
         self._copies.setdefault((source, destination), _CopyTime()).note(num_tokens, seconds, now)
 
-    def note_decode(self, seconds: float) -> None:
-        """Records for how many seconds a group had its place at a decode worker, including the copy of its blocks."""
+    def note_decode(self, seconds: float, num_steps: int) -> None:
+        """Records for how many seconds a group had its place at a decode worker, including the copy of its blocks, and
+        in how many steps it decoded.
+        """
         self.group_s += _DECODE_STEP * (seconds - self.group_s)
+        self.group_steps += _DECODE_STEP * (num_steps - self.group_steps)
 
     def keep(self, arena_ids: Iterable[str]) -> None:
         """Forgets the copies from or to any arena that is not in `arena_ids`."""
         live = set(arena_ids)
         self._copies = {pair: copy for pair, copy in self._copies.items() if live.issuperset(pair)}
-
-    def prefill_rate(self, loads: Iterable[WorkerLoad]) -> float:
-        """Returns the mean of the rates that workers report, in prompt tokens per second, or
-        `USUAL_PROMPT_TOKENS_PER_S` if no worker reports a rate. The predictions for all workers use this mean, because
-        a worker that was slow once would otherwise get no prompts, and its rate would never change.
-        """
-        known = [load.prompt_tokens_per_s for load in loads if load.prompt_tokens_per_s]
-        return sum(known) / len(known) if known else USUAL_PROMPT_TOKENS_PER_S
 
     def copy_s(self, source: str, destination: str, num_tokens: int, now: float) -> float:
         """Returns the seconds to copy the KV of `num_tokens` tokens, or 0.0 within an arena."""
@@ -97,12 +129,13 @@ class RouteCosts:
         token_s = (self.copy_s(source, destination, _USUAL_TOKENS, now) - start_s) / _USUAL_TOKENS
         return max(1, math.ceil(start_s / token_s)) if token_s > 0.0 else 1
 
-    def decode_s(self, share: float) -> float:
-        """Returns the seconds that a group loses at a decode worker, because it waits for a place and because steps of
-        larger batches take longer. `share` is the fraction of the batch that is occupied; above 1.0, sequences are
-        waiting.
+    def decode_s(self, share: float, step_s: float) -> float:
+        """Returns the seconds that a group takes at a decode worker, which include the wait for a place. `share` is the
+        fraction of the batch that is occupied; above 1.0, sequences are waiting. `step_s` is the duration of a step
+        with the group, or 0.0 if it is not known.
         """
-        return self.group_s * (max(0.0, share - 1.0) + _SLOWER_IN_FULL_BATCH * min(1.0, share))
+        alone_s = self.group_s * (1.0 + _SLOWER_IN_FULL_BATCH * min(1.0, share))
+        return self.group_s * max(0.0, share - 1.0) + (self.group_steps * step_s if step_s else alone_s)
 
 
 def _usual_copy_s(num_tokens: int) -> float:

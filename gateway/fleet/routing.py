@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from common.types import Role, WorkerLoad, WorkerRecord
 from gateway.fleet import sharing
-from gateway.fleet.costs import RouteCosts
+from gateway.fleet.costs import RouteCosts, Speeds, measured_step
 from gateway.fleet.sharing import Batch, Prediction, Prompts, Targets
 from gateway.fleet.worker_state import Considered, Pick, WorkerState
 
@@ -134,8 +134,8 @@ class Router:
         prefills = [
             p for p in self._of_role("prefill") if p.unreachable_until <= now and p.record.has_adapter(asked.adapter)
         ]
-        rate = self.costs.prefill_rate(p.load for p in prefills)
-        decodes = self._decode_costs(usable, asked.adapter, rate, now)
+        speeds = self._speeds()
+        decodes = self._decode_costs(usable, asked.adapter, speeds, now)
         after: dict[tuple[str, str, str], float] = {}
         found: dict[str, Prediction] = {}
         for prefill in prefills:
@@ -143,14 +143,15 @@ class Router:
             key = record.pairing, record.arena_id, "" if self.disaggregates else record.address
             if key not in after:
                 after[key] = self._after_prefill_s(record.arena_id, decodes.get((key[0], key[2]), {}), asked, now)
-            prompts = self._prompts_of(prefill, missing, rate, now)
-            predicted = sharing.prefill(prompts, missing / rate, self._batch_of(record, now))
+            prompts = self._prompts_of(prefill, missing, speeds, now)
+            missing_s = missing / speeds.prompt_tokens_per_s
+            predicted = sharing.prefill(prompts, missing_s, self._batch_of(record, speeds, now))
             if after[key] < math.inf:
                 found[record.worker_id] = replace(predicted, own_s=predicted.own_s + after[key])
         partnered = [p for p in prefills if p.record.worker_id in found]
         pick = self._pick(partnered, lambda p: found[p.record.worker_id], asked, now)
         if pick is not None:
-            missing_s = asked.missing(pick.record.arena_id) / rate
+            missing_s = asked.missing(pick.record.arena_id) / speeds.prompt_tokens_per_s
             pick.worker.recent.add(missing_s, now, self.costs.group_s)
         return pick
 
@@ -172,13 +173,12 @@ class Router:
         """Returns the decode workers that can continue a route's prefill, and the function that predicts the effects of
         choosing each of them.
         """
-        prefill, asked = route.prefill, route.asked
-        rate = self.costs.prefill_rate(p.load for p in self._of_role("prefill"))
+        prefill, asked, speeds = route.prefill, route.asked, self._speeds()
 
         def predict(decode: WorkerState) -> Prediction:
             destination = decode.record.arena_id
             copy_s = self.costs.copy_s(prefill.arena_id, destination, asked.missing(destination), now)
-            predicted = self._predict_decode(decode, rate, now)
+            predicted = self._predict_decode(decode, speeds, now)
             return replace(predicted, own_s=copy_s + predicted.own_s)
 
         return list(self._partners(prefill, usable, asked.adapter)), predict
@@ -191,50 +191,56 @@ class Router:
         """Returns the length of the longest sequence that every worker accepts, or None if there are no workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
-    def _prompts_of(self, prefill: WorkerState, missing: int, rate: float, now: float) -> Prompts:
+    def _speeds(self) -> Speeds:
+        return Speeds.of(worker.load for worker in self.workers.values())
+
+    def _prompts_of(self, prefill: WorkerState, missing: int, speeds: Speeds, now: float) -> Prompts:
         """Returns the prompts at a prefill worker, with one more of `missing` tokens."""
+        rate = speeds.prompt_tokens_per_s
         recent_s = prefill.recent.seconds(now, self.costs.group_s) + missing / rate
         return Prompts(prefill.tokens_before(now) + missing, rate, prefill.record.prefill_step, recent_s)
 
-    def _batch_of(self, record: WorkerRecord, now: float) -> Batch:
+    def _batch_of(self, record: WorkerRecord, speeds: Speeds, now: float) -> Batch:
         """Returns the sequences at the decode worker in the process of `record`."""
         decode = self._at.get((record.address, "decode"))
         if decode is None:
             return Batch()
         num_running = min(decode.sequences(now), decode.record.max_num_seqs)
-        return Batch(num_running, decode.load.step_s, self.costs.group_s)
+        step = measured_step(decode.load) or speeds.step
+        return Batch(num_running, step, self.costs.group_s, self.costs.group_steps)
 
-    def _predict_decode(self, decode: WorkerState, rate: float, now: float) -> Prediction:
-        """Predicts the decoding of one more group at a worker. `rate` is that of prefill, in tokens per second."""
+    def _predict_decode(self, decode: WorkerState, speeds: Speeds, now: float) -> Prediction:
+        """Predicts the decoding of one more group at a worker."""
         prefill, prompts = self._at.get((decode.record.address, "prefill")), Prompts()
         if prefill is not None:
-            prompts = self._prompts_of(prefill, 0, rate, now)
-        return sharing.decode(self.costs.decode_s(decode.share(now)), self._batch_of(decode.record, now), prompts)
+            prompts = self._prompts_of(prefill, 0, speeds, now)
+        batch = self._batch_of(decode.record, speeds, now)
+        return sharing.decode(self.costs.decode_s(decode.share(now), batch.step_s(1)), batch, prompts)
 
     def _decode_costs(
-        self, usable: Callable[[WorkerRecord], bool], adapter: str, rate: float, now: float
+        self, usable: Callable[[WorkerRecord], bool], adapter: str, speeds: Speeds, now: float
     ) -> dict[tuple[str, str], dict[str, float]]:
-        """Returns the seconds that a request is predicted to lose at the best decode worker of each arena, by pairing
-        and arena, with the least loss first. Unless prompts may be computed in other processes, each process is listed
+        """Returns the predicted cost in seconds of decoding at the best decode worker of each arena, by pairing and
+        arena, with the least cost first. Unless prompts may be computed in other processes, each process is listed
         separately, by pairing and address. Considers only workers that are usable and have loaded the adapter.
         """
         found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
         decodes = [d for d in self._of_role("decode") if usable(d.record) and d.record.has_adapter(adapter)]
-        lost_s = {decode.record.worker_id: self._predict_decode(decode, rate, now).own_s for decode in decodes}
-        for decode in sorted(decodes, key=lambda decode: lost_s[decode.record.worker_id]):
+        costs_s = {decode.record.worker_id: self._predict_decode(decode, speeds, now).cost_s for decode in decodes}
+        for decode in sorted(decodes, key=lambda decode: costs_s[decode.record.worker_id]):
             record = decode.record
             place = record.pairing, "" if self.disaggregates else record.address
-            found[place].setdefault(record.arena_id, lost_s[record.worker_id])
+            found[place].setdefault(record.arena_id, costs_s[record.worker_id])
         return found
 
-    def _after_prefill_s(self, source: str, losses: Mapping[str, float], asked: Asked, now: float) -> float:
-        """Returns the least time in seconds that a request is predicted to lose after a prefill in this arena, or
-        infinity if no decode worker accepts the ticket. `losses` is a value of `_decode_costs`.
+    def _after_prefill_s(self, source: str, costs: Mapping[str, float], asked: Asked, now: float) -> float:
+        """Returns the least predicted cost in seconds of the route after a prefill in this arena, or infinity if no
+        decode worker accepts the ticket. `costs` is a value of `_decode_costs`.
 
         Skips arenas that cannot be better than those considered before, because a large fleet has many pairs of arenas.
         """
-        least = losses.get(source, math.inf)
-        for destination, decode_s in losses.items():
+        least = costs.get(source, math.inf)
+        for destination, decode_s in costs.items():
             if decode_s >= least:
                 break
             if self._reaches(source, destination):
@@ -282,13 +288,13 @@ class Router:
     def _ranked(
         self, states: list[WorkerState], predict: Callable[[WorkerState], Prediction], now: float
     ) -> list[tuple[WorkerState, Prediction]]:
-        """Returns the best workers, best first, with their predictions: those that miss the targets by the smallest
-        factor, and among equal ones, the cheapest. Leaves out suspect workers if there are others.
+        """Returns the best workers, best first, with their predictions: those that keep the targets come first, and
+        among these and among the others, the cheapest. Leaves out suspect workers if there are others.
         """
 
-        def rank(item: tuple[WorkerState, Prediction]) -> tuple[float, float, int]:
+        def rank(item: tuple[WorkerState, Prediction]) -> tuple[bool, float, int]:
             state, predicted = item
-            return predicted.excess(self.targets), predicted.cost_s, state.picked
+            return not predicted.keeps(self.targets), predicted.cost_s, state.picked
 
         trusted = [s for s in states if s.suspect_until <= now] or states
         return heapq.nsmallest(MOST_CONSIDERED, [(state, predict(state)) for state in trusted], key=rank)

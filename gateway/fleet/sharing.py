@@ -34,7 +34,7 @@ class Prediction:
     own_s: float
     """Time that the request takes or loses on this part of its route."""
     delay_s: float = 0.0
-    """Time that running sequences lose, summed over the sequences."""
+    """Time that running sequences lose, the request's own included, summed over the sequences."""
     itl_s: float = 0.0
     """Mean time between two tokens of a sequence that decodes in the worker's process meanwhile, or 0.0 if there is
     none.
@@ -46,9 +46,9 @@ class Prediction:
     def cost_s(self) -> float:
         return self.own_s + STALL_WEIGHT * self.delay_s
 
-    def excess(self, targets: Targets) -> float:
-        """Returns by which fraction of its target the worse of TTFT and ITL is too long, or 0.0 if both are kept."""
-        return max(0.0, self.ttft_s / targets.ttft_s - 1.0, self.itl_s / targets.itl_s - 1.0)
+    def keeps(self, targets: Targets) -> bool:
+        """Returns whether both TTFT and ITL are within their targets."""
+        return self.ttft_s <= targets.ttft_s and self.itl_s <= targets.itl_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,26 @@ class Prompts:
         return self.num_tokens / self.tokens_per_s
 
     @property
+    def stall_s(self) -> float:
+        """Time that a sequence that decodes in the process is expected to wait for prompts."""
+        return max(self.seconds, self.recent_s)
+
+    @property
     def num_steps(self) -> int:
         return math.ceil(self.num_tokens / (self.chunk_tokens or max(1, self.num_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The time of a decode step, as a line by the number of sequences."""
+
+    fixed_s: float
+    """The part that does not depend on the number of sequences."""
+    sequence_s: float
+    """The time that each sequence adds."""
+
+
+NOT_MEASURED = StepTime(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +95,36 @@ class Batch:
     """The sequences at the decode worker of a process."""
 
     num_running: int = 0
-    step_s: float = 0.0
-    """Time of a step, or 0.0 if it has not been measured."""
+    step: StepTime = NOT_MEASURED
     decode_s: float = math.inf
     """Mean time for which a sequence decodes."""
+    num_steps: float = 0.0
+    """Mean number of steps in which a sequence decodes."""
 
-    def itl_s(self, prompts: Prompts) -> float:
+    def step_s(self, more: int = 0) -> float:
+        """Returns the time of a step with `more` more sequences, or 0.0 if no step has been measured."""
+        return self.step.fixed_s + (self.num_running + more) * self.step.sequence_s
+
+    def itl_s(self, prompts: Prompts, more: int = 0) -> float:
         """Returns the mean time between two tokens of a sequence, for which prompts take a share of the time: those
-        that wait, or those of the recent past if they take longer.
+        that wait, or those of the recent past if they take longer. There are `more` more sequences than now.
         """
-        share = max(prompts.seconds, prompts.recent_s) / self.decode_s
-        return self.step_s / (1.0 - min(share, MOST_SHARE))
+        share = prompts.stall_s / self.decode_s
+        return self.step_s(more) / (1.0 - min(share, MOST_SHARE))
 
 
 def prefill(prompts: Prompts, missing_s: float, batch: Batch) -> Prediction:
     """Predicts the last of `prompts`, which takes `missing_s` seconds to compute, in a process that decodes `batch`."""
     if not batch.num_running:
         return Prediction(prompts.seconds, ttft_s=prompts.seconds)
-    ttft_s = prompts.seconds + prompts.num_steps * batch.step_s
+    ttft_s = prompts.seconds + prompts.num_steps * batch.step_s()
     return Prediction(ttft_s, batch.num_running * missing_s, batch.itl_s(prompts), ttft_s)
 
 
 def decode(alone_s: float, batch: Batch, prompts: Prompts) -> Prediction:
-    """Predicts a sequence that decodes with `batch` in a process that computes `prompts`. `alone_s` is the time that
-    the sequence loses if there are no prompts.
+    """Predicts one more sequence that decodes with `batch` in a process that computes `prompts`. `alone_s` is the time
+    that the sequence takes there if there are no prompts. The other sequences are expected to have half of their steps
+    still to go, which become longer.
     """
-    return Prediction(alone_s + prompts.seconds, itl_s=batch.itl_s(prompts))
+    slower_s = batch.num_running * batch.step.sequence_s * batch.num_steps / 2
+    return Prediction(alone_s, prompts.stall_s + slower_s, batch.itl_s(prompts, 1))

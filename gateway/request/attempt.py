@@ -202,11 +202,13 @@ class Attempts:
         if place is None:
             state.outlet.flush()
             raise WorkerLost("no_decode", counted=self._workers.ready)
+        decoded = state.longest
         with place:
             await self._bring(state, prefilled.done, place, ticket)
             if early is not None:
                 early.close()  # the decode worker's ticket holds the blocks
             await self._continue(state, prefilled, going, place, ticket)
+            place.num_steps = state.longest - decoded
 
     async def _bring(
         self, state: RequestState, done: prefill_pb2.PrefillDone, place: DecodePlace, ticket: PendingTicket

@@ -140,7 +140,8 @@ class DecodeWorker(Worker):
             num_preempted=queues.num_preempted,
             free_blocks=self.arena.available(self.holder),
             total_blocks=self.arena.num_blocks,
-            step_s=self.preemption.costs.step_s,
+            step_fixed_s=self.preemption.costs.fixed_s,
+            step_token_s=self.preemption.costs.token_s(),
         )
 
     def release(self, group: Group) -> None:

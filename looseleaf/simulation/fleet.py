@@ -207,7 +207,7 @@ class Fleet:
             finally:
                 pick.worker.dispatched_sequences -= 1
             if why != GIVEN_BACK:
-                self.router.costs.note_decode(self._clock() - began)
+                self.router.costs.note_decode(self._clock() - began, running.request.output_len)
                 return copied
             await self.gate.come_back(place, lambda: self._has_room(running))
 

@@ -228,7 +228,7 @@ class Timings(_message.Message):
     def __init__(self, queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., hand_over_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "num_preempted", "prompt_tokens_per_s", "drafts", "step_s")
+    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "num_preempted", "prompt_tokens_per_s", "drafts", "step_fixed_s", "step_token_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -237,7 +237,8 @@ class WorkerLoad(_message.Message):
     NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     waiting_tokens: int
@@ -246,8 +247,9 @@ class WorkerLoad(_message.Message):
     num_preempted: int
     prompt_tokens_per_s: float
     drafts: DraftCounts
-    step_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., num_preempted: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., step_s: _Optional[float] = ...) -> None: ...
+    step_fixed_s: float
+    step_token_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., num_preempted: _Optional[int] = ..., prompt_tokens_per_s: _Optional[float] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., step_fixed_s: _Optional[float] = ..., step_token_s: _Optional[float] = ...) -> None: ...
 
 class DraftCounts(_message.Message):
     __slots__ = ("num_drafts", "num_draft_tokens", "accepted_by_position")

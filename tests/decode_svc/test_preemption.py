@@ -242,10 +242,10 @@ def test_without_the_ledger_nobody_makes_way(tight: Tight, monkeypatch: pytest.M
 
 def test_costs_choose() -> None:
     costs = Costs()
-    assert costs.swap_pays(1 << 30, 16)  # no step has been measured yet
+    assert costs.swap_pays(1 << 30, 16) and costs.fixed_s == 0.0  # no step has been measured yet
     for num_tokens in (8, 32, 8, 32, 16):
         costs.note_step(num_tokens, 0.020 + 0.001 * num_tokens)
-    assert costs.token_s() == pytest.approx(0.001)
+    assert (costs.token_s(), costs.fixed_s) == (pytest.approx(0.001), pytest.approx(0.020))
     assert costs.give_back_s(100) == pytest.approx(0.1)
     for _ in range(40):
         costs.note_copy(1_000_000, 0.001)
@@ -257,7 +257,7 @@ def test_steps_of_one_size_stand_for_themselves() -> None:
     costs = Costs()
     for _ in range(10):
         costs.note_step(4, 0.02)
-    assert costs.token_s() == pytest.approx(0.005)
+    assert (costs.token_s(), costs.fixed_s) == (pytest.approx(0.005), pytest.approx(0.0))
 
 
 def test_copies_and_steps_are_what_costs_are_made_of(tight: Tight) -> None:

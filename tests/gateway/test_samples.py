@@ -86,6 +86,15 @@ async def test_every_sample_ends_by_itself(make_rig: MakeRig) -> None:
     assert [b.sample_index for b in rig.script.submitted[0].branches] == [1, 2]
 
 
+async def test_the_router_learns_in_how_many_steps_groups_decode(make_rig: MakeRig) -> None:
+    rig = await make_rig()
+    costs = rig.workers._router.costs
+    before, first = costs.group_s, costs.group_steps
+    await run(rig, n=3, max_tokens=12)
+    assert costs.group_s < before
+    assert costs.group_steps == pytest.approx(0.95 * first + 0.05 * 11), "prefill draws the first token"
+
+
 async def test_samples_that_all_end_with_their_first_token_never_reach_decode(make_rig: MakeRig) -> None:
     rig = await make_rig()
     deltas = await run(rig, n=3, max_tokens=1)
