@@ -4,6 +4,7 @@
 //
 // The structures have the same layout as in kernels/cpu/forward.py: pointers and 64-bit integers, then floats.
 #include <cstring>
+#include <vector>
 
 #include "lora.h"
 #include "ranks.h"
@@ -119,9 +120,8 @@ struct Forward {
 
     // projected = norm(projected), if the layer normalizes the output of a sublayer.
     int norm_output(const void* weight, int64_t rows) const {
-        if (!weight) return 0;
-        return ll_rms_norm(projected, projected, weight, nullptr, nullptr, rows, hidden, hidden, hidden, m.is_bf16,
-                           m.wide_norms, p.threads, m.eps);
+        return !weight ? 0 : ll_rms_norm(projected, projected, weight, nullptr, nullptr, rows, hidden, hidden, hidden,
+                                         m.is_bf16, m.wide_norms, p.threads, m.eps);
     }
 
     template <class T>
@@ -156,8 +156,19 @@ struct Forward {
         });
     }
 
-    // Computes `attended` from `normed`.
-    int attend(const Layer& layer, char* qkv, char* attended) const {
+    // Sets `counts` to the cumulative numbers of each sequence's wanted rows. Returns whether these are its last rows.
+    bool count_last(std::vector<int32_t>& counts) const {
+        for (int64_t s = 0, i = 0; s < p.num_seqs; ++s) {
+            const int64_t end = p.cu_seqlens_q ? p.cu_seqlens_q[s + 1] : s + 1, first = i;
+            while (i < p.num_rows && p.rows[i] < end) ++i;
+            if (i > first && p.rows[first] != end - (i - first)) return false;
+            counts.push_back(int32_t(i));
+        }
+        return true;
+    }
+
+    // Computes `attended` from `normed`. In the last layer, keeps the wanted rows of `attended` and of the residual.
+    int attend(const Layer& layer, char* qkv, char* attended, bool is_last) const {
         if (int error = adapted(layer.qkv, normed, qkv, p.num_tokens, p.lora)) return error;
         if (layer.q_norm) head_norms(layer, qkv);
         const Group& group = p.groups[layer.group];
@@ -168,11 +179,18 @@ struct Forward {
                                         m.kv_heads, m.d, m.num_blocks, m.block_size, m.max_pos, m.rotary, m.is_bf16,
                                         m.kv_type, p.threads))
             return error;
-        return ll_attention(attended, qkv, layer.keys, layer.values, group.table, p.context_lens, p.cu_seqlens_q,
-                            q_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block,
-                            m.cache_head, m.cache_slot, group.table_row, m.num_blocks, group.table_width, p.num_tokens,
-                            p.num_seqs, m.heads, m.kv_heads, m.block_size, m.d, layer.window, m.is_bf16, m.kv_type,
-                            p.threads, nullptr, m.scale, m.softcap);
+        std::vector<int32_t> counts{0};
+        const bool selects = is_last && p.rows, early = selects && count_last(counts);  // early: only wanted rows attend
+        if (early) keep_wanted(qkv, qkv_width);
+        const int error = ll_attention(
+            attended, qkv, layer.keys, layer.values, group.table, p.context_lens, early ? counts.data() : p.cu_seqlens_q,
+            q_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block, m.cache_head,
+            m.cache_slot, group.table_row, m.num_blocks, group.table_width, early ? p.num_rows : p.num_tokens, p.num_seqs,
+            m.heads, m.kv_heads, m.block_size, m.d, layer.window, m.is_bf16, m.kv_type, p.threads, nullptr, m.scale,
+            m.softcap);
+        if (selects && !early) keep_wanted(attended, q_width);
+        if (selects) keep_wanted(residual, hidden);
+        return error;
     }
 
     // Moves row rows[i] of `from` to row i, in place. The rows must ascend; the caller has checked this.
@@ -219,10 +237,8 @@ struct Forward {
     }
 
     void add_row(char* to, const char* from, float weight) const {
-        if (m.is_bf16)
-            add_scaled(reinterpret_cast<bf16*>(to), reinterpret_cast<const bf16*>(from), weight, hidden);
-        else
-            add_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), weight, hidden);
+        m.is_bf16 ? add_scaled(reinterpret_cast<bf16*>(to), reinterpret_cast<const bf16*>(from), weight, hidden)
+                  : add_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), weight, hidden);
     }
 
     // Adds `projected`, the output of attention, to the residual, then the MLP's output. normed = the norm of the sum,
@@ -256,8 +272,7 @@ struct Forward {
 
     int run() {
         const Awake awake;
-        if (m.embed)
-            if (int error = embed()) return error;
+        if (int error = m.embed ? embed() : 0) return error;
         if (int error = norm(m.layers[0].input_norm, nullptr, p.num_tokens)) return error;
         Room attention = room;
         char *qkv = attention.take(p.num_tokens * qkv_width * size),
@@ -265,9 +280,8 @@ struct Forward {
         for (int64_t i = 0; i < m.num_layers; ++i) {
             const Layer& layer = m.layers[i];
             const bool is_last = m.norm && i + 1 == m.num_layers;
-            if (int error = attend(layer, qkv, attended)) return error;
+            if (int error = attend(layer, qkv, attended, is_last)) return error;
             if (is_last && p.num_rows == 0) return 0;
-            if (is_last && p.rows) keep_wanted(attended, q_width), keep_wanted(residual, hidden);
             const int64_t rows = is_last ? p.num_rows : p.num_tokens;
             const LoraStep* lora = is_last ? p.lora_of_rows : p.lora;
             if (int error = adapted(layer.o, attended, projected, rows, lora)) return error;

@@ -98,6 +98,22 @@ def test_wanted_rows_in_another_order_are_computed_call_by_call(tmp_path: Path) 
     assert torch.equal(runner.step(step), ascending.flip(0))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2-mixed"])
+def test_the_last_layer_computes_any_wanted_rows(family: str, tmp_path: Path) -> None:
+    """Only wanted rows attend in the last layer if they are the last rows of their sequences."""
+    base: Any = family.removesuffix("-mixed")
+    make_checkpoint(tmp_path, base, std=0.1, **(MIXED if base != family else {}))
+    runner = runner_of(tmp_path, "bfloat16", 2, eager=False)
+    batch = Batch.of(runner, PROMPTS, 1)
+    step = lay_out([Chunk(batch.sequences[index], count) for index, count in ((1, 15), (4, 64), (3, 20))], 16).batch
+    step.logits_rows = torch.arange(99).numpy()
+    whole = runner.step(step).clone()
+    last, empty_first, inside, holes = [14, 78, 98], [76, 77, 78, 98], [3, 14, 20, 21, 98], [12, 14, 78]
+    for wanted in (last, empty_first, inside, holes, [98], [0], [], list(range(15, 99))):
+        step.logits_rows = torch.tensor(wanted, dtype=torch.int64).numpy()
+        assert torch.equal(runner.step(step), whole[wanted]), wanted
+
+
 def test_chunks_of_the_oracle_do_not_overwrite_each_other(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     oracle = Oracle(runner_of(tmp_path, "bfloat16", 1, eager=False))
