@@ -1,18 +1,17 @@
 """Chooses the prefill and the decode worker of a request. This module does no I/O; callers pass the current time.
 
-A request takes the route with the least predicted time. This is the sum of the times for the queue and prefill at a
-prefill worker, for a copy if the decode worker uses another arena, and for the delay in that worker's batch
-(`gateway.fleet.costs`). A prefix that is cached in another arena is therefore copied or computed again, whichever is
-predicted to take less time. Workers that have recently failed a request are avoided while there is a choice. The decode
-worker is chosen after prefill, by the loads at that time. Load is counted at dispatch, because reports arrive late, and
-the larger of the count and the report is used. Of workers that are equally good, the one that was picked longest ago is
-chosen, so that the load is spread.
+A request takes the route with the least predicted cost. This is the sum of the times for the queue and prefill at a
+prefill worker, for a copy if the decode worker uses another arena, and for the decode in that worker's batch
+(`gateway.fleet.costs`), and of what sequences lose meanwhile (`gateway.fleet.sharing`). A prefix that is cached in
+another arena is therefore copied or computed again, whichever is predicted to take less time. Workers that have
+recently failed a request are avoided while there is a choice. The decode worker is chosen after prefill, by the loads
+at that time. Load is counted at dispatch, because reports arrive late; the larger of the count and the report is used.
+Of equally good workers, the one that was picked longest ago is chosen.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -128,35 +127,33 @@ class Router:
         return any(any(self._partners(prefill, usable, adapter)) for prefill in prefills)
 
     def pick_prefill(self, asked: Asked, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
-        """Picks the prefill worker whose best route has the least predicted time. Returns None if no reachable worker
+        """Picks the prefill worker whose best route has the least predicted cost. Returns None if no reachable worker
         that has loaded the adapter has a partner. `usable` returns whether a decode worker can take the request.
         """
         prefills = [
             p for p in self._of_role("prefill") if p.unreachable_until <= now and p.record.has_adapter(asked.adapter)
         ]
         speeds = self._speeds()
-        decodes = self._decode_costs(usable, asked.adapter, speeds, now)
-        after: dict[tuple[str, str, str], float] = {}
+        decodes = self._best_decodes(usable, asked.adapter, speeds, now)
+        after: dict[tuple[str, str, str], Prediction | None] = {}
         found: dict[str, Prediction] = {}
         for prefill in prefills:
             record, missing = prefill.record, asked.missing(prefill.record.arena_id)
             key = record.pairing, record.arena_id, "" if self.disaggregates else record.address
             if key not in after:
-                after[key] = self._after_prefill_s(record.arena_id, decodes.get((key[0], key[2]), {}), asked, now)
-            prompts = self._prompts_of(prefill, missing, speeds, now)
-            missing_s = missing / speeds.prompt_tokens_per_s
-            predicted = sharing.prefill(prompts, missing_s, self._batch_of(record, speeds, now))
-            if after[key] < math.inf:
-                found[record.worker_id] = replace(predicted, own_s=predicted.own_s + after[key])
-        partnered = [p for p in prefills if p.record.worker_id in found]
-        pick = self._pick(partnered, lambda p: found[p.record.worker_id], asked, now)
+                after[key] = self._after_prefill(record.arena_id, decodes.get((key[0], key[2]), {}), asked, now)
+            if (rest := after[key]) is not None:
+                prompts, batch = self._prompts_of(prefill, missing, speeds, now), self._batch_of(record, speeds, now)
+                predicted = sharing.prefill(prompts, missing / speeds.prompt_tokens_per_s, batch)
+                found[record.worker_id] = predicted.then(rest)
+        pick = self._pick([self.workers[name] for name in found], lambda p: found[p.record.worker_id], asked, now)
         if pick is not None:
             missing_s = asked.missing(pick.record.arena_id) / speeds.prompt_tokens_per_s
             pick.worker.recent.add(missing_s, now, self.costs.group_s)
         return pick
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
-        """Picks the decode worker with the least predicted time after the route's prefill, among those that accept the
+        """Picks the decode worker with the least predicted cost after the route's prefill, among those that accept the
         prefill worker's tickets, are `usable` for the group and have loaded the adapter. Returns None if there is no
         such worker.
         """
@@ -217,35 +214,38 @@ class Router:
         batch = self._batch_of(decode.record, speeds, now)
         return sharing.decode(self.costs.decode_s(decode.share(now), batch.step_s(1)), batch, prompts)
 
-    def _decode_costs(
+    def _best_decodes(
         self, usable: Callable[[WorkerRecord], bool], adapter: str, speeds: Speeds, now: float
-    ) -> dict[tuple[str, str], dict[str, float]]:
-        """Returns the predicted cost in seconds of decoding at the best decode worker of each arena, by pairing and
-        arena, with the least cost first. Unless prompts may be computed in other processes, each process is listed
+    ) -> dict[tuple[str, str], dict[str, Prediction]]:
+        """Returns the prediction for the best decode worker of each arena, by pairing and arena, with the least cost
+        first. Unless prompts may be computed in other processes, each process is listed
         separately, by pairing and address. Considers only workers that are usable and have loaded the adapter.
         """
-        found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        found: dict[tuple[str, str], dict[str, Prediction]] = defaultdict(dict)
         decodes = [d for d in self._of_role("decode") if usable(d.record) and d.record.has_adapter(adapter)]
-        costs_s = {decode.record.worker_id: self._predict_decode(decode, speeds, now).cost_s for decode in decodes}
-        for decode in sorted(decodes, key=lambda decode: costs_s[decode.record.worker_id]):
-            record = decode.record
+        predictions = [(decode.record, self._predict_decode(decode, speeds, now)) for decode in decodes]
+        for record, predicted in sorted(predictions, key=lambda item: item[1].cost_s):
             place = record.pairing, "" if self.disaggregates else record.address
-            found[place].setdefault(record.arena_id, costs_s[record.worker_id])
+            found[place].setdefault(record.arena_id, predicted)
         return found
 
-    def _after_prefill_s(self, source: str, costs: Mapping[str, float], asked: Asked, now: float) -> float:
-        """Returns the least predicted cost in seconds of the route after a prefill in this arena, or infinity if no
-        decode worker accepts the ticket. `costs` is a value of `_decode_costs`.
+    def _after_prefill(
+        self, source: str, decodes: Mapping[str, Prediction], asked: Asked, now: float
+    ) -> Prediction | None:
+        """Predicts the cheapest rest of a route after a prefill in this arena, or returns None if no decode worker
+        accepts the ticket. `decodes` is a value of `_best_decodes`.
 
         Skips arenas that cannot be better than those considered before, because a large fleet has many pairs of arenas.
         """
-        least = costs.get(source, math.inf)
-        for destination, decode_s in costs.items():
-            if decode_s >= least:
+        best = decodes.get(source)
+        for destination, decode in decodes.items():
+            if best is not None and decode.cost_s >= best.cost_s:
                 break
             if self._reaches(source, destination):
-                least = min(least, decode_s + self.costs.copy_s(source, destination, asked.missing(destination), now))
-        return least
+                copy_s = self.costs.copy_s(source, destination, asked.missing(destination), now)
+                copied = replace(decode, own_s=copy_s + decode.own_s)
+                best = copied if best is None or copied.cost_s < best.cost_s else best
+        return best
 
     def _of_role(self, role: str) -> list[WorkerState]:
         return [w for w in self.workers.values() if w.record.role == role and not w.record.draining]

@@ -66,13 +66,13 @@ class Considered:
 
     worker_id: str
     predicted_s: float
-    """The predicted time by which workers are compared: of the whole route for a prefill worker, and of the rest of the
-    route for a decode worker.
-    """
+    """The predicted time until the request ends: from the choice of the prefill worker, or of the decode worker."""
     missing_tokens: int
     """Number of prompt tokens, at least 1, that are not cached in the worker's arena."""
     delay_s: float = 0.0
-    """The predicted time that running sequences in the worker's process lose, summed over the sequences."""
+    """The predicted time that sequences lose while they decode on the route, summed over them. The request's own are
+    included.
+    """
     itl_s: float = 0.0
     """The predicted mean time between two tokens of a sequence that decodes in the worker's process meanwhile."""
 

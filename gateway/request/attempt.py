@@ -202,13 +202,13 @@ class Attempts:
         if place is None:
             state.outlet.flush()
             raise WorkerLost("no_decode", counted=self._workers.ready)
-        decoded = state.longest
+        decoded = _longest(state)
         with place:
             await self._bring(state, prefilled.done, place, ticket)
             if early is not None:
                 early.close()  # the decode worker's ticket holds the blocks
             await self._continue(state, prefilled, going, place, ticket)
-            place.num_steps = state.longest - decoded
+            place.num_steps = _longest(state) - decoded
 
     async def _bring(
         self, state: RequestState, done: prefill_pb2.PrefillDone, place: DecodePlace, ticket: PendingTicket
@@ -260,6 +260,11 @@ class Attempts:
         state.explanation.handed_over(ticket, state.handed_over)
         self._metrics.handed_over(state.handed_over)
         self._metrics.dispatched("decode", session.record.worker_id)
+
+
+def _longest(state: RequestState) -> int:
+    """Returns the number of tokens of the longest sample."""
+    return max(len(sample.output_ids) for sample in state.samples)
 
 
 def _account_prefill(state: RequestState, done: prefill_pb2.PrefillDone) -> None:

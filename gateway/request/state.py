@@ -103,11 +103,6 @@ class RequestState:
         return sum(len(sample.output_ids) for sample in self.samples)
 
     @property
-    def longest(self) -> int:
-        """Number of tokens of the longest sample."""
-        return max(len(sample.output_ids) for sample in self.samples)
-
-    @property
     def need(self) -> GroupNeed:
         request = self.request
         return GroupNeed(len(request.prompt_ids), request.stopping.max_tokens, request.sampling.width)

@@ -81,8 +81,8 @@ def _choice(worker_id: str, considered: Sequence[ConsideredWorker]) -> str:
 
 
 def _prediction(worker: ConsideredWorker) -> str:
-    """Returns a text with the times until decode begins, that running sequences lose, and between tokens."""
-    delay = f" + {worker.delay_s * 1e3:.1f} ms for others" if worker.delay_s else ""
+    """Returns a text with the times until the request ends, that decoding sequences lose, and between tokens."""
+    delay = f" + {worker.delay_s * 1e3:.1f} ms of delays" if worker.delay_s else ""
     itl = f", ITL {worker.itl_s * 1e3:.1f} ms" if worker.itl_s else ""
     return f"{worker.worker_id} {worker.predicted_s * 1e3:.1f} ms{delay}{itl}"
 

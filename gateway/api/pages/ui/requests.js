@@ -91,7 +91,7 @@ function facts(attempt) {
 // The chosen worker, with the predictions by which it was chosen.
 function choice(worker, considered) {
   const compared = considered.map((one) => {
-    const delay = one.delay_s ? ` + ${(one.delay_s * 1000).toFixed(1)} ms for others` : "";
+    const delay = one.delay_s ? ` + ${(one.delay_s * 1000).toFixed(1)} ms of delays` : "";
     return `${one.worker_id} ${(one.predicted_s * 1000).toFixed(1)} ms${delay}`;
   });
   return `${worker} (predicted until decode begins: ${compared.join(", ")})`;
