@@ -13,6 +13,7 @@ from typing import Any
 
 from common.errors import StartupError
 
+_STARTS = ("warm", "idle", "beside")
 Points = tuple[tuple[float, float], ...]
 
 
@@ -25,6 +26,18 @@ def at(points: Points, x: float) -> float:
     place = min(max(1, bisect_left(points, (x,))), len(points) - 1)
     (x0, y0), (x1, y1) = points[place - 1 : place + 1]
     return max(0.0, y0 + (x - x0) * (y1 - y0) / (x1 - x0))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The times of a request up to its second token, measured while it was alone on the server."""
+
+    num_tokens: int
+    """Length of the prompt."""
+    prefill_s: float
+    front_s: float
+    hand_over_s: float
+    """As in `Costs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +60,18 @@ class Costs:
     """Time from the end of prefill until the decode worker has the group."""
     copy_bytes_per_s: float = 2e9
     """Rate of copies between the arena and host memory."""
-    idle_factors: tuple[float, ...] = ()
-    """How many times as long prefill takes if the machine was idle before: several measurements, in random order."""
+    warm: tuple[Start, ...] = ()
+    """Measurements of requests that followed one another, in random order."""
+    idle: tuple[Start, ...] = ()
+    """Measurements of requests before which the machine was idle, in random order."""
+    beside: tuple[Start, ...] = ()
+    """Measurements of requests that arrived while another was decoded. Their `front_s` has no wait for a turn."""
+    turn_s: float = 0.0
+    """Time that passes when prefill and decode change turns."""
+    late_s: tuple[float, ...] = ()
+    """Times by which tokens reached the client later than if they had come at equal distances; negative: earlier. The
+    tokens of a request follow one another.
+    """
     turns: bool = False
     """Whether workers of the measured host take turns on the same cores."""
     origin: dict[str, Any] = field(default_factory=dict)
@@ -71,18 +94,21 @@ class Costs:
 
 
 def median(measured: Sequence[Costs]) -> Costs:
-    """Returns the median of each value of several measurements of the same model, and all of their idle factors. Their
-    points must have the same amounts.
+    """Returns the median of each value of several measurements of the same model, and all of their single requests.
+    Their points must have the same amounts.
     """
 
     def middle(of_each: Sequence[Points]) -> Points:
         return tuple((same[0][0], statistics.median(y for _, y in same)) for same in zip(*of_each, strict=True))
 
-    times = ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s")
+    times = ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s", "turn_s")
     values = {name: statistics.median(getattr(costs, name) for costs in measured) for name in times}
     prefill, decode = middle([costs.prefill for costs in measured]), middle([costs.decode for costs in measured])
-    idle_factors = tuple(itertools.chain.from_iterable(costs.idle_factors for costs in measured))
-    return replace(measured[0], prefill=prefill, decode=decode, idle_factors=idle_factors, **values)
+    singles: dict[str, Any] = {
+        name: tuple(itertools.chain.from_iterable(getattr(costs, name) for costs in measured))
+        for name in ("warm", "idle", "beside", "late_s")
+    }
+    return replace(measured[0], prefill=prefill, decode=decode, **values, **singles)
 
 
 def load(path: Path) -> Costs:
@@ -95,16 +121,22 @@ def load(path: Path) -> Costs:
         raise StartupError(f"--costs {path}: must be a JSON object")
     try:
         points = {name: _points(found, name) for name in ("prefill", "decode")}
-        idle_factors = tuple(float(factor) for factor in found.get("idle_factors") or ())
-        costs = Costs(**{**found, **points, "idle_factors": idle_factors})
+        starts = {name: tuple(Start(**start) for start in found.get(name) or ()) for name in _STARTS}
+        late_s = tuple(float(seconds) for seconds in found.get("late_s") or ())
+        costs = Costs(**{**found, **points, **starts, "late_s": late_s})
     except (TypeError, ValueError) as error:
         raise StartupError(f"--costs {path}: {error}") from None
-    for name in ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s", "kv_bytes_per_token"):
+    times = ("prefill_position_s", "decode_position_s", "front_s", "hand_over_s", "turn_s")
+    for name in (*times, "kv_bytes_per_token"):
         value = getattr(costs, name)
         if not isinstance(value, int | float) or not 0 <= value < 1e9:
             raise StartupError(f"--costs {path}: {name} must be a number of at least 0, got {value!r}")
-    if not all(0 < factor < 1e9 for factor in costs.idle_factors):
-        raise StartupError(f"--costs {path}: idle_factors must be positive numbers")
+    for name in _STARTS:
+        for start in getattr(costs, name):
+            if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in asdict(start).values()):
+                raise StartupError(f"--costs {path}: {name} must have numbers of at least 0, got {start!r}")
+    if not all(-1e9 < seconds < 1e9 for seconds in costs.late_s):
+        raise StartupError(f"--costs {path}: late_s must be numbers of seconds")
     return costs
 
 

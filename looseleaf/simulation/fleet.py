@@ -23,6 +23,7 @@ from looseleaf.simulation.arena import Arena, Holder, Table
 from looseleaf.simulation.cores import Cores
 from looseleaf.simulation.costs import Costs
 from looseleaf.simulation.decode import DecodeWorker
+from looseleaf.simulation.draws import Draws, Presence
 from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.prefill import PrefillWorker
 from looseleaf.simulation.trace import TraceRequest
@@ -87,6 +88,7 @@ class Fleet:
         self._clock = asyncio.get_running_loop().time
         self._costs = costs
         self._options = options
+        self._draws, self._presence = Draws(costs), Presence(self._clock)
         self.router = Router()
         self.router.targets, self.router.disaggregates = options.targets, options.disaggregates
         self.gate = Gate(lambda: int(self.router.capacity() * GATE_FACTOR) + GATE_EXTRA, clock=self._clock)
@@ -172,8 +174,8 @@ class Fleet:
         running = Running.of(number, request, self._options.workers.block_size)
         copied = 0
         try:
-            with self.admission.enter(TENANT) as entry:
-                await asyncio.sleep(self._costs.front_s)
+            with self._presence.enter() as kind, self.admission.enter(TENANT) as entry:
+                await asyncio.sleep(self._draws.start(kind, request.prompt_len).front_s)
                 entry.take([resolved := _resolved(running)])
                 place = await self.gate.enter(resolved.priority, TENANT, 1, resolved.cost)
                 try:
@@ -182,9 +184,8 @@ class Fleet:
                     self.gate.leave(place)
         except LooseleafError as refusal:
             return Outcome(request.at_s, refusal=refusal.message)
-        return Outcome(
-            request.at_s, tuple(running.token_times), "", running.num_cached, copied, running.preemptions
-        )  # fmt: skip
+        times = self._draws.delivered(running.token_times)
+        return Outcome(request.at_s, times, "", running.num_cached, copied, running.preemptions)
 
     async def _produce(self, running: Running, place: Place) -> int:
         """Prefills and decodes a request, and does both again if decode gives the group back. Returns the number of
@@ -236,7 +237,8 @@ class Fleet:
         Arena.move(running.table, worker.holder, self._tickets[route.prefill.arena_id])
 
     async def _decode(self, running: Running, pick: Pick, place: Place) -> str:
-        await asyncio.sleep(self._costs.hand_over_s)
+        start = running.start or self._draws.start("warm", running.request.prompt_len)
+        await asyncio.sleep(start.hand_over_s)
         worker = self.decodes[pick.record.worker_id]
         return await worker.submit(running, self._tickets[pick.record.arena_id], place.rank)
 

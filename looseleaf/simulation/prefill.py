@@ -51,7 +51,10 @@ class PrefillWorker(Worker):
         if not self._plan:
             return None
         self._chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in self._plan]
-        factor = self.cores.begin_prefill(asyncio.get_running_loop().time())
+        num_tokens = sum(count for _, count in self._chunks)
+        start, factor = self.cores.begin_prefill(num_tokens, asyncio.get_running_loop().time()) or (None, 1.0)
+        for job, _ in self._plan:
+            self._running[job].start = start
         self._seconds = factor * self.costs.prefill_s(self._chunks)
         return self._seconds
 

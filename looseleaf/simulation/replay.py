@@ -5,10 +5,12 @@ and fits costs to their times.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,16 +18,18 @@ from common.errors import LooseleafError, StartupError
 from common.types import DTYPE_BYTES, DType, KvKind
 from looseleaf.client import AsyncClient
 from looseleaf.llm import LLM
-from looseleaf.simulation.costs import Costs, Points, at
+from looseleaf.simulation.costs import Costs, Points, Start, at
 from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.trace import TraceRequest
 
 PREFILL_LENS = (16, 64, 128, 256, 512)
 BATCHES = (1, 2, 4, 8, 16, 32)
 SHORT, OUTPUT = 32, 24
-ROUNDS = 2
+ROUNDS = 4
+BESIDE_OUTPUTS = 2
+"""Outputs of a request beside which others arrive, as a multiple of OUTPUT for each of them."""
 NUM_LONG = 4
-PAUSE_S = 0.5
+PAUSE_S = 1.0
 """Pause before a probe that finds the machine idle."""
 
 
@@ -40,6 +44,7 @@ async def replay(address: str, requests: Sequence[TraceRequest], vocab_size: int
 
 async def _send(client: AsyncClient, request: TraceRequest, prompt: list[int], began: float) -> Outcome:
     await asyncio.sleep(max(0.0, began + request.at_s - time.perf_counter()))
+    sent_s = time.perf_counter() - began  # this client's delays do not count
     times: list[float] = []
     cached = 0
     try:
@@ -47,8 +52,8 @@ async def _send(client: AsyncClient, request: TraceRequest, prompt: list[int], b
             times += [time.perf_counter() - began] * len(delta.token_ids)
             cached = delta.usage.cached_tokens if delta.usage is not None else cached
     except LooseleafError as refusal:
-        return Outcome(request.at_s, refusal=refusal.message)
-    return Outcome(request.at_s, tuple(times), cached_tokens=cached)
+        return Outcome(sent_s, refusal=refusal.message)
+    return Outcome(sent_s, tuple(times), cached_tokens=cached)
 
 
 def kv_bytes_per_token(directory: Path, block_size: int = 16) -> int:
@@ -77,6 +82,7 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
         await prober.batch(4, SHORT)  # warms up
         alone = {length: [await prober.alone(length) for _ in range(ROUNDS)] for length in (*PREFILL_LENS, longest)}
         after_pause = {n: [await prober.after_pause(n) for _ in range(ROUNDS)] for n in PREFILL_LENS}
+        beside = [probe for n in PREFILL_LENS for probe in await prober.beside(n)]
         short = {count: await prober.batch(count, SHORT) for count in BATCHES}
         long_len = longest - OUTPUT
         long = await prober.batch(NUM_LONG, long_len, rounds=1)
@@ -92,11 +98,19 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
     front_s = statistics.median(probe.front_s for probe in probes)
     step_s = at(decode, 1)
     hand_over_s = max(0.0, statistics.median(probe.second_s for probe in probes) - step_s)
-    idle_factors = [probe.prefill_s / max(1e-6, prefill_s[n]) for n, found in after_pause.items() for probe in found]
-    random.Random(seed).shuffle(idle_factors)
+    turn_s = max(0.0, statistics.median(probe.lost_s for probe in beside) / 2)
+    rng = random.Random(seed)
+
+    def starts(of_length: dict[int, list[_Probe]]) -> tuple[Start, ...]:
+        found = [probe.start(n, step_s) for n, probes in of_length.items() for probe in probes]
+        return tuple(rng.sample(found, len(found)))
+
+    probes += [probe for found in after_pause.values() for probe in found]
+    late_s = itertools.chain.from_iterable(probe.late_s() for probe in rng.sample(probes, len(probes)))
     return Costs(
-        model, kv_bytes, prefill, position_s, decode, decode_position_s, front_s, hand_over_s,
-        idle_factors=tuple(idle_factors),
+        model, kv_bytes, prefill, position_s, decode, decode_position_s, front_s, hand_over_s, warm=starts(alone),
+        idle=starts(after_pause), beside=tuple(probe.start_of(turn_s) for probe in rng.sample(beside, len(beside))),
+        turn_s=turn_s, late_s=tuple(late_s),
     )  # fmt: skip
 
 
@@ -112,12 +126,48 @@ def _prefill_position_s(prefill_s: dict[int, float], longest: int) -> float:
 class _Probe:
     """The times of one request that was alone on the server."""
 
-    def __init__(self, prefill_s: float, front_s: float, second_s: float) -> None:
+    def __init__(self, times: list[float], prefill_s: float) -> None:
+        """`times` are when the request was sent, followed by the arrival of each token."""
         self.prefill_s = prefill_s
-        self.front_s = front_s
+        self.front_s = times[1] - times[0] - prefill_s
         """Time until the first token that was not prefill."""
-        self.second_s = second_s
+        self.second_s = times[2] - times[1]
         """Time from the first token to the second."""
+        self._times = times
+
+    def start(self, num_tokens: int, step_s: float) -> Start:
+        """Returns the request's start. `step_s` is the usual time of a decode step."""
+        return Start(num_tokens, self.prefill_s, max(0.0, self.front_s), max(0.0, self.second_s - step_s))
+
+    def late_s(self) -> list[float]:
+        """Returns by how much each token after the second came later than on the line through their times."""
+        later = self._times[3:]
+        slope, begin = statistics.linear_regression(range(len(later)), later)
+        return [at_s - begin - slope * number for number, at_s in enumerate(later)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """The times of a request that arrived while another one was decoded."""
+
+    num_tokens: int
+    prefill_s: float
+    first_s: float
+    """Time until the first token."""
+    step_s: float
+    """Usual time between two tokens of the other request."""
+    gap_s: float
+    """The longest time between two tokens of the other request meanwhile."""
+
+    @property
+    def lost_s(self) -> float:
+        """The time by which the gap was longer than prefill and a step."""
+        return self.gap_s - self.prefill_s - self.step_s
+
+    def start_of(self, turn_s: float) -> Start:
+        """Returns the request's start. It waited for half of a step on average, and for the change of turns."""
+        front_s = self.first_s - self.prefill_s - self.step_s / 2 - turn_s
+        return Start(self.num_tokens, self.prefill_s, max(0.0, front_s), 0.0)
 
 
 class _Prober:
@@ -130,24 +180,39 @@ class _Prober:
         self._sent = 0
 
     async def alone(self, length: int) -> _Probe:
-        times, prefill_s = await self._send(length, 4)
-        return _Probe(prefill_s, times[1] - times[0] - prefill_s, times[2] - times[1])
+        return _Probe(*await self._send(length, OUTPUT))
 
     async def after_pause(self, length: int) -> _Probe:
         await asyncio.sleep(PAUSE_S)
         return await self.alone(length)
 
+    async def beside(self, length: int) -> list[_Beside]:
+        """Sends a long request, and ROUNDS others while it is decoded. Returns the times of the others."""
+        other = asyncio.create_task(self._send(SHORT, OUTPUT * (ROUNDS + 1) * BESIDE_OUTPUTS))
+        await asyncio.sleep(PAUSE_S / 5)
+        sent = []
+        for _ in range(ROUNDS):
+            sent.append(await self._send(length, 2))
+            await asyncio.sleep(PAUSE_S / 10)
+        gaps = list(pairwise((await other)[0][1:]))
+        step_s = statistics.median(b - a for a, b in gaps)
+        return [
+            _Beside(length, prefill_s, times[1] - times[0], step_s, max(meanwhile))
+            for times, prefill_s in sent
+            if (meanwhile := [b - a for a, b in gaps if times[0] < b and a < times[-1]])
+        ]
+
     async def batch(self, count: int, length: int, rounds: int = ROUNDS) -> float:
-        """Sends `count` requests at once. Returns the median time in seconds between two tokens of a request, while all
-        requests decode.
+        """Sends `count` requests at once. Returns the mean time in seconds between two tokens of a request, while all
+        requests decode: the median of the rounds.
         """
-        medians = []
+        means = []
         for _ in range(rounds):
             found = await asyncio.gather(*(self._send(length, OUTPUT + count) for _ in range(count)))
             begin, end = max(times[1] for times, _ in found), min(times[-1] for times, _ in found)
             gaps = [b - a for times, _ in found for a, b in pairwise(times[1:]) if begin <= a and b <= end]
-            medians.append(statistics.median(gaps or [times[-1] - times[-2] for times, _ in found]))
-        return statistics.median(medians)
+            means.append(statistics.fmean(gaps or [times[-1] - times[-2] for times, _ in found]))
+        return statistics.median(means)
 
     async def _send(self, length: int, output_len: int) -> tuple[list[float], float]:
         """Returns the time at which the request was sent, followed by the arrival of each token, and the duration of

@@ -18,7 +18,7 @@ from decode_svc.preemption import Choice
 from engine.sequence import Sequence
 from looseleaf.simulation.arena import Arena, Holder, Key, Table
 from looseleaf.simulation.cores import Cores
-from looseleaf.simulation.costs import Costs
+from looseleaf.simulation.costs import Costs, Start
 from looseleaf.simulation.trace import TraceRequest
 from worker.loop import RETRY_ALLOC_S
 
@@ -57,6 +57,8 @@ class Running:
     """Time in the queue of the first prefill worker."""
     num_cached: int = 0
     preemptions: int = 0
+    start: Start | None = None
+    """How the latest step of its prefill started, if the cores had been idle."""
     ended: asyncio.Future[str] | None = None
     """The result of the current prefill or decode when it ends: "" or `GIVEN_BACK`."""
 
@@ -116,6 +118,7 @@ class Worker(ABC):
             await self._work.wait()
             asked_at = clock.time()
             async with self.cores.turn:
+                await asyncio.sleep(self.cores.change_s(self, clock.time()))
                 self.waited_s = clock.time() - asked_at
                 seconds = self.begin_step()
                 if seconds is not None:

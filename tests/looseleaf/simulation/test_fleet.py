@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import StartupError
-from looseleaf.simulation.costs import Costs
+from looseleaf.simulation.costs import Costs, Start
 from looseleaf.simulation.fleet import FleetOptions, simulate
 from looseleaf.simulation.outcome import Outcome
 from looseleaf.simulation.report import Slo, Summary, plan
@@ -74,8 +74,11 @@ def test_one_request_takes_the_times_that_were_measured() -> None:
 
 
 def test_prefill_takes_longer_after_a_pause() -> None:
-    """The factors of the measurements are used in turn, and only if the cores were idle before."""
-    costs = replace(COSTS, idle_factors=(2.0, 3.0))
+    """The measurements are used in turn, and only if the cores were idle before."""
+    alone_s = COSTS.prefill_s([(0, 64)])
+    costs = replace(
+        COSTS, idle=tuple(Start(64, factor * alone_s, COSTS.front_s, COSTS.hand_over_s) for factor in (2.0, 3.0))
+    )
     arrivals = (0.0, 1.0, 1.2, 5.0)
     trace = [TraceRequest(at_s, ((number, 64),), 60) for number, at_s in enumerate(arrivals)]
     options = FleetOptions(turns=True, workers=WorkerOptions())
