@@ -32,7 +32,7 @@ _USUAL_TOKENS = 1_000
 _SLOWER_IN_FULL_BATCH = 0.5
 """The time that a full batch adds to a group's decoding, as a fraction of the time that the group takes alone."""
 _DECODE_STEP = 0.05
-"""Weight of one group in the moving mean of decode times."""
+"""Weight of one group in the moving mean of decode times, once there have been 1 / weight groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class RouteCosts:
         """Mean time for which a group has its place at a decode worker."""
         self.group_steps = USUAL_DECODE_STEPS
         """Mean number of steps in which a group decodes."""
+        self._num_groups = 0
 
     def note_copy(self, source: str, destination: str, num_tokens: int, seconds: float, now: float) -> None:
         """Records a copy between two arenas."""
@@ -106,8 +107,10 @@ class RouteCosts:
         """Records for how many seconds a group had its place at a decode worker, including the copy of its blocks, and
         in how many steps it decoded.
         """
-        self.group_s += _DECODE_STEP * (seconds - self.group_s)
-        self.group_steps += _DECODE_STEP * (num_steps - self.group_steps)
+        self._num_groups += 1
+        weight = max(_DECODE_STEP, 1.0 / self._num_groups)
+        self.group_s += weight * (seconds - self.group_s)
+        self.group_steps += weight * (num_steps - self.group_steps)
 
     def keep(self, arena_ids: Iterable[str]) -> None:
         """Forgets the copies from or to any arena that is not in `arena_ids`."""

@@ -148,8 +148,7 @@ class Router:
                 found[record.worker_id] = predicted.then(rest)
         pick = self._pick([self.workers[name] for name in found], lambda p: found[p.record.worker_id], asked, now)
         if pick is not None:
-            missing_s = asked.missing(pick.record.arena_id) / speeds.prompt_tokens_per_s
-            pick.worker.recent.add(missing_s, now, self.costs.group_s)
+            pick.worker.recent.add(asked.missing(pick.record.arena_id), now, self.costs.group_s)
         return pick
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
@@ -193,8 +192,8 @@ class Router:
 
     def _prompts_of(self, prefill: WorkerState, missing: int, speeds: Speeds, now: float) -> Prompts:
         """Returns the prompts at a prefill worker, with one more of `missing` tokens."""
-        rate = speeds.prompt_tokens_per_s
-        recent_s = prefill.recent.seconds(now, self.costs.group_s) + missing / rate
+        rate, group_s = speeds.prompt_tokens_per_s, self.costs.group_s
+        recent_s = (prefill.recent.tokens_per_s(now, group_s) * group_s + missing) / rate
         return Prompts(prefill.tokens_before(now) + missing, rate, prefill.record.prefill_step, recent_s)
 
     def _batch_of(self, record: WorkerRecord, speeds: Speeds, now: float) -> Batch:

@@ -13,18 +13,18 @@ REPORT_S = 3.0
 
 @dataclass(slots=True)
 class RecentPrompts:
-    """The time in seconds that a worker needs for the prompts which this gateway has sent to it lately. The time of a
-    prompt that was sent t seconds ago counts exp(-t / memory_s).
+    """The rate, in tokens per second, of prompts which this gateway has sent to a worker lately. A prompt of n tokens
+    that was sent t seconds ago counts n / memory_s * exp(-t / memory_s).
     """
 
-    _seconds: float = 0.0
+    _tokens_per_s: float = 0.0
     _at: float = 0.0
 
-    def seconds(self, now: float, memory_s: float) -> float:
-        return self._seconds * math.exp((self._at - now) / memory_s)
+    def tokens_per_s(self, now: float, memory_s: float) -> float:
+        return self._tokens_per_s * math.exp((self._at - now) / memory_s)
 
-    def add(self, seconds: float, now: float, memory_s: float) -> None:
-        self._seconds, self._at = self.seconds(now, memory_s) + seconds, now
+    def add(self, num_tokens: int, now: float, memory_s: float) -> None:
+        self._tokens_per_s, self._at = self.tokens_per_s(now, memory_s) + num_tokens / memory_s, now
 
 
 @dataclass(slots=True)

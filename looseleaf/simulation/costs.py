@@ -30,7 +30,7 @@ def at(points: Points, x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The times of a request up to its second token, measured while it was alone on the server."""
+    """The times of a single request up to its second token."""
 
     num_tokens: int
     """Length of the prompt."""

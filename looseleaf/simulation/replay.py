@@ -26,8 +26,10 @@ PREFILL_LENS = (16, 64, 128, 256, 512)
 BATCHES = (1, 2, 4, 8, 16, 32)
 SHORT, OUTPUT = 32, 24
 ROUNDS = 4
-BESIDE_OUTPUTS = 2
-"""Outputs of a request beside which others arrive, as a multiple of OUTPUT for each of them."""
+BESIDE_OUTPUTS = 240
+"""Outputs of a request beside which others arrive."""
+BEGIN_STEPS, BETWEEN_STEPS = 40, 20
+"""Steps of such a request before the first of the others, and between two of them."""
 NUM_LONG = 4
 PAUSE_S = 1.0
 """Pause before a probe that finds the machine idle."""
@@ -82,8 +84,8 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
         await prober.batch(4, SHORT)  # warms up
         alone = {length: [await prober.alone(length) for _ in range(ROUNDS)] for length in (*PREFILL_LENS, longest)}
         after_pause = {n: [await prober.after_pause(n) for _ in range(ROUNDS)] for n in PREFILL_LENS}
-        beside = [probe for n in PREFILL_LENS for probe in await prober.beside(n)]
         short = {count: await prober.batch(count, SHORT) for count in BATCHES}
+        beside = [probe for n in PREFILL_LENS for probe in await prober.beside(n, short[1])]
         long_len = longest - OUTPUT
         long = await prober.batch(NUM_LONG, long_len, rounds=1)
     prefill_s = {length: statistics.median(probe.prefill_s for probe in found) for length, found in alone.items()}
@@ -98,7 +100,7 @@ async def fit(address: str, model: str, kv_bytes: int, vocab_size: int, longest:
     front_s = statistics.median(probe.front_s for probe in probes)
     step_s = at(decode, 1)
     hand_over_s = max(0.0, statistics.median(probe.second_s for probe in probes) - step_s)
-    turn_s = max(0.0, statistics.median(probe.lost_s for probe in beside) / 2)
+    turn_s = max(0.0, statistics.median(probe.lost_s for probe in beside) / 2) if beside else 0.0
     rng = random.Random(seed)
 
     def starts(of_length: dict[int, list[_Probe]]) -> tuple[Start, ...]:
@@ -186,18 +188,20 @@ class _Prober:
         await asyncio.sleep(PAUSE_S)
         return await self.alone(length)
 
-    async def beside(self, length: int) -> list[_Beside]:
-        """Sends a long request, and ROUNDS others while it is decoded. Returns the times of the others."""
-        other = asyncio.create_task(self._send(SHORT, OUTPUT * (ROUNDS + 1) * BESIDE_OUTPUTS))
-        await asyncio.sleep(PAUSE_S / 5)
+    async def beside(self, length: int, step_s: float) -> list[_Beside]:
+        """Sends a long request, and ROUNDS others while it is decoded. Returns the times of those that arrived before
+        its end. `step_s` is the usual time of a step.
+        """
+        other = asyncio.create_task(self._send(SHORT, BESIDE_OUTPUTS))
+        await asyncio.sleep(BEGIN_STEPS * step_s)
         sent = []
         for _ in range(ROUNDS):
             sent.append(await self._send(length, 2))
-            await asyncio.sleep(PAUSE_S / 10)
+            await asyncio.sleep(BETWEEN_STEPS * step_s)
         gaps = list(pairwise((await other)[0][1:]))
-        step_s = statistics.median(b - a for a, b in gaps)
+        usual_s = statistics.median(b - a for a, b in gaps)
         return [
-            _Beside(length, prefill_s, times[1] - times[0], step_s, max(meanwhile))
+            _Beside(length, prefill_s, times[1] - times[0], usual_s, max(meanwhile))
             for times, prefill_s in sent
             if (meanwhile := [b - a for a, b in gaps if times[0] < b and a < times[-1]])
         ]

@@ -98,7 +98,7 @@ def test_a_batch_costs_its_longer_steps_and_those_of_the_others() -> None:
 def test_sequences_gather_where_no_prompts_arrive() -> None:
     made = two_processes()
     group_s = made.costs.group_s
-    made.workers["a.prefill"].recent.add(0.2 * group_s, 0.0, group_s)
+    made.workers["a.prefill"].recent.add(int(0.2 * group_s * RATE), 0.0, group_s)
     for number in range(4):
         assert decode(made, "a") == "b.decode"
         made.workers["b.decode"].dispatched_sequences = number + 1
@@ -119,8 +119,21 @@ def test_a_worker_without_steps_is_expected_to_be_like_the_others() -> None:
     assert (pick.considered[0].itl_s, pick.considered[0].predicted_s) == (0.0, made.costs.decode_s(0.0, 0.0))
 
 
+def test_prompts_before_the_first_measurements_count_by_what_is_measured_later() -> None:
+    """A gateway assumes slow prompts and long decodes until it knows better."""
+    made = two_processes()
+    made.workers["a.prefill"].recent.add(800, 0.0, made.costs.group_s)
+    made.costs.note_decode(0.05, 20)
+    pick = made.pick_decode(Route(made.workers["a.prefill"].record, Asked(500)), 0.0, always)
+    assert pick is not None
+    delays = {considered.worker_id: considered.delay_s for considered in pick.considered}
+    assert delays == pytest.approx({"a.decode": 0.8 * 0.05 / 5.0, "b.decode": 0.0})
+
+
 def test_mean_decodes_follow_the_groups() -> None:
     costs = RouteCosts()
+    costs.note_decode(0.7, 10)
+    assert (costs.group_s, costs.group_steps) == (pytest.approx(0.7), pytest.approx(10)), "the first group replaces the assumption"
     for _ in range(300):
         costs.note_decode(0.5, 20)
     assert (costs.group_s, costs.group_steps) == (pytest.approx(0.5, rel=0.01), pytest.approx(20, rel=0.01))
@@ -135,9 +148,10 @@ def test_prompts_of_the_recent_past_count_until_they_are_forgotten() -> None:
     group_s = made.costs.group_s
     for name in ("a.decode", "b.decode"):
         made.workers[name].dispatched_sequences = 1
-    made.workers["a.prefill"].recent.add(0.4 * group_s, 0.0, group_s)
+    made.workers["a.prefill"].recent.add(int(0.4 * group_s * RATE), 0.0, group_s)
     assert decode(made, "a") == "b.decode" and prefill(made).record.worker_id == "b.prefill"
-    assert made.workers["b.prefill"].recent.seconds(0.0, group_s) == pytest.approx(0.5), "the prompt that was picked"
+    tokens_per_s = made.workers["b.prefill"].recent.tokens_per_s(0.0, group_s)
+    assert tokens_per_s == pytest.approx(500 / group_s), "the prompt that was picked"
     made.workers["b.decode"].dispatched_sequences = 8
     later = 3 * group_s
     pick = made.pick_decode(Route(made.workers["b.prefill"].record, Asked(500)), later, always)
