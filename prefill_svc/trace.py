@@ -25,22 +25,26 @@ class JobTrace:
         self._span = tracer.begin("prefill", job.arrived_ns, CURRENT.get())
         CURRENT.set(self._span.context)
         self._num_chunks = 1
+        self._noted_ns = job.arrived_ns
 
     def note(self, event: Event) -> None:
         """Records an event of the job. Do not pass an event that is repeated as a heartbeat."""
+        self._noted_ns = time.monotonic_ns()
         if isinstance(event, ChunkDone) and event.early_ticket is not None:
-            self._span.event("early ticket", time.monotonic_ns(), {})
+            self._span.event("early ticket", self._noted_ns, {})
         elif isinstance(event, ChunkDone):
             self._num_chunks += 1
-            self._span.event("chunk", time.monotonic_ns(), {"looseleaf.computed_tokens": event.num_computed_tokens})
+            self._span.event("chunk", self._noted_ns, {"looseleaf.computed_tokens": event.num_computed_tokens})
 
     def end(self, event: Event) -> None:
-        """Ends the spans. `event` is the last event, which is a `ChunkDone` if the call ended first."""
+        """Ends the spans. `event` is the last event, which is a `ChunkDone` if the call ended first. Otherwise, the job
+        ended when the event was noted: the gateway may have it before this method is called.
+        """
         if self._span.is_recording:
             if isinstance(event, Done):
                 self._add_done(event)
             error = "" if isinstance(event, Done) else getattr(event, "grpc_code", "CANCELLED")
-            self._span.end(time.monotonic_ns(), error)
+            self._span.end(time.monotonic_ns() if isinstance(event, ChunkDone) else self._noted_ns, error)
 
     def _add_done(self, done: Done) -> None:
         span, job = self._span, self._job

@@ -133,7 +133,8 @@ def test_prompts_before_the_first_measurements_count_by_what_is_measured_later()
 def test_mean_decodes_follow_the_groups() -> None:
     costs = RouteCosts()
     costs.note_decode(0.7, 10)
-    assert (costs.group_s, costs.group_steps) == (pytest.approx(0.7), pytest.approx(10)), "the first group replaces the assumption"
+    first = costs.group_s, costs.group_steps
+    assert first == (pytest.approx(0.7), pytest.approx(10)), "the first group replaces the assumption"
     for _ in range(300):
         costs.note_decode(0.5, 20)
     assert (costs.group_s, costs.group_steps) == (pytest.approx(0.5, rel=0.01), pytest.approx(20, rel=0.01))
