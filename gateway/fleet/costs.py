@@ -7,7 +7,6 @@ Prefill workers report their rates. This gateway measures copies and decode time
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,17 +48,15 @@ class Speeds:
     @classmethod
     def of(cls, loads: Iterable[WorkerLoad]) -> Speeds:
         """Returns the means over the workers that have measured their speed."""
-        rates, steps = [], []
-        for load in loads:
+        rate = fixed_s = token_s = 0.0
+        num_rates = num_steps = 0
+        for load in loads:  # for every request, over all workers
             if load.prompt_tokens_per_s:
-                rates.append(load.prompt_tokens_per_s)
-            if (step := measured_step(load)) is not None:
-                steps.append(step)
-        rate = statistics.fmean(rates) if rates else USUAL_PROMPT_TOKENS_PER_S
-        if not steps:
-            return cls(rate)
-        fixed_s = statistics.fmean(step.fixed_s for step in steps)
-        return cls(rate, StepTime(fixed_s, statistics.fmean(step.sequence_s for step in steps)))
+                rate, num_rates = rate + load.prompt_tokens_per_s, num_rates + 1
+            if load.step_fixed_s or load.step_token_s:
+                fixed_s, token_s, num_steps = fixed_s + load.step_fixed_s, token_s + load.step_token_s, num_steps + 1
+        rate = rate / num_rates if num_rates else USUAL_PROMPT_TOKENS_PER_S
+        return cls(rate, StepTime(fixed_s / num_steps, token_s / num_steps)) if num_steps else cls(rate)
 
 
 def measured_step(load: WorkerLoad) -> StepTime | None:

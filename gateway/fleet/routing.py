@@ -12,6 +12,7 @@ Of equally good workers, the one that was picked longest ago is chosen.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from common.types import Role, WorkerLoad, WorkerRecord
 from gateway.fleet import sharing
 from gateway.fleet.costs import RouteCosts, Speeds, measured_step
-from gateway.fleet.sharing import Batch, Prediction, Prompts, Targets
+from gateway.fleet.sharing import STALL_WEIGHT, Batch, Prediction, Prompts, Targets
 from gateway.fleet.worker_state import Considered, Pick, WorkerState
 
 SUSPECT_S = 2.0
@@ -153,8 +154,7 @@ class Router:
 
     def pick_decode(self, route: Route, now: float, usable: Callable[[WorkerRecord], bool]) -> Pick | None:
         """Picks the decode worker with the least predicted cost after the route's prefill, among those that accept the
-        prefill worker's tickets, are `usable` for the group and have loaded the adapter. Returns None if there is no
-        such worker.
+        prefill worker's tickets, are `usable` for the group and have loaded the adapter. Returns None if there is none.
         """
         return self._pick(*self._decodes(route, now, usable), route.asked, now)
 
@@ -237,13 +237,14 @@ class Router:
         Skips arenas that cannot be better than those considered before, because a large fleet has many pairs of arenas.
         """
         best = decodes.get(source)
+        least_s = math.inf if best is None else best.cost_s
         for destination, decode in decodes.items():
-            if best is not None and decode.cost_s >= best.cost_s:
+            if decode.cost_s >= least_s:
                 break
             if self._reaches(source, destination):
-                copy_s = self.costs.copy_s(source, destination, asked.missing(destination), now)
-                copied = replace(decode, own_s=copy_s + decode.own_s)
-                best = copied if best is None or copied.cost_s < best.cost_s else best
+                own_s = self.costs.copy_s(source, destination, asked.missing(destination), now) + decode.own_s
+                if (cost_s := own_s + STALL_WEIGHT * decode.delay_s) < least_s:
+                    best, least_s = replace(decode, own_s=own_s), cost_s
         return best
 
     def _of_role(self, role: str) -> list[WorkerState]:

@@ -8,7 +8,7 @@ neither causes nor suffers such a delay. This module does no I/O.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 STALL_WEIGHT = 2.0
 """The cost of a second for which a running sequence waits, relative to a second of a request's own route. With 1, the
@@ -48,7 +48,7 @@ class Prediction:
 
     def then(self, rest: Prediction) -> Prediction:
         """Returns the prediction with that of the rest of the route added. ITL and TTFT are those of this part."""
-        return replace(self, own_s=self.own_s + rest.own_s, delay_s=self.delay_s + rest.delay_s)
+        return Prediction(self.own_s + rest.own_s, self.delay_s + rest.delay_s, self.itl_s, self.ttft_s)
 
     def keeps(self, targets: Targets) -> bool:
         """Returns whether both TTFT and ITL are within their targets."""

@@ -106,7 +106,7 @@ def median(measured: Sequence[Costs]) -> Costs:
     prefill, decode = middle([costs.prefill for costs in measured]), middle([costs.decode for costs in measured])
     singles: dict[str, Any] = {
         name: tuple(itertools.chain.from_iterable(getattr(costs, name) for costs in measured))
-        for name in ("warm", "idle", "beside", "late_s")
+        for name in (*_STARTS, "late_s")
     }
     return replace(measured[0], prefill=prefill, decode=decode, **values, **singles)
 
