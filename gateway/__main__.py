@@ -184,9 +184,10 @@ async def main(settings: GatewaySettings) -> None:
     grpc_servers = [grpc_server, *(vllm_ports.servers if vllm_ports else ())]
     is_leaving = asyncio.Event()
     has_begun = asyncio.Event()
+    joined = asyncio.create_task(workers.joined(settings.expect_workers))
 
     def ready() -> bool:
-        return workers.ready and has_begun.is_set()
+        return workers.ready and joined.done() and has_begun.is_set()
 
     is_operator = tenants.is_operator if settings.allow_runtime_lora_updating and adapters.is_enabled else None
     maps = BlockMaps(workers.stores, settings.block_store, trust)
@@ -209,6 +210,7 @@ async def main(settings: GatewaySettings) -> None:
         addresses += vllm_ports.addresses
         logger.info("vLLM's protocol on %s, prefill on %s, decode on %s", *vllm_ports.addresses)
     tasks = [
+        joined,
         asyncio.create_task(discovery.run()),
         asyncio.create_task(adapters.run()),
         asyncio.create_task(trials.warm()),

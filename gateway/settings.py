@@ -95,6 +95,9 @@ class GatewaySettings(VllmGrpcSettings, ServerSettings):
         description="an orchestrator such as Docker or Kubernetes restarts workers: while no pair of workers is ready, "
         "requests wait, even for longer than --recover-s",
     )
+    expect_workers: int = Field(
+        1, ge=1, description="number of workers that the gateway must know before it is ready for the first time"
+    )
     disaggregation: Literal["auto", "never"] = Field(
         "auto",
         description="auto: predicted times decide for each request whether its prompt is computed in the process that "

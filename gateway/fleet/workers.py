@@ -41,6 +41,7 @@ GATE_EXTRA = 8
 """The gate lets in `GATE_FACTOR` times as many sequences as decode can batch, plus `GATE_EXTRA`, because some of them
 are in prefill.
 """
+JOIN_POLL_S = 0.05
 ROOM_PER_SEQUENCE = 2
 """Free blocks required per KV group and sequence of a returning group, in addition to the blocks that the group needs
 to continue. With fewer blocks, the group might soon be given back again.
@@ -107,6 +108,12 @@ class Workers:
     def ready(self) -> bool:
         """Whether some prefill worker has a decode partner with an open session."""
         return self._router.ready(self._usable)
+
+    async def joined(self, number: int) -> None:
+        """Returns when `number` workers are known, and have an open session if they decode."""
+        states = self._router.workers.values()
+        while sum(s.record.role == "prefill" or self._usable(s.record) for s in states) < number:
+            await asyncio.sleep(JOIN_POLL_S)
 
     @property
     def are_restarting(self) -> bool:

@@ -16,7 +16,7 @@ from looseleaf.cluster.shared import Shared
 from looseleaf.serve.children import Child, Echo, wait_ready
 from looseleaf.serve.model_source import ModelSource, resolve
 from looseleaf.serve.placement import by_turns
-from looseleaf.serve.service_flags import flags_of, store_flags, store_secrets, with_ports, worker_flags
+from looseleaf.serve.service_flags import flags_of, store_flags, store_secrets, with_values, worker_flags
 from looseleaf.serve.service_group import ServiceGroup
 from looseleaf.serve.service_variables import check_variables
 from looseleaf.serve.settings import ServeSettings
@@ -79,7 +79,7 @@ class HostGroup(ServiceGroup):
         store = self._children[0]
         if plan.num_workers:
             store.spec = replace(
-                store.spec, flags=with_ports(store.spec.flags, {"--expect-workers": str(plan.num_workers)})
+                store.spec, flags=with_values(store.spec.flags, {"--expect-workers": str(plan.num_workers)})
             )
         wanted = [f"{role}-{number}" for role in ROLES for number in range(plan.count(role))]
         for child in self._children[1:]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +27,7 @@ from looseleaf.serve.service_flags import (
     store_flags,
     store_secrets,
     vllm_grpc_ports,
+    with_values,
     worker_flags,
 )
 from looseleaf.serve.service_group import FAILED_GRACE_S, ServiceGroup
@@ -98,9 +99,13 @@ class Launcher(ServiceGroup):
             self._spawn(name, package, [*flags, *turns, "--worker-id", name])
         # Workers take longest to start, so the gateway leaves them the cores while the store starts.
         wait_ready([store], self._children, settings.startup_timeout_s)
-        flags = gateway_flags(settings, source, store_address) + flags_of({"restarts_file": self._notice.file})
-        self._spawn("gateway", "gateway", flags, gateway_secrets(settings, redis_url, salt_secret(settings)))
+        own = {"restarts_file": self._notice.file, "expect_workers": settings.prefill + settings.decode}
+        flags = gateway_flags(settings, source, store_address) + flags_of(own)
+        secrets = gateway_secrets(settings, redis_url, salt_secret(settings))
+        gateway = self._spawn("gateway", "gateway", flags, secrets)
         ready = wait_ready(self._children, self._children, settings.startup_timeout_s)
+        # If the gateway is restarted, it serves with the workers that are there. Others may be restarting too.
+        gateway.spec = replace(gateway.spec, flags=with_values(gateway.spec.flags, {"--expect-workers": "1"}))
         self._stand_by(worker_flags(settings, source, store_address, WORKER), weights_bytes=int(ready[1][1]))
         return self._addresses(ready, source.notice)
 

@@ -209,9 +209,9 @@ def gateway_secrets(settings: ServeSettings, redis_url: str, salt: str) -> dict[
     return variables if settings.api_key is None else variables | {"LOOSELEAF_GATEWAY_API_KEY": settings.api_key}
 
 
-def with_ports(flags: Sequence[str], ports: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns `flags` with the ports that a service has bound, so that its successor binds the same ports."""
-    kept = list(flags)
-    for flag, address in ports.items():
-        kept[kept.index(flag) + 1] = address.rpartition(":")[2]
-    return tuple(kept)
+def with_values(flags: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns `flags` with other values. Raises ValueError if a flag is not in `flags`."""
+    changed = list(flags)
+    for flag, value in values.items():
+        changed[changed.index(flag) + 1] = value
+    return tuple(changed)

@@ -17,7 +17,7 @@ from common.errors import StartupError
 from looseleaf.serve.children import Child, ChildDied, Echo, Restarts, ServiceSpec, end, own_line
 from looseleaf.serve.placement import child_environment, threads_per_worker
 from looseleaf.serve.restart_notice import RestartNotice
-from looseleaf.serve.service_flags import inside_flags, with_ports
+from looseleaf.serve.service_flags import inside_flags, with_values
 from looseleaf.serve.settings import ServeSettings
 from looseleaf.serve.shm import ROOT, SharedDirectory
 from looseleaf.serve.standby import NAME, PACKAGE, Standby, wanted
@@ -131,8 +131,9 @@ class ServiceGroup:
         all services, by name.
         """
         for child in self._children:
-            ports = dict(zip(_PORT_FLAGS.get(child.name, ()), lines[child.name], strict=False))
-            child.spec = replace(child.spec, flags=with_ports(child.spec.flags, ports))
+            addresses = zip(_PORT_FLAGS.get(child.name, ()), lines[child.name], strict=False)
+            ports = {flag: address.rpartition(":")[2] for flag, address in addresses}
+            child.spec = replace(child.spec, flags=with_values(child.spec.flags, ports))
 
     @property
     def _secret_file(self) -> Path:

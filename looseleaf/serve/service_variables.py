@@ -54,7 +54,7 @@ DECIDED: Mapping[str, Mapping[str, str | None]] = {
     },
     "gateway": _INSIDE | {
         "model": "--model", "block_store": None, "redis_url": "--redis-url", "restarts_file": None,
-        "disaggregation": "--roles",
+        "disaggregation": "--roles", "expect_workers": "--prefill and --decode",
     },
     "prefill_svc": _WORKER,
     "decode_svc": _WORKER,

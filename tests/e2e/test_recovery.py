@@ -76,6 +76,30 @@ async def test_a_request_waits_for_a_worker_that_an_orchestrator_restarts(
             assert (await late).token_ids == expected
 
 
+async def test_a_gateway_that_restarts_does_not_wait_for_a_worker_that_is_down(checkpoint: Path) -> None:
+    options = {"num_blocks": 4096, "max_model_len": 1024, "roles": "both", "prefill": 2, "decode": 2}
+    with Orchestrated(serve_settings(str(checkpoint), options), lambda line: None) as launcher:
+        addresses = launcher.start()
+        async with AsyncClient(addresses.grpc) as client:
+            before = await client.generate(PROMPTS[0], **OPTIONS[0])
+            assert len((await client.explain(before.request_id))[0].attempts[0].prefill_considered) == 2
+        for name in ("worker-0", "gateway"):
+            os.kill(launcher.pids[name], signal.SIGKILL)
+        launcher.start_again("gateway")
+        health = partial(httpx.get, f"http://{addresses.http}/health", timeout=60)
+        wait_for(lambda: status_of(health), lambda status: status == 200, 60, "not ready again")
+        async with AsyncClient(addresses.grpc) as client:
+            assert (await client.generate(PROMPTS[0], **OPTIONS[0])).token_ids == before.token_ids
+
+
+def status_of(get: Callable[[], httpx.Response]) -> int | None:
+    """Returns the status of the response, or None if there is no server."""
+    try:
+        return get().status_code
+    except httpx.TransportError:
+        return None
+
+
 @pytest.mark.parametrize("name", ["decode", "prefill", "worker"])
 async def test_a_worker_that_sleeps_past_its_lease_wakes_up_fenced_and_costs_no_token(
     checkpoint: Path, name: str

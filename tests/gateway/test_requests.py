@@ -303,6 +303,19 @@ async def test_without_workers_for_long_a_request_is_refused_at_once(make_rig: M
     await never.close()
 
 
+async def test_workers_have_joined_when_they_are_known_and_decode_sessions_are_open(make_rig: MakeRig) -> None:
+    rig = await make_rig(num_decode=2)
+    async with asyncio.timeout(60):
+        await rig.workers.joined(3)
+    prefill, decode, _ = rig.records
+    rig.records.append(replace(decode, worker_id="d9", address="127.0.0.1:1"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(rig.workers.joined(4), 0.5)
+    rig.records.append(replace(prefill, worker_id="p9"))
+    async with asyncio.timeout(60):
+        await rig.workers.joined(4)
+
+
 async def test_while_workers_are_away_a_group_too_large_for_the_last_ones_is_refused(make_rig: MakeRig) -> None:
     rig = await make_rig(floors=[4], recover_s=0.3)
     no_workers(rig)
