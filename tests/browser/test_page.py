@@ -96,6 +96,8 @@ def test_stop_ends_an_answer(visit: Any, llm: LLM) -> None:
         os.kill(pid, signal.SIGSTOP)  # the answer cannot end by itself
     try:
         say(page, STORY, max_tokens="100")
+        asked = page.locator(".turn[data-request]").get_attribute("data-request")
+        wait_for(lambda: {one.request_id for one in llm.client.explain()}, lambda ids: asked in ids, 20, "late")
         page.click("#stop")
         page.locator("#stop").wait_for(state="hidden")
     finally:
