@@ -98,13 +98,14 @@ class KvSpec:
         return Retention(1 if self.kind is KvKind.STATE else self.window)
 
 
-KvOrder = Literal["heads_first", "slots_first"]
+KvOrder = Literal["heads_first", "slots_first", "words_first"]
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """The memory layout of the blocks of all KV groups. A block of keys and values has the shape [layers, 2, kv_heads,
-    block_size, head_dim] if `order` is "heads_first"; otherwise block_size precedes kv_heads. With int8, a scale
+    block_size, head_dim] if `order` is "heads_first". With "slots_first", block_size precedes kv_heads. With
+    "words_first", the keys of a head are [head_dim / x, block_size, x] with x numbers in 32 bits. With int8, a scale
     follows the head_dim numbers of each row.
     """
 

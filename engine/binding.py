@@ -15,7 +15,7 @@ from engine.graphs import DecodeGraphs
 from engine.kv_groups import LayerGroup
 from engine.models.attention import LayerCache
 from engine.models.fused import FusedDecoder
-from kernels.kv_cache import row_width
+from kernels.kv_cache import by_word, row_width
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -86,8 +86,8 @@ def as_tensor(arena: Arena, device: torch.device) -> torch.Tensor:
 
 
 def layer_caches(arena: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup]) -> dict[int, LayerCache]:
-    """Returns strided per-layer views [num_blocks, kv_heads, block_size, row_width] of the block-major arena
-    (`kernels.kv_cache`).
+    """Returns strided per-layer views [num_blocks, kv_heads, block_size, row_width] of the block-major arena. Keys may
+    be stored by word instead (`kernels.kv_cache`).
 
     The layers of a group are stored one after another in the group's blocks. A view also covers the blocks of other
     groups.
@@ -116,8 +116,9 @@ def _places(arena: torch.Tensor, layout: KvLayout, spec: KvSpec) -> list[LayerCa
     num_blocks, block_size = arena.shape[0], layout.block_size
     dtype = TORCH_DTYPES[spec.dtype]
     used = arena[:, : spec.block_bytes(block_size)].view(dtype)
-    inner = (spec.num_kv_heads, block_size) if layout.order == "heads_first" else (block_size, spec.num_kv_heads)
+    inner = (block_size, spec.num_kv_heads) if layout.order == "slots_first" else (spec.num_kv_heads, block_size)
     kv = used.view(num_blocks, spec.num_layers, 2, *inner, row_width(spec.head_dim, dtype))
     if layout.order == "slots_first":
         kv = kv.transpose(3, 4)
-    return [LayerCache(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(spec.num_layers)]
+    layers = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(spec.num_layers)]
+    return [LayerCache(by_word(k) if layout.order == "words_first" else k, v) for k, v in layers]

@@ -14,7 +14,7 @@ import torch
 
 from common.group_need import blocks_of
 from common.types import DType, kv_dtype
-from engine.attention_choice import Model, choose_by_layer, spec_by_layer
+from engine.attention_choice import Model, choose_by_layer, kv_order, spec_by_layer
 from engine.binding import TORCH_DTYPES, Arena, Binding
 from engine.checkpoint import fingerprint
 from engine.config import ModelConfig
@@ -88,7 +88,8 @@ class ModelRunner:
         self.device.wait()  # another runner's stream may now read the weights
         if isinstance(self.model, TransformersModel):
             self.config = replace(self.config, memories=self.model.memories)
-        self.layout, self.layer_groups = self.config.kv_groups(self._block_size, self._kv_dtype)
+        layout, self.layer_groups = self.config.kv_groups(self._block_size, self._kv_dtype)
+        self.layout = replace(layout, order=kv_order(self.attention, self._kv_dtype, self._block_size))
         self.attention_by_layer = self._attention_by_layer()
         parts = self.place.shard.parts
         self._numerics = numerics(self.device, self.attention, self.dtype, self._kv_dtype, settings, parts)

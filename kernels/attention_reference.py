@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.kv_cache import dequantize_rows
+from kernels.kv_cache import dequantize_rows, rows_of
 
 
 def _gather(cache: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-    """Gathers a sequence's rows of a cache [num_blocks, kv_heads, block_size, row_width] as fp32 [kv_heads,
-    context_len, head_dim].
-    """
-    rows = cache[block_ids.long()].transpose(0, 1).flatten(1, 2)
+    """Gathers a sequence's rows of a cache (`kernels.kv_cache`) as fp32 [kv_heads, context_len, head_dim]."""
+    rows = rows_of(cache[block_ids.long()]).transpose(0, 1).flatten(1, 2)
     return dequantize_rows(rows[:, :context_len])
 
 
@@ -54,7 +52,7 @@ def paged_prefill_reference(
 ) -> Tensor:
     """Computes `paged_prefill` in fp32, one sequence at a time, as the reference."""
     out = torch.zeros_like(q)
-    block_size = key_cache.shape[2]
+    block_size = value_cache.shape[2]
     starts = cu_seqlens_q.tolist()
     for i, context_len in enumerate(context_lens.tolist()):
         begin, end = starts[i], starts[i + 1]

@@ -10,6 +10,10 @@ Row formats, by the cache's dtype:
 
 A row depends only on one token's key or value, so its bytes are the same in any chunk, and a block can be copied as it
 is.
+
+On a CPU, the keys of a block are stored by word where `has_words` permits: [num_kv_heads, head_dim / x, block_size, x],
+with x elements in 32 bits. A vector of keys is then contiguous, so attention need not transpose keys. vLLM's first
+kernels had such a layout of keys, with x elements in 16 bytes (Kwon et al. 2023).
 """
 
 from __future__ import annotations
@@ -24,6 +28,45 @@ LEAST_MAGNITUDE = 2.0**-100
 """An int8 row whose largest magnitude is smaller than this is stored as zeros, because 127 divided by it might
 overflow.
 """
+
+
+WORD_BYTES = 4
+VECTOR_KEYS = 16
+"""The number of keys in the longest vector. A vector that is stored by word must not cross the end of a block."""
+
+
+def has_words(dtype: torch.dtype, block_size: int) -> bool:
+    """Returns whether keys of this dtype can be stored by word in blocks of this size."""
+    return dtype in (torch.bfloat16, torch.float32) and block_size % VECTOR_KEYS == 0
+
+
+def by_word(keys: Tensor) -> Tensor:
+    """Returns the view [num_blocks, num_kv_heads, head_dim / x, block_size, x] of memory for keys that has the shape
+    [num_blocks, num_kv_heads, block_size, head_dim]. Its last two dimensions must be contiguous.
+    """
+    size, width = keys.shape[2], WORD_BYTES // keys.element_size()
+    return keys.flatten(2).unflatten(2, (-1, size, width))
+
+
+def check_keys(keys: Tensor, values: Tensor) -> None:
+    """Raises ValueError unless the keys have the shape of the values or are stored by word."""
+    if keys.dim() != 5:
+        if keys.shape != values.shape:
+            raise ValueError("key_cache and value_cache differ in shape")
+        return
+    blocks, heads, size, head_dim = values.shape
+    width = WORD_BYTES // keys.element_size()
+    if not has_words(keys.dtype, size):
+        raise ValueError(f"keys of {keys.dtype} in blocks of {size} tokens cannot be stored by word")
+    if keys.shape != (blocks, heads, head_dim // width, size, width) or keys.stride()[2:] != (size * width, width, 1):
+        raise ValueError("key_cache, stored by word, does not fit value_cache or is not contiguous in a head")
+
+
+def rows_of(cache: Tensor) -> Tensor:
+    """Returns a cache as rows [num_blocks, num_kv_heads, block_size, row_width]. Copies keys that are stored by word,
+    unless they are fp32.
+    """
+    return cache.transpose(2, 3).flatten(3) if cache.dim() == 5 else cache
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:

@@ -31,7 +31,8 @@ def paged_attention(
 
     q: [num_seqs, num_heads, head_dim] bf16 or fp32, last dimension contiguous; head_dim a multiple of 8.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, row_width] of q's dtype, float8_e4m3fn or, on a CPU,
-        int8 (`kernels.kv_cache`), last dimension contiguous, otherwise any strides.
+        int8, last dimension contiguous, otherwise any strides. On a CPU, keys may be stored by word
+        (`kernels.kv_cache`).
     block_table: int32 [num_seqs, max_blocks]; entries of blocks without a visible key are not read.
     context_lens: int32 [num_seqs], including the current token, whose K and V are already written; 0 gives a row of
         zeros.

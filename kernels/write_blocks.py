@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import count_fallback
-from kernels.kv_cache import EIGHT_BITS, head_dim_of, quantize_rows
+from kernels.kv_cache import EIGHT_BITS, WORD_BYTES, check_keys, head_dim_of, quantize_rows
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -37,9 +37,13 @@ def write_blocks_reference(
         q.copy_(_rotate(q, positions, cos_sin))
         k = _rotate(k.float() if key_cache.dtype in EIGHT_BITS else k, positions, cos_sin)  # rounded once
     kept = slot_mapping >= 0
-    slots, block_size = slot_mapping[kept], key_cache.shape[2]
+    slots, block_size = slot_mapping[kept], value_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, offsets] = quantize_rows(k[kept], key_cache.dtype)
+    rows = quantize_rows(k[kept], key_cache.dtype)
+    if key_cache.dim() == 5:
+        key_cache[blocks, :, :, offsets] = rows.unflatten(2, (-1, WORD_BYTES // rows.element_size()))
+    else:
+        key_cache[blocks, :, offsets] = rows
     value_cache[blocks, :, offsets] = quantize_rows(v[kept], value_cache.dtype)
 
 
@@ -59,7 +63,7 @@ def write_blocks(
     positions: int64 [T].
     slot_mapping: int64 [T] = block * block_size + offset; for a negative slot, k and v are not written.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, row_width], strided, of q's dtype or float8_e4m3fn,
-        on a CPU also int8 (`kernels.kv_cache`). Rotated numbers are rounded once.
+        on a CPU also int8. On a CPU, keys may be stored by word (`kernels.kv_cache`). Rotated numbers are rounded once.
     cos_sin: fp32 [max_pos, rotary_dim] = cos[:rotary_dim / 2] then sin, rotary_dim <= head_dim; None: no rotation.
     Raises ValueError if shapes or dtypes do not fit. The C++ path also raises it for a slot or position out of range,
     before anything is written.
@@ -72,7 +76,9 @@ def write_blocks(
         raise ValueError("positions and slot_mapping must be int64 [T]")
     if not q.shape[0] == k.shape[0] == v.shape[0] == positions.shape[0]:
         raise ValueError("q, k, v and positions differ in the number of tokens")
-    if k.shape != v.shape or k.shape[1:] != (key_cache.shape[1], head_dim_of(key_cache)) or q.shape[2] != k.shape[2]:
+    check_keys(key_cache, value_cache)
+    heads, head_dim = value_cache.shape[1], head_dim_of(value_cache)
+    if k.shape != v.shape or k.shape[1:] != (heads, head_dim) or q.shape[2] != k.shape[2]:
         raise ValueError("k, v [T, kv_heads, head_dim] do not fit the caches")
     if cos_sin is not None and (cos_sin.dtype != torch.float32 or cos_sin.shape[1] > q.shape[2]):
         raise ValueError("cos_sin must be fp32 [max_pos, rotary_dim <= head_dim]")

@@ -192,7 +192,7 @@ class Pass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
         """Computes the attention of one layer (see `Call.attend`)."""
         step, cache = self.step, self.caches[layer]
-        wide, value_dim = head_dim_of(cache.keys), v.shape[2]
+        wide, value_dim = head_dim_of(cache.values), v.shape[2]
         q, k, v = _padded(q, wide), _padded(k, wide), _padded(v, wide)
         provider, group = step.by_layer[layer]
         write_blocks(q, k, v, step.positions, group.slot_mapping, cache.keys, cache.values, None)

@@ -68,8 +68,8 @@ class StepMetadata:
 class LayerCache:
     """A view of one layer's keys and values in the arena."""
 
-    keys: torch.Tensor  # [num_blocks, kv_heads, block_size, row_width] (kernels.kv_cache), strided
-    values: torch.Tensor  # as keys
+    keys: torch.Tensor  # as values, or stored by word (kernels.kv_cache)
+    values: torch.Tensor  # [num_blocks, kv_heads, block_size, row_width], strided
 
     def of_heads(self, heads: slice) -> LayerCache:
         """Returns the view of some KV heads."""

@@ -61,7 +61,7 @@ class FusedDecoder:
         places = [group_of[index] for index in indices]
         self._experts = [_experts(layer) for layer in decoder.layers]
         self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, own, places, self._experts))
-        self._model = _model(decoder, config, own[0].keys, self._layers)
+        self._model = _model(decoder, config, own[0], self._layers)
         self._groups = (Group * len(groups))()
         self._pass = Pass(groups=ctypes.addressof(self._groups))
         self._room_for = (0, 0)
@@ -123,9 +123,9 @@ class FusedDecoder:
             self._pass.logits = self._logits.data_ptr()
 
 
-def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.Array[Layer]) -> Model:
+def _model(decoder: Decoder, c: ModelConfig, cache: LayerCache, layers: ctypes.Array[Layer]) -> Model:
     max_pos, rotary = decoder.layers[0].cos_sin.shape
-    block, head, slot, _ = keys.stride()
+    block, head, slot, _ = cache.values.stride()
     dtype, experts, o = decoder.dtype, c.experts, decoder.layers[0].o
     num_sums = o.num_sums if isinstance(o, RowParallelLinear) else 0
     ranks = ctypes.addressof(o.ranks) if isinstance(o, RowParallelLinear) and o.ranks is not None else None
@@ -139,8 +139,9 @@ def _model(decoder: Decoder, c: ModelConfig, keys: torch.Tensor, layers: ctypes.
         gelu=c.activation == "gelu_tanh", wide_norms=decoder.layers[0].input_norm.dtype == torch.float32,
         num_experts=experts.count if experts else 0, per_token=experts.per_token if experts else 0,
         renormalize=experts.renormalize if experts else 0, round_weights=experts.round_weights if experts else 0,
-        num_blocks=keys.shape[0], block_size=keys.shape[2], cache_block=block, cache_head=head, cache_slot=slot,
-        kv_type=kv_type(keys.dtype, dtype), eps=c.norm_eps, scale=c.scale_of_scores, softcap=c.softcap or 0.0,
+        num_blocks=cache.values.shape[0], block_size=cache.values.shape[2], cache_block=block, cache_head=head,
+        cache_slot=slot, by_word=cache.keys.dim() == 5, kv_type=kv_type(cache.values.dtype, dtype), eps=c.norm_eps,
+        scale=c.scale_of_scores, softcap=c.softcap or 0.0,
         logits_softcap=c.logits_softcap or 0.0, embed_scale=torch.tensor(c.embed_scale, dtype=dtype).item(),
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ constexpr int TILE_ROWS = 96;  // query rows that share packed keys; no effect o
 #else
 constexpr int TILE_ROWS = 48;
 #endif
+constexpr int64_t MOST_AHEAD = 128 << 10;  // bytes that are prefetched at most; they must stay in the L2 cache
 
 template <class T, class E>
 struct Attention {
@@ -30,6 +31,7 @@ struct Attention {
     const int32_t *block_table, *context_lens, *cu;
     int64_t out_token, out_head, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row;
     int64_t num_blocks, max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window;
+    bool by_word;  // keys are stored by word (kernels/kv_cache.py)
     float scale, softcap;
     const float* sinks;  // [heads], or null
     bool prefetch;
@@ -70,10 +72,17 @@ struct Attention {
         return 0;
     }
 
+    size_t tile_bytes(int rows) const { return Tile<T, E>::bytes(rows, int(d)); }
+
+    void place(Tile<T, E>& t, char* memory, int rows) const {
+        t.place(memory, rows, int(d), scale, softcap);
+        t.word_step = by_word ? block_size : 0;
+    }
+
     // Sets the tile up for query tokens [i0, i0 + n) of a sequence and the heads of one KV head.
-    void begin(Tile<T, E>& t, Scratch& scratch, int64_t seq, int64_t kv_head, int64_t i0, int n) const {
+    void begin(Tile<T, E>& t, char* memory, int64_t seq, int64_t kv_head, int64_t i0, int n) const {
         const int g = group(), rows = n * g;
-        t.place(scratch.reserve(Tile<T, E>::bytes(rows, int(d))), rows, int(d), scale, softcap);
+        place(t, memory, rows);
         for (int r = 0; r < rows; ++r) {
             const T* row = q + (q_begin(seq) + i0 + r / g) * q_token + (kv_head * g + r % g) * q_head;
             pack_q(t, r, row);
@@ -115,8 +124,19 @@ struct Attention {
         in_tiles() ? attend_on_tiles(&t, lo, hi) : attend(t, lo, hi);
     }
 
+    // Lists pointers to the vectors of keys that are stored by word, for the groups that contain positions [base + lo,
+    // base + hi). A vector without such a position is replaced by a neighbour that has one.
+    void locate_words(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
+        for (int g = lo / GROUP_KEYS * GROUP_KEYS / W; g * W < (hi + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS; ++g) {
+            const int64_t at = base + std::min(std::max(g * W, lo / W * W), (hi - 1) / W * W);
+            const int64_t id = block_table[seq * table_row + at / block_size];
+            t.by_word[g] = reinterpret_cast<const float*>(k + id * k_block + kv_head * k_head) + at % block_size;
+        }
+    }
+
     // Lists pointers to the keys and values of positions [base + lo, base + hi), with their scales.
     void locate(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
+        if (by_word) locate_words(t, seq, kv_head, base, lo, hi);
         for (int at = lo; at < hi;) {
             int64_t slot = (base + at) % block_size, id = block_table[seq * table_row + (base + at) / block_size];
             const E* key = k + id * k_block + kv_head * k_head + slot * k_slot;
@@ -128,15 +148,21 @@ struct Attention {
         }
     }
 
-    // Adds the keys and values of positions [from, to) to the memory that is prefetched.
-    void locate(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t from, int64_t to) const {
+    // Adds the keys and values of positions [from, to) and of some KV heads to the memory that is prefetched.
+    void locate(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t num_heads, int64_t from, int64_t to) const {
         const int64_t width = d + SCALE_WIDTH<E>;
         const bool in_one = k_slot == width && v_slot == width;  // a block's slots are contiguous
+        const auto add = [&](const E* first, int64_t head, int64_t n) {
+            if (head == n * width) return ahead.add(first, num_heads * head);  // one run for all heads
+            for (int64_t h = 0; h < num_heads; ++h) ahead.add(first + h * head, n * width);
+        };
         for (int64_t at = from, n; at < to; at += n) {
             const int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
             n = in_one ? std::min(to - at, block_size - slot) : 1;
-            ahead.add(k + id * k_block + kv_head * k_head + slot * k_slot, n * width);
-            ahead.add(v + id * v_block + kv_head * v_head + slot * v_slot, n * width);
+            // By word, every key is in most lines of its block, so the last keys need the rest of the block.
+            const int64_t keys = by_word && at + n == context_lens[seq] ? block_size - slot : n;
+            add(k + id * k_block + kv_head * k_head + slot * k_slot, k_head, keys);
+            add(v + id * v_block + kv_head * v_head + slot * v_slot, v_head, n);
         }
     }
 
@@ -170,7 +196,7 @@ struct Attention {
     }
 
     struct Unit {
-        int64_t seq, kv_head, at;  // at: first query of the tile, or index of the piece
+        int64_t seq, kv_head, at;  // kv_head: the first one; at: first query of the tile, or index of the piece
     };
 
     // Begin and end of the keys that a unit reads, without the pieces that `share` has computed.
@@ -187,6 +213,7 @@ struct Attention {
         const Attention& a;
         const std::vector<Unit>& units;
         const int tile;
+        const int64_t num_heads;  // KV heads of a unit
         const int64_t together;
         int64_t stretch, next_stretch;  // the stretch that the thread is in, and the one after it
         int64_t in = -1, unit = -1, key = 0, lead = 0;  // prefetch position; keys from the thread's piece to it
@@ -214,7 +241,7 @@ struct Attention {
                 const Unit& w = units[unit];
                 const int64_t end = a.keys_end(w, a.queries(w, tile)), upto = std::min(end, key + want - found);
                 if (key < upto) {
-                    a.locate(t.ahead, w.seq, w.kv_head, key, upto);
+                    a.locate(t.ahead, w.seq, w.kv_head, num_heads, key, upto);
                     found += int(upto - key), key = upto;
                 } else if (!go_on()) {
                     break;
@@ -227,7 +254,7 @@ struct Attention {
 
     int queries(const Unit& w, int tile) const { return int(std::min<int64_t>(q_len(w.seq) - w.at, tile)); }
 
-    void walk(const std::vector<Unit>& units, int tile, int threads) const {
+    void walk(const std::vector<Unit>& units, int tile, int64_t num_heads, int threads) const {
         // Adjacent units stay together, so that the prefetch crosses units, unless a thread would have none. Long tiles
         // come first.
         const int64_t count = units.size(), most = std::min<int64_t>(4, count / (4 * threads));
@@ -235,7 +262,7 @@ struct Attention {
         team(count > 1 ? threads : 1, [&](Claims& claims) {
             static thread_local Scratch scratch;
             Tile<T, E> t;
-            Following next{*this, units, tile, together, 0, claims.next()};
+            Following next{*this, units, tile, num_heads, together, 0, claims.next()};
             while (next.first_of(next.stretch = next.next_stretch) >= 0) {
                 next.next_stretch = claims.next();
                 for (int64_t u = next.first_of(next.stretch); u >= next.last_of(next.stretch); --u)
@@ -246,16 +273,24 @@ struct Attention {
 
     void compute(Tile<T, E>& t, Scratch& scratch, Following& next, int64_t u) const {
         const Unit& w = next.units[u];
-        const int n = queries(w, next.tile);
-        begin(t, scratch, w.seq, w.kv_head, w.at, n);
+        const int n = queries(w, next.tile), rows = n * group();
+        const size_t bytes = tile_bytes(rows);
+        char* memory = scratch.reserve(bytes * next.num_heads);
+        for (int64_t h = 0; h < next.num_heads; ++h) begin(t, memory + h * bytes, w.seq, w.kv_head + h, w.at, n);
         const int64_t begins = keys_begin(w), ends = keys_end(w, n);
         for (int64_t p = begins / PIECE; p * PIECE < ends; ++p) {
             const int64_t from = std::max(begins, p * PIECE), to = std::min(ends, (p + 1) * PIECE);
             t.ahead.count = 0;
             if (prefetch) next.fill(t, u, to, int(to - from));
-            if (piece(t, w.seq, w.kv_head, w.at, p * PIECE)) merge(t);
+            for (int64_t h = 0; h < next.num_heads; ++h) {
+                place(t, memory + h * bytes, rows);
+                if (piece(t, w.seq, w.kv_head + h, w.at, p * PIECE)) merge(t);
+            }
         }
-        finish(t, w.seq, w.kv_head, w.at);
+        for (int64_t h = 0; h < next.num_heads; ++h) {
+            place(t, memory + h * bytes, rows);
+            finish(t, w.seq, w.kv_head + h, w.at);
+        }
     }
 
     // --- decode: pieces that several sequences share
@@ -352,7 +387,7 @@ struct Attention {
 
     void together(Tile<T, E>& t, Scratch& scratch, const int64_t* seqs, int n, int64_t pieces, int64_t kv_head) {
         const int g = group(), rows = n * g;
-        t.place(scratch.reserve(Tile<T, E>::bytes(rows, int(d))), rows, int(d), scale, softcap);
+        place(t, scratch.reserve(tile_bytes(rows)), rows);
         for (int r = 0; r < rows; ++r) {
             pack_q(t, r, q + q_begin(seqs[r / g]) * q_token + (kv_head * g + r % g) * q_head);
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f, t.lo[r] = 0, t.hi[r] = PIECE;
@@ -363,7 +398,7 @@ struct Attention {
             locate(t, seqs[0], kv_head, p * PIECE, 0, PIECE);
             t.ahead.count = 0;
             if (prefetch && p + 1 < pieces) {
-                locate(t.ahead, seqs[0], kv_head, (p + 1) * PIECE, (p + 2) * PIECE);
+                locate(t.ahead, seqs[0], kv_head, 1, (p + 1) * PIECE, (p + 2) * PIECE);
                 t.ahead.begin(1);
             }
             attend_located(t, 0, PIECE);
@@ -377,13 +412,22 @@ struct Attention {
         }
     }
 
-    void prefill(int threads) const {
+    void prefill(int threads, int64_t num_heads = 1) const {
         const int tile = TILE_ROWS / group() > 0 ? TILE_ROWS / group() : 1;
         std::vector<Unit> units;
         for (int64_t s = 0; s < num_seqs; ++s)
             for (int64_t i = 0; i < q_len(s); i += tile)
-                for (int64_t h = 0; h < kv_heads; ++h) units.push_back({s, h, i});
-        walk(units, tile, threads);
+                for (int64_t h = 0; h < kv_heads; h += num_heads) units.push_back({s, h, i});
+        walk(units, tile, num_heads, threads);
+    }
+
+    // Returns for how many KV heads a unit of decode computes a piece before the next piece. Their keys are neighbours
+    // in a block, and long runs of memory are read faster than short ones.
+    int64_t heads_together(int threads) const {
+        const int64_t bytes = 2 * PIECE * (d + SCALE_WIDTH<E>) * int64_t(sizeof(E));
+        int64_t n = std::clamp<int64_t>(MOST_AHEAD / bytes, 1, kv_heads);
+        while (n > 1 && (kv_heads % n || num_seqs * kv_heads / n < 4 * threads)) --n;
+        return n;
     }
 
     // Decodes batches with too few (sequence, KV head) pairs to use all threads: computes pieces separately, then
@@ -405,7 +449,7 @@ struct Attention {
             static thread_local Scratch scratch;
             Tile<T, E> t;
             for (size_t u; (u = claims.next()) < units.size();) {
-                begin(t, scratch, units[u].seq, units[u].kv_head, 0, 1);
+                begin(t, scratch.reserve(tile_bytes(g)), units[u].seq, units[u].kv_head, 0, 1);
                 t.ahead.count = 0;
                 piece(t, units[u].seq, units[u].kv_head, 0, units[u].at * PIECE);
                 float* p = partial.data() + u * width;
@@ -416,7 +460,7 @@ struct Attention {
         team_for(threads, num_seqs * kv_heads, [&](int64_t w) {
             static thread_local Scratch scratch;
             Tile<T, E> t;
-            begin(t, scratch, w / kv_heads, w % kv_heads, 0, 1);
+            begin(t, scratch.reserve(tile_bytes(g)), w / kv_heads, w % kv_heads, 0, 1);
             for (size_t u = first[w]; u < first[w + 1]; ++u) {
                 const float* p = partial.data() + u * width;
                 for (int r = 0; r < g; ++r)
@@ -434,7 +478,7 @@ struct Attention {
         if (one_each && threads > 1 && num_seqs * kv_heads < 2 * threads)
             return split_decode(threads), 0;
         if (one_each) share(threads);
-        prefill(threads);
+        prefill(threads, one_each ? heads_together(threads) : 1);
         return 0;
     }
 };
@@ -464,16 +508,17 @@ LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* 
                            int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,
                            int64_t k_slot, int64_t v_block, int64_t v_head, int64_t v_slot, int64_t table_row,
                            int64_t num_blocks, int64_t max_blocks, int64_t total_q, int64_t num_seqs, int64_t heads,
-                           int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t is_bf16,
-                           int64_t kv_type, int64_t threads, const float* sinks, float scale, float softcap) {
+                           int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t by_word,
+                           int64_t is_bf16, int64_t kv_type, int64_t threads, const float* sinks, float scale,
+                           float softcap) {
     return ll::for_types(is_bf16, kv_type, [&](auto q_tag, auto kv_tag) {
         using T = decltype(q_tag);
         using E = decltype(kv_tag);
         ll::Attention<T, E> a{static_cast<T*>(out), static_cast<const T*>(q), static_cast<const E*>(k),
                               static_cast<const E*>(v), block_table, context_lens, cu_seqlens_q, out_token, out_head,
                               q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, table_row, num_blocks,
-                              max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, scale, softcap,
-                              sinks, ll::prefetching, ll::on_tiles};
+                              max_blocks, total_q, num_seqs, heads, kv_heads, block_size, d, window, by_word != 0,
+                              scale, softcap, sinks, ll::prefetching, ll::on_tiles};
         return a.run(int(threads));
     });
 }

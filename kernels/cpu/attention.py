@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.attention_reference import paged_attention_reference, paged_prefill_reference
 from kernels.cpu.loader import current
 from kernels.cpu.selection import count_fallback
-from kernels.kv_cache import EIGHT_BITS, head_dim_of
+from kernels.kv_cache import EIGHT_BITS, check_keys, head_dim_of
 
 
 def _check(ok: bool, message: str) -> None:
@@ -19,11 +19,11 @@ def _check(ok: bool, message: str) -> None:
 def _check_shapes(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor, softmax_scale: float
 ) -> None:
-    _check(q.dim() == 3 and key_cache.dim() == 4, "q must be [rows, heads, head_dim], caches [blocks, heads, slots, d]")
-    _check(key_cache.shape == value_cache.shape, "key_cache and value_cache differ in shape")
+    _check(q.dim() == 3 and value_cache.dim() == 4, "q must be [rows, heads, d], value_cache [blocks, heads, slots, d]")
+    check_keys(key_cache, value_cache)
     fits = key_cache.dtype == value_cache.dtype in (q.dtype, *EIGHT_BITS)
     _check(fits, "the caches' dtype must be q's or one of 8 bits")
-    _check(q.shape[2] == head_dim_of(key_cache) and q.shape[2] % 8 == 0, "head_dim must match and be a multiple of 8")
+    _check(q.shape[2] == head_dim_of(value_cache) and q.shape[2] % 8 == 0, "head_dim must match and be a multiple of 8")
     _check(key_cache.shape[1] > 0 and q.shape[1] % key_cache.shape[1] == 0, "num_heads must be a multiple of kv heads")
     _check(block_table.dtype == context_lens.dtype == torch.int32, "block_table and context_lens must be int32")
     _check(block_table.dim() == 2 and block_table.shape[0] == context_lens.shape[0], "one block table row per sequence")

@@ -60,20 +60,20 @@ void for_row_tiles(int rows, F&& work) {
     }
 }
 
-// Adds N products to the sums in tiles 0 to N - 1, of one left operand and of N right operands that are `b_next` bytes
-// apart.
+// Adds N products to the sums in tiles 0 to N - 1, of one left operand and of the right operands that begin `at` bytes
+// after each of b.
 template <int N>
-LL_INLINE void add_products(const char* a, int64_t a_row, const char* b, int64_t b_row, int64_t b_next) {
+LL_INLINE void add_products(const char* a, int64_t a_row, const char* const (&b)[N], int64_t at, int64_t b_row) {
     static_assert(N == 2 || N == 4, "the tiles are named by constants");
     _tile_loadd(4, a, a_row);
-    _tile_loadd(5, b, b_row);
+    _tile_loadd(5, b[0] + at, b_row);
     _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, b + b_next, b_row);
+    _tile_loadd(6, b[1] + at, b_row);
     _tile_dpbf16ps(1, 4, 6);
     if constexpr (N == 4) {
-        _tile_loadd(7, b + 2 * b_next, b_row);
+        _tile_loadd(7, b[2] + at, b_row);
         _tile_dpbf16ps(2, 4, 7);
-        _tile_loadd(5, b + 3 * b_next, b_row);
+        _tile_loadd(5, b[3] + at, b_row);
         _tile_dpbf16ps(3, 4, 5);
     }
 }
@@ -98,14 +98,28 @@ LL_INLINE void store_sums(float* to, int64_t row_bytes) {
     }
 }
 
-// Computes the scores of a tile of rows for N vectors of the panel, which begins with vector g of the piece.
-template <int N>
-void score(const Tile& t, int row, int at, int g) {
+// Computes the scores of a tile of rows for N vectors of keys, starting at vector g of the piece. The words of a vector
+// are `step` floats apart.
+template <int N, bool AHEAD>
+void score(Tile& t, int row, const float* const* vectors, int64_t step, int g) {
+    const char* keys[N];
+    for (int i = 0; i < N; ++i) keys[i] = reinterpret_cast<const char*>(vectors[i]);
     zero_sums<N>();
-    for (int word = 0; word < t.words; word += WORDS)
-        add_products<N>(reinterpret_cast<const char*>(t.q_row(row) + word), t.words * 4,
-                        reinterpret_cast<const char*>(t.kpack + (word * PANEL + at) * W), PANEL * W * 4, W * 4);
-    store_sums<N>(t.scores + int64_t(row) * PIECE + (g + at) * W, PIECE * 4);
+    for (int word = 0; word < t.words; word += WORDS) {
+        if constexpr (AHEAD) t.ahead.ask(N * WORDS);
+        const char* queries = reinterpret_cast<const char*>(t.q_row(row) + word);
+        add_products<N>(queries, t.words * 4, keys, word * step * 4, step * 4);
+    }
+    store_sums<N>(t.scores + int64_t(row) * PIECE + g * W, PIECE * 4);
+}
+
+// Computes the scores of at most ROWS rows for vectors [first, last) of keys that are stored by word, which are right
+// operands as they are.
+template <bool AHEAD>
+void score_words(Tile& t, int first, int last) {
+    configure(configurations.of_rows[t.rows - 1]);
+    for (; first + 4 <= last; first += 4) score<4, AHEAD>(t, 0, t.by_word + first, t.word_step, first);
+    if (first < last) score<2, AHEAD>(t, 0, t.by_word + first, t.word_step, first);
 }
 
 // Sets right operands to the queries of a few rows: a row of an operand has a pair of elements of each query.
@@ -212,8 +226,8 @@ void score_all(Tile& t, int first, int last) {
         for (int i = 0; i < n; ++i) ll::pack_keys<bf16, bf16, AHEAD>(t, g + i, i);
         for_row_tiles(t.rows, [&](int row) {
             int at = 0;
-            for (; at + 4 <= n; at += 4) score<4>(t, row, at, g);
-            if (at < n) score<2>(t, row, at, g);
+            for (; at + 4 <= n; at += 4) score<4, false>(t, row, t.packed + at, PANEL * W, g + at);
+            if (at < n) score<2, false>(t, row, t.packed + at, PANEL * W, g + at);
         });
     }
 }
@@ -236,10 +250,13 @@ void pack_values(Tile& t, int first) {
 // Computes N * 16 columns of the output of a tile of rows over keys [from, to).
 template <int N>
 void sum_values(const Tile& t, int row, int col, int from, int to) {
+    const char* values[N];
+    for (int i = 0; i < N; ++i) values[i] = reinterpret_cast<const char*>(t.vpack) + col * KEYS * 2 + i * ROWS * 64;
     zero_sums<N>();
-    for (int key = from; key < to; key += KEYS)
-        add_products<N>(reinterpret_cast<const char*>(t.weights + int64_t(row) * PIECE + key), WEIGHT_BYTES,
-                        reinterpret_cast<const char*>(t.vpack) + (int64_t(key) * t.d + col * KEYS) * 2, 64, ROWS * 64);
+    for (int key = from; key < to; key += KEYS) {
+        const char* weights = reinterpret_cast<const char*>(t.weights + int64_t(row) * PIECE + key);
+        add_products<N>(weights, WEIGHT_BYTES, values, int64_t(key) * t.d * 2, 64);
+    }
     store_sums<N>(t.o + int64_t(row) * t.dpad + col, t.dpad * 4);
 }
 
@@ -247,7 +264,9 @@ template <bool AHEAD>
 void attend(Tile& t, int lo, int hi) {
     ll::widen_to_groups(t, lo, hi);
     const int begin = lo, end = hi;
-    if (t.rows <= 4)
+    if (t.word_step && t.rows <= ROWS)
+        score_words<AHEAD>(t, begin / W, end / W);
+    else if (t.rows <= 4)
         score_few<4, AHEAD>(t, begin / W, end / W);
     else if (t.rows <= ROWS)
         score_few<ROWS, AHEAD>(t, begin / W, end / W);

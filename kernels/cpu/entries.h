@@ -24,14 +24,15 @@ LL_EXPORT int ll_write_blocks(void* q, const void* k, const void* v, const int64
                               int64_t kc_block, int64_t kc_head, int64_t kc_slot, int64_t vc_block, int64_t vc_head,
                               int64_t vc_slot, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
                               int64_t num_blocks, int64_t block_size, int64_t max_pos, int64_t rotary,
-                              int64_t is_bf16, int64_t kv_type, int64_t threads);
+                              int64_t by_word, int64_t is_bf16, int64_t kv_type, int64_t threads);
 LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* v, const int32_t* block_table,
                            const int32_t* context_lens, const int32_t* cu_seqlens_q, int64_t out_token,
                            int64_t out_head, int64_t q_token, int64_t q_head, int64_t k_block, int64_t k_head,
                            int64_t k_slot, int64_t v_block, int64_t v_head, int64_t v_slot, int64_t table_row,
                            int64_t num_blocks, int64_t max_blocks, int64_t total_q, int64_t num_seqs, int64_t heads,
-                           int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t is_bf16,
-                           int64_t kv_type, int64_t threads, const float* sinks, float scale, float softcap);
+                           int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t by_word,
+                           int64_t is_bf16, int64_t kv_type, int64_t threads, const float* sinks, float scale,
+                           float softcap);
 LL_EXPORT int ll_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
                         int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t is_bf16, int64_t threads);
 LL_EXPORT int ll_linear_sums(const void* x, const void* packed, float* out, int64_t rows, int64_t n_in, int64_t n_out,

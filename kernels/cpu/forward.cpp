@@ -43,7 +43,7 @@ struct Model {
     int64_t num_sums;  // number of sums in memory at a time for products in parts; 0 if there are none
     int64_t num_layers, hidden, vocab, heads, kv_heads, d, max_pos, rotary, is_bf16;
     int64_t inner, gelu, wide_norms, num_experts, per_token, renormalize, round_weights;
-    int64_t num_blocks, block_size, cache_block, cache_head, cache_slot, kv_type;
+    int64_t num_blocks, block_size, cache_block, cache_head, cache_slot, by_word, kv_type;
     float eps, scale, softcap, logits_softcap, embed_scale;  // scale and softcap of attention's scores; softcap 0: none
 };
 
@@ -176,8 +176,8 @@ struct Forward {
         if (int error = ll_write_blocks(qkv, k, v, p.positions, group.slots, layer.keys, layer.values, layer.cos_sin,
                                         qkv_width, m.d, qkv_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head,
                                         m.cache_slot, m.cache_block, m.cache_head, m.cache_slot, p.num_tokens, m.heads,
-                                        m.kv_heads, m.d, m.num_blocks, m.block_size, m.max_pos, m.rotary, m.is_bf16,
-                                        m.kv_type, p.threads))
+                                        m.kv_heads, m.d, m.num_blocks, m.block_size, m.max_pos, m.rotary, m.by_word,
+                                        m.is_bf16, m.kv_type, p.threads))
             return error;
         std::vector<int32_t> counts{0};
         const bool selects = is_last && p.rows, early = selects && count_last(counts);  // early: only wanted rows attend
@@ -186,8 +186,8 @@ struct Forward {
             attended, qkv, layer.keys, layer.values, group.table, p.context_lens, early ? counts.data() : p.cu_seqlens_q,
             q_width, m.d, qkv_width, m.d, m.cache_block, m.cache_head, m.cache_slot, m.cache_block, m.cache_head,
             m.cache_slot, group.table_row, m.num_blocks, group.table_width, early ? p.num_rows : p.num_tokens, p.num_seqs,
-            m.heads, m.kv_heads, m.block_size, m.d, layer.window, m.is_bf16, m.kv_type, p.threads, nullptr, m.scale,
-            m.softcap);
+            m.heads, m.kv_heads, m.block_size, m.d, layer.window, m.by_word, m.is_bf16, m.kv_type, p.threads, nullptr,
+            m.scale, m.softcap);
         if (selects && !early) keep_wanted(attended, q_width);
         if (selects) keep_wanted(residual, hidden);
         return error;

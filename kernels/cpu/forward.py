@@ -48,8 +48,9 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     """The C structure of the parameters and sizes of a model or of a stage. A stage other than the first stage has no
     `embed`, and a stage other than the last stage has no `norm` and no `lm_head`. `cache_*` are the strides of a
-    layer's keys and values, in elements. `inner` is the width of the widest MLP or expert. With `wide_norms`, the
-    weights of norms are fp32. A softcap of 0 means that there is no softcap.
+    layer's keys and values, in elements; with `by_word`, keys are stored by word, as if each had a row. `inner` is the
+    width of the widest MLP or expert. With `wide_norms`, the weights of norms are fp32. A softcap of 0 means that there
+    is no softcap.
     """
 
     _fields_ = [
@@ -60,7 +61,7 @@ class Model(ctypes.Structure):
         *((name, I64) for name in ("is_bf16", "inner", "gelu", "wide_norms")),
         *((name, I64) for name in ("num_experts", "per_token", "renormalize", "round_weights")),
         *((name, I64) for name in ("num_blocks", "block_size", "cache_block", "cache_head", "cache_slot")),
-        ("kv_type", I64),
+        *((name, I64) for name in ("by_word", "kv_type")),
         *((name, F32) for name in ("eps", "scale", "softcap", "logits_softcap", "embed_scale")),
     ]
 

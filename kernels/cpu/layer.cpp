@@ -116,6 +116,7 @@ struct Write {
     const float* cos_sin;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot;
     int64_t tokens, heads, kv_heads, d, num_blocks, block_size, max_pos, rotary;
+    bool by_word;  // keys are stored by word (kernels/kv_cache.py)
 
     int check() const {
         for (int64_t t = 0; t < tokens; ++t) {
@@ -135,11 +136,24 @@ struct Write {
         if (slots[t] < 0) return;
         const int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
         for (int64_t h = 0; h < kv_heads; ++h) {
-            E* key = key_cache + block * kc_block + h * kc_head + slot * kc_slot;
+            E* keys = key_cache + block * kc_block + h * kc_head;
             E* value = value_cache + block * vc_block + h * vc_head + slot * vc_slot;
-            write_row(key, k + t * k_token + h * k_head, row, row ? rotary : 0, d);
+            const T* key = k + t * k_token + h * k_head;
+            if (by_word)
+                write_words(keys, slot, key, row);
+            else
+                write_row(keys + slot * kc_slot, key, row, row ? rotary : 0, d);
             write_row(value, v + t * v_token + h * v_head, nullptr, 0, d);
         }
+    }
+
+    void write_words(E* keys, int64_t slot, const T* key, const float* row) const {
+        static thread_local std::vector<E> rotated;
+        rotated.resize(d);
+        write_row(rotated.data(), key, row, row ? rotary : 0, d);
+        char* to = reinterpret_cast<char*>(keys) + slot * 4;
+        for (int64_t i = 0; i < d * int64_t(sizeof(E)); i += 4, to += block_size * 4)
+            std::memcpy(to, reinterpret_cast<const char*>(rotated.data()) + i, 4);
     }
 
     int run(int threads) const {
@@ -218,14 +232,14 @@ LL_EXPORT int ll_write_blocks(void* q, const void* k, const void* v, const int64
                               int64_t kc_block, int64_t kc_head, int64_t kc_slot, int64_t vc_block, int64_t vc_head,
                               int64_t vc_slot, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t d,
                               int64_t num_blocks, int64_t block_size, int64_t max_pos, int64_t rotary,
-                              int64_t is_bf16, int64_t kv_type, int64_t threads) {
+                              int64_t by_word, int64_t is_bf16, int64_t kv_type, int64_t threads) {
     return ll::for_types(is_bf16, kv_type, [&](auto q_tag, auto kv_tag) {
         using T = decltype(q_tag);
         using E = decltype(kv_tag);
         ll::Write<T, E> w{static_cast<T*>(q), static_cast<const T*>(k), static_cast<const T*>(v), positions, slots,
                           static_cast<E*>(key_cache), static_cast<E*>(value_cache), cos_sin, q_token, q_head, k_token,
                           k_head, v_token, v_head, kc_block, kc_head, kc_slot, vc_block, vc_head, vc_slot, tokens,
-                          heads, kv_heads, d, num_blocks, block_size, max_pos, rotary};
+                          heads, kv_heads, d, num_blocks, block_size, max_pos, rotary, by_word != 0};
         return w.run(int(threads));
     });
 }

@@ -42,8 +42,8 @@ def _call(name: str, *arguments: int | float | None) -> None:
 _KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 _SIGNATURES: dict[str, list[type]] = {
-    "ll_attention": [PTR] * 7 + [I64] * 23 + [PTR] + [F32] * 2,
-    "ll_write_blocks": [PTR] * 8 + [I64] * 23,
+    "ll_attention": [PTR] * 7 + [I64] * 24 + [PTR] + [F32] * 2,
+    "ll_write_blocks": [PTR] * 8 + [I64] * 24,
     "ll_copy_blocks": [PTR] * 4 + [I64] * 7,
     "ll_rms_norm": [PTR] * 5 + [I64] * 7 + [F32],
     "ll_silu_mul": [PTR] * 2 + [I64] * 5,
@@ -78,6 +78,12 @@ def kv_type(cache: torch.dtype, q: torch.dtype) -> int:
     return 0 if cache == q else _KV_TYPES[cache]
 
 
+def _key_strides(keys: Tensor) -> tuple[int, int, int]:
+    """Returns the distances of blocks, heads and slots. Keys that are stored by word count as if each had a row."""
+    block, head, slot = keys.stride()[:3]
+    return block, head, keys.shape[2] * keys.shape[4] if keys.dim() == 5 else slot
+
+
 def _last_contiguous(*tensors: Tensor) -> None:
     if any(t.stride(-1) != 1 and t.shape[-1] != 1 for t in tensors):
         raise ValueError("the last dimension must be contiguous")
@@ -99,15 +105,15 @@ def _attention(
     _last_contiguous(out, q, key_cache, value_cache, block_table)
     context_lens = context_lens.contiguous()
     cu = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-    num_blocks, kv_heads, block_size, _ = key_cache.shape
+    num_blocks, kv_heads, block_size, _ = value_cache.shape
     _call(
         "ll_attention",
         out.data_ptr(), q.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_table.data_ptr(),
         context_lens.data_ptr(), _pointer(cu),
-        *out.stride()[:2], *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
+        *out.stride()[:2], *q.stride()[:2], *_key_strides(key_cache), *value_cache.stride()[:3], block_table.stride(0),
         num_blocks, block_table.shape[1], q.shape[0], context_lens.shape[0], q.shape[1], kv_heads, block_size,
-        q.shape[2], window, _dtype(q), kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(), _pointer(sinks),
-        softmax_scale, softcap,
+        q.shape[2], window, key_cache.dim() == 5, _dtype(q), kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(),
+        _pointer(sinks), softmax_scale, softcap,
     )  # fmt: skip
 
 
@@ -124,15 +130,15 @@ def _write_blocks(
     _last_contiguous(q, k, v, key_cache, value_cache)
     positions, slot_mapping = positions.contiguous(), slot_mapping.contiguous()
     table = None if cos_sin is None else cos_sin.contiguous()
-    num_blocks, kv_heads, block_size, _ = key_cache.shape
+    num_blocks, kv_heads, block_size, _ = value_cache.shape
     max_pos, rotary = (0, 0) if table is None else table.shape
     _call(
         "ll_write_blocks",
         q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
         key_cache.data_ptr(), value_cache.data_ptr(), _pointer(table),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        q.shape[0], q.shape[1], kv_heads, q.shape[2], num_blocks, block_size, max_pos, rotary, _dtype(q),
-        kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_key_strides(key_cache), *value_cache.stride()[:3],
+        q.shape[0], q.shape[1], kv_heads, q.shape[2], num_blocks, block_size, max_pos, rotary,
+        key_cache.dim() == 5, _dtype(q), kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -54,18 +54,19 @@ struct Scratch {
 
 // The runs of memory that a thread will probably need next. They are prefetched a few cache lines at a time, spread
 // over the arithmetic of the current piece. A burst of prefetches would stall on memory, and without prefetches memory
-// would be idle during the arithmetic. For each line that they read, packing prefetches 3/4 of a line, scoring 1/3 and
-// summing values one. Together this is a little more than the size of a piece.
+// would be idle during the arithmetic. For each line that they read, packing prefetches 3/4 of a line, scoring 1/3
+// (one, if it reads the blocks) and summing values one. Together this is a little more than the size of a piece.
 struct Ahead {
     struct Run {
         const char *from, *to;
     };
-    Run runs[2 * PIECE + 1];  // keys and values of up to PIECE tokens; the last entry is read but not used
-    int count = 0, at, rate;  // rate: the memory to prefetch, as a multiple of the memory of this piece
+    Run runs[2 * PIECE + 1];  // the last entry is read but not used
+    int count = 0, at = 0, rate = 0;  // rate: the memory to prefetch, as a multiple of the memory of this piece
     const char* line;
 
     template <class T>
     void add(const T* from, int64_t elems) {
+        if (count == 2 * PIECE) return;
         runs[count++] = {reinterpret_cast<const char*>(from), reinterpret_cast<const char*>(from + elems)};
     }
     void begin(int rate_) { at = 0, rate = rate_, line = runs[0].from; }
@@ -109,6 +110,11 @@ struct Tile {
     float scale, softcap;      // softcap 0: none
     float* qpack;              // [rows, words, TERMS]
     float* kpack;              // [words, PANEL, W]
+    const float* packed[PANEL];  // the vectors of the panel
+    // If keys are stored by word (kernels/kv_cache.py): the vectors of the piece's keys, and the distance of a vector's
+    // words in floats. Otherwise word_step is 0, and `keys` is used.
+    const float* by_word[PIECE / W];
+    int64_t word_step;
     float* scores;             // [rows, PIECE], then weights, unless they are rounded
     float* o;                  // [rows, dpad] output of this piece, with columns in the order of Columns
     E* zeros;                  // [d]
@@ -140,14 +146,16 @@ struct Tile {
     static size_t bytes(int rows, int d) {
         size_t dpad = padded(d);
         size_t floats = size_t(rows) * (d + PIECE + WEIGHT_FLOATS + 2 * dpad + 11) + size_t(PANEL) * W * d + d + 16 * 22;
-        return (floats + value_floats(d)) * 4;
+        return (floats + value_floats(d) + 15) / 16 * 64;
     }
     void place(char* base, int rows_, int d_, float scale_, float softcap_) {
         rows = rows_, d = d_, dpad = padded(d), words = d / DotOf<T, E>::PER_WORD;
         scale = scale_, softcap = softcap_;
         float* p = reinterpret_cast<float*>(base);
         auto take = [&](size_t n) { float* r = p; p += (n + 15) & ~size_t(15); return r; };
-        kpack = take(size_t(PANEL) * W * words), scores = take(size_t(rows) * PIECE), o = take(size_t(rows) * dpad);
+        kpack = take(size_t(PANEL) * W * words);
+        for (int i = 0; i < PANEL; ++i) packed[i] = kpack + i * W;
+        scores = take(size_t(rows) * PIECE), o = take(size_t(rows) * dpad);
         total_o = take(size_t(rows) * dpad), qpack = take(size_t(rows) * words * DotOf<T, E>::TERMS);
         q_scales = take(rows), weight_scales = take(rows);
         weights = reinterpret_cast<int16_t*>(take(size_t(rows) * WEIGHT_FLOATS)), vpack = take(value_floats(d));
@@ -166,6 +174,14 @@ void pack_keys(Tile<T, E>& t, int g, int at) {
     constexpr int WIDTH = DotOf<T, E>::PER_WORD;
     constexpr bool CONVERTS = IS_8_BITS<E> && !IN_INTEGERS<T, E>;
     float* dst = t.kpack + at * W;
+    if (t.word_step) {
+        const float* from = t.by_word[g];
+        for (int s = 0; s < t.words; ++s, dst += PANEL * W, from += t.word_step) {
+            if (AHEAD && s % W == 0) t.ahead.ask(W * W * int(sizeof(float)) * 3 / 256);
+            store(dst, load(from));
+        }
+        return;
+    }
     vf block[W];
     int s = 0;
     for (; s + W <= t.words; s += W, dst += PANEL * W * W) {
@@ -196,10 +212,10 @@ void pack_keys(Tile<T, E>& t, int g, int at) {
 }
 
 template <class D, int R, int C, int TERM>
-LL_INLINE void score_term(const float* k, const float* q, int q_width, vf (&acc)[R][C]) {
+LL_INLINE void score_term(const vf (&words)[C], const float* q, int q_width, vf (&acc)[R][C]) {
     vf kv[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) kv[c] = D::template term<TERM>(load(k + c * W));
+    for (int c = 0; c < C; ++c) kv[c] = D::template term<TERM>(words[c]);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         const float word = q[size_t(r) * q_width + TERM];
@@ -208,20 +224,34 @@ LL_INLINE void score_term(const float* k, const float* q, int q_width, vf (&acc)
     }
 }
 
+// How scores read keys: from the panel, from the panel while they prefetch, or where the keys are stored by word.
+enum class From { PANEL, PANEL_AHEAD, BLOCKS };
+
 // Computes the scores of R rows, starting at `row`, for C vectors of the panel, starting at `at`. The panel begins with
 // vector g of the piece.
-template <class T, class E, int R, int C, bool AHEAD>
+template <class T, class E, int R, int C, From FROM>
 void score_block(Tile<T, E>& t, int row, int at, int g) {
     using D = DotOf<T, E>;
     vf acc[R][C] = {};
     const int q_width = t.words * D::TERMS;
     const float *k = t.kpack + at * W, *q = t.q_row(row);
+    const float* blocks[C];
+    const int64_t step = t.word_step;
+    constexpr int STEP = FROM == From::BLOCKS ? 2 : 8;  // words between prefetches; few, so that loads need not wait
+    if constexpr (FROM == From::BLOCKS)
+        for (int c = 0; c < C; ++c) blocks[c] = t.by_word[g + at + c];
     for (int s = 0, end; s < t.words; s = end) {
-        end = std::min(t.words, s + 8);
-        if constexpr (AHEAD) t.ahead.ask(std::max(1, C * W * D::PER_WORD * int(sizeof(E)) / 24));
+        end = std::min(t.words, s + STEP);
+        constexpr int LINES = C * W * D::PER_WORD * int(sizeof(E)) * STEP / 64;  // of keys that are read
+        if constexpr (FROM == From::BLOCKS) t.ahead.ask(LINES);
+        if constexpr (FROM == From::PANEL_AHEAD) t.ahead.ask(std::max(1, LINES / 3));
         for (int i = s; i < end; ++i, k += PANEL * W, q += D::TERMS) {
-            score_term<D, R, C, 0>(k, q, q_width, acc);
-            if constexpr (D::TERMS == 2) score_term<D, R, C, 1>(k, q, q_width, acc);
+            vf words[C];
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c)
+                words[c] = FROM == From::BLOCKS ? load(blocks[c] + i * step) : load(k + c * W);
+            score_term<D, R, C, 0>(words, q, q_width, acc);
+            if constexpr (D::TERMS == 2) score_term<D, R, C, 1>(words, q, q_width, acc);
         }
     }
 #pragma GCC unroll 8
@@ -235,13 +265,13 @@ void score_block(Tile<T, E>& t, int row, int at, int g) {
         }
 }
 
-template <class T, class E, int R, bool AHEAD>
+template <class T, class E, int R, From FROM>
 void score_rows(Tile<T, E>& t, int row, int g, int n) {
     constexpr int C = columns_beside(R) == 2 && R + DotOf<T, E>::TERMS <= 5 ? 3 : columns_beside(R);  // bf16: 4 x 3 spills
     int at = 0;
-    for (; at + C <= n; at += C) score_block<T, E, R, C, AHEAD>(t, row, at, g);
-    for (; at + 2 <= n; at += 2) score_block<T, E, R, 2, AHEAD>(t, row, at, g);
-    if (at < n) score_block<T, E, R, 1, AHEAD>(t, row, at, g);
+    for (; at + C <= n; at += C) score_block<T, E, R, C, FROM>(t, row, at, g);
+    for (; at + 2 <= n; at += 2) score_block<T, E, R, 2, FROM>(t, row, at, g);
+    if (at < n) score_block<T, E, R, 1, FROM>(t, row, at, g);
 }
 
 #if defined(LL_AVX512)
@@ -390,8 +420,8 @@ void value_pairs(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
         for (int c = 0; c < C; ++c) acc[r][c] = from == lo ? vf{} : load(o + size_t(r) * t.dpad + c * W);
     const int16_t* weights = t.weights + size_t(row) * PIECE;
     for (int k = from; k < to; k += 8) {
-        if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(E) / 8);
         for (int i = k; i < k + 8; i += 2) {
+            if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(E) / 32);
             __m512i v[C];
             if constexpr (C > 1)
 #pragma GCC unroll 4
@@ -494,19 +524,25 @@ LL_INLINE void widen_to_groups(Tile<T, E>& t, int& lo, int& hi) {
     lo = begin, hi = end;
 }
 
-// Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; `keys` and `values` must
-// be set in this range.
+// Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; `keys` or `by_word`, and
+// `values`, must be set in this range.
 template <class T, class E>
 void attend(Tile<T, E>& t, int lo, int hi) {
     const int end = (hi + W - 1) / W;
     const bool asks = t.ahead.count > 0;
-    for (int g = lo / W; g < end; g += PANEL) {
-        const int n = end - g < PANEL ? end - g : PANEL;
-        for (int i = 0; i < n; ++i) asks ? pack_keys<T, E, true>(t, g + i, i) : pack_keys<T, E, false>(t, g + i, i);
+    if (t.word_step && t.rows <= ROWS) {  // packing pays only if several blocks of rows read the panel
         for_row_blocks(0, t.rows, [&](int row, auto r) {
-            row == 0 && asks ? score_rows<T, E, r.value, true>(t, row, g, n)
-                                    : score_rows<T, E, r.value, false>(t, row, g, n);
+            score_rows<T, E, r.value, From::BLOCKS>(t, row, lo / W, end - lo / W);
         });
+    } else {
+        for (int g = lo / W; g < end; g += PANEL) {
+            const int n = end - g < PANEL ? end - g : PANEL;
+            for (int i = 0; i < n; ++i) asks ? pack_keys<T, E, true>(t, g + i, i) : pack_keys<T, E, false>(t, g + i, i);
+            for_row_blocks(0, t.rows, [&](int row, auto r) {
+                row == 0 && asks ? score_rows<T, E, r.value, From::PANEL_AHEAD>(t, row, g, n)
+                                 : score_rows<T, E, r.value, From::PANEL>(t, row, g, n);
+            });
+        }
     }
     if constexpr (IN_PAIRS<T, E>) widen_to_groups(t, lo, hi);
     for (int r = 0; r < t.rows; ++r) softmax_row<T, E, IN_PAIRS<T, E>>(t, r, lo, hi);

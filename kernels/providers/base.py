@@ -103,6 +103,7 @@ class AttentionProvider(Protocol):
 
     `decode` and `prefill` have the contracts of `kernels.paged_attention` and `kernels.paged_prefill`: they map queries
     [T, num_heads, head_dim] to the same shape; caches are [num_blocks, num_kv_heads, block_size, row_width], strided.
+    The provider "cpu" also takes keys that are stored by word (`kernels.kv_cache`).
     """
 
     name: str

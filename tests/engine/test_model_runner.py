@@ -96,7 +96,7 @@ def test_two_runners_share_weights_and_nothing_else(runner: ModelRunner, caplog:
     assert bool((runner.bound_arena == 0xFF).all()) and ours.run() == expected
 
 
-@pytest.mark.parametrize("order", ["heads_first", "slots_first"])
+@pytest.mark.parametrize("order", ["heads_first", "slots_first", "words_first"])
 def test_layer_views_lie_as_the_layout_says(runner: ModelRunner, order: str) -> None:
     layout = replace(runner.layout, order=order)  # type: ignore[arg-type]
     arena = torch.zeros((3, layout.block_bytes), dtype=torch.uint8)
@@ -104,9 +104,22 @@ def test_layer_views_lie_as_the_layout_says(runner: ModelRunner, order: str) -> 
     assert caches[1].values.shape == (3, 2, 16, 16)  # [num_blocks, kv_heads, block_size, head_dim]
     caches[1].values[2, 1, 5] = 1.0
     kv = np.flatnonzero(arena.view(torch.int16).numpy()[2])
-    inner = (1 * 16 + 5) if order == "heads_first" else (5 * 2 + 1)
+    inner = (5 * 2 + 1) if order == "slots_first" else (1 * 16 + 5)
     assert kv.tolist() == list(range((1 * 2 + 1) * 512 + inner * 16, (1 * 2 + 1) * 512 + inner * 16 + 16))
     assert not arena[:2].any()
+
+
+def test_on_a_cpu_keys_are_stored_by_word(runner: ModelRunner, tmp_path: Path) -> None:
+    assert runner.layout.order == "words_first"
+    arena = torch.zeros((3, runner.layout.block_bytes), dtype=torch.uint8)
+    keys = layer_caches(arena, runner.layout, runner.layer_groups)[1].keys
+    assert keys.shape == (3, 2, 8, 16, 2)  # [num_blocks, kv_heads, head_dim / 2, block_size, 2]
+    keys[2, 1, 3, 5] = 1.0
+    where = (1 * 2 + 0) * 512 + 1 * 16 * 16 + (3 * 16 + 5) * 2  # layer 1, head 1, word 3, slot 5
+    assert np.flatnonzero(arena.view(torch.int16).numpy()[2]).tolist() == [where, where + 1]
+    for other in ({"kv_cache_dtype": "int8"}, {"block_size": 8}):
+        rows = ModelRunner(RunnerSettings(tmp_path, num_threads=1, device="cpu", **other))
+        assert rows.layout.order == "heads_first"
 
 
 def test_profile_grows_with_the_batch_and_leaves_the_arena_alone(tmp_path: Path) -> None:

@@ -1,10 +1,16 @@
 """Attention on AMX tiles, compared with the same build's attention in vectors. Tests of attention elsewhere use the
-tiles too, where a CPU has them.
+tiles too, where a CPU has them. On other CPUs with AVX-512, the tiles are emulated (emulated_tiles.h).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,22 +18,52 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import amx
-from kernels.cpu.loader import current, load
+from kernels.cpu.loader import current, load, supported_isas
+from kernels.kv_cache import by_word
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
 
+SOURCES = Path(__file__).parents[2] / "kernels" / "cpu"
+FLAGS = (
+    "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w", "-DLL_AVX512", "-mfma",
+    "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni",
+)  # fmt: skip
 
-@pytest.fixture(autouse=True)
-def _tiles() -> Iterator[None]:
-    load()
-    if not current().tiles:
-        pytest.skip("this CPU or this installation has no AMX tiles")
-    yield
-    amx.attend_on_tiles(current())
+
+@functools.cache
+def emulation() -> ctypes.CDLL:
+    """Returns the attention on tiles, compiled with emulated instructions."""
+    with tempfile.TemporaryDirectory() as directory:
+        to = Path(directory) / "emulated.so"
+        header = Path(__file__).parent / "emulated_tiles.h"
+        files = ["-include", str(header), str(SOURCES / "attention_amx.cpp"), "-o", str(to)]
+        subprocess.run(["g++", *FLAGS, *files], check=True)
+        return ctypes.CDLL(str(to))
+
+
+def switch_on() -> None:
+    build = current()
+    if build.tiles:
+        amx.attend_on_tiles(build)
+        return
+    assert build.handle is not None
+    library = emulation()
+    assert library.ll_amx_tile_bytes() == build.handle.ll_attention_tile_bytes()
+    build.handle.ll_attention_tiles.argtypes = [ctypes.c_void_p]
+    build.handle.ll_attention_tiles(ctypes.cast(library.ll_amx_attend, ctypes.c_void_p))
 
 
 def switch_off() -> None:
     current().handle.ll_attention_tiles(None)  # type: ignore[union-attr]
+
+
+@pytest.fixture(autouse=True)
+def _tiles() -> Iterator[None]:
+    if "avx512" not in supported_isas() or not (load("avx512").tiles or shutil.which("g++")):
+        pytest.skip("this CPU or this installation has no AVX-512, or there are neither AMX tiles nor a compiler")
+    switch_on()
+    yield
+    switch_on() if current().tiles else switch_off()
 
 
 def attend(case: Any, q: Tensor, lens: list[int], **how: Any) -> Tensor:
@@ -60,7 +96,7 @@ def test_other_shapes_stay_in_vectors(scatter: Any) -> None:
         before = attend(case, q, [100])
         switch_off()
         assert torch.equal(attend(case, q, [100]), before)
-        amx.attend_on_tiles(current())
+        switch_on()
 
 
 def in_blocks(positions: Tensor, block_size: int) -> Tensor:
@@ -73,7 +109,7 @@ def in_blocks(positions: Tensor, block_size: int) -> Tensor:
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 16, 17, 40])
 def test_a_row_has_the_same_bits_with_any_number_of_heads_and_in_any_blocks(group: int) -> None:
-    """Few rows take keys as they lie in memory or copy them, and many rows pack them."""
+    """Few rows take keys as they lie in memory, in rows or by word, or copy them. Many rows pack them."""
     d, n = 64, 333
     q, k, v = (torch.randn(shape).to(torch.bfloat16) for shape in ((n, group, d), (n, d), (n, d)))
     lens, starts = torch.tensor([n], dtype=torch.int32), torch.tensor([0, n], dtype=torch.int32)
@@ -85,6 +121,11 @@ def test_a_row_has_the_same_bits_with_any_number_of_heads_and_in_any_blocks(grou
         keys[order], values[order] = caches
         where = (keys, values, order.to(torch.int32)[None], lens)
         found.append(paged_prefill(q, *where, starts, softmax_scale=d**-0.5))
+        if block_size >= 16:
+            words = by_word(torch.empty_like(keys))
+            words.transpose(2, 3).copy_(keys.unflatten(3, (-1, 2)))
+            where = (words, *where[1:])
+            found.append(paged_prefill(q, *where, starts, softmax_scale=d**-0.5))
         for head in {0, group - 1}:
             alone = paged_attention(q[-1:, head : head + 1].contiguous(), *where, softmax_scale=d**-0.5)
             assert torch.equal(alone[0, 0], found[0][-1, head]), (block_size, head)
