@@ -48,9 +48,14 @@ def by_word(keys: Tensor) -> Tensor:
     return keys.flatten(2).unflatten(2, (-1, size, width))
 
 
+def is_by_word(keys: Tensor) -> bool:
+    """Returns whether keys have the shape of those that are stored by word."""
+    return keys.dim() == 5
+
+
 def check_keys(keys: Tensor, values: Tensor) -> None:
     """Raises ValueError unless the keys have the shape of the values or are stored by word."""
-    if keys.dim() != 5:
+    if not is_by_word(keys):
         if keys.shape != values.shape:
             raise ValueError("key_cache and value_cache differ in shape")
         return
@@ -66,7 +71,7 @@ def rows_of(cache: Tensor) -> Tensor:
     """Returns a cache as rows [num_blocks, num_kv_heads, block_size, row_width]. Copies keys that are stored by word,
     unless they are fp32.
     """
-    return cache.transpose(2, 3).flatten(3) if cache.dim() == 5 else cache
+    return cache.transpose(2, 3).flatten(3) if is_by_word(cache) else cache
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:

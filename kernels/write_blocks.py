@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import count_fallback
-from kernels.kv_cache import EIGHT_BITS, WORD_BYTES, check_keys, head_dim_of, quantize_rows
+from kernels.kv_cache import EIGHT_BITS, WORD_BYTES, check_keys, head_dim_of, is_by_word, quantize_rows
 
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def write_blocks_reference(
     slots, block_size = slot_mapping[kept], value_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
     rows = quantize_rows(k[kept], key_cache.dtype)
-    if key_cache.dim() == 5:
+    if is_by_word(key_cache):
         key_cache[blocks, :, :, offsets] = rows.unflatten(2, (-1, WORD_BYTES // rows.element_size()))
     else:
         key_cache[blocks, :, offsets] = rows

@@ -22,6 +22,7 @@ from kernels.cpu import amx, linear_int
 from kernels.cpu.forward import Group, Layer, Linear, Model, Pass, address, entry, pointer, scratch, scratch_bytes
 from kernels.cpu.loader import current
 from kernels.cpu.ops import kv_type
+from kernels.kv_cache import is_by_word
 from kernels.row_parallel import RowParallelLinear
 
 
@@ -140,7 +141,7 @@ def _model(decoder: Decoder, c: ModelConfig, cache: LayerCache, layers: ctypes.A
         num_experts=experts.count if experts else 0, per_token=experts.per_token if experts else 0,
         renormalize=experts.renormalize if experts else 0, round_weights=experts.round_weights if experts else 0,
         num_blocks=cache.values.shape[0], block_size=cache.values.shape[2], cache_block=block, cache_head=head,
-        cache_slot=slot, by_word=cache.keys.dim() == 5, kv_type=kv_type(cache.values.dtype, dtype), eps=c.norm_eps,
+        cache_slot=slot, by_word=is_by_word(cache.keys), kv_type=kv_type(cache.values.dtype, dtype), eps=c.norm_eps,
         scale=c.scale_of_scores, softcap=c.softcap or 0.0,
         logits_softcap=c.logits_softcap or 0.0, embed_scale=torch.tensor(c.embed_scale, dtype=dtype).item(),
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.selection import CpuLibrary, selection
+from kernels.kv_cache import is_by_word
 
 I64, F32, PTR = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -81,7 +82,7 @@ def kv_type(cache: torch.dtype, q: torch.dtype) -> int:
 def _key_strides(keys: Tensor) -> tuple[int, int, int]:
     """Returns the distances of blocks, heads and slots. Keys that are stored by word count as if each had a row."""
     block, head, slot = keys.stride()[:3]
-    return block, head, keys.shape[2] * keys.shape[4] if keys.dim() == 5 else slot
+    return block, head, keys.shape[2] * keys.shape[4] if is_by_word(keys) else slot
 
 
 def _last_contiguous(*tensors: Tensor) -> None:
@@ -112,8 +113,8 @@ def _attention(
         context_lens.data_ptr(), _pointer(cu),
         *out.stride()[:2], *q.stride()[:2], *_key_strides(key_cache), *value_cache.stride()[:3], block_table.stride(0),
         num_blocks, block_table.shape[1], q.shape[0], context_lens.shape[0], q.shape[1], kv_heads, block_size,
-        q.shape[2], window, key_cache.dim() == 5, _dtype(q), kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(),
-        _pointer(sinks), softmax_scale, softcap,
+        q.shape[2], window, is_by_word(key_cache), _dtype(q), kv_type(key_cache.dtype, q.dtype),
+        torch.get_num_threads(), _pointer(sinks), softmax_scale, softcap,
     )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def _write_blocks(
         key_cache.data_ptr(), value_cache.data_ptr(), _pointer(table),
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *_key_strides(key_cache), *value_cache.stride()[:3],
         q.shape[0], q.shape[1], kv_heads, q.shape[2], num_blocks, block_size, max_pos, rotary,
-        key_cache.dim() == 5, _dtype(q), kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(),
+        is_by_word(key_cache), _dtype(q), kv_type(key_cache.dtype, q.dtype), torch.get_num_threads(),
     )  # fmt: skip
 
 
