@@ -43,25 +43,35 @@ class Speeds:
     prompts, and its rate would never change.
     """
     step: StepTime = NOT_MEASURED
-    """The decode step that is assumed at workers which have not measured one."""
+    """The mean decode step. A worker counts by how recent its steps are."""
 
     @classmethod
-    def of(cls, loads: Iterable[WorkerLoad]) -> Speeds:
-        """Returns the means over the workers that have measured their speed."""
-        rate = fixed_s = token_s = 0.0
-        num_rates = num_steps = 0
-        for load in loads:  # for every request, over all workers
+    def of(cls, workers: Iterable[tuple[WorkerLoad, float]]) -> Speeds:
+        """Returns the means over the workers that have measured their speed. Each worker's load comes with the weight
+        of its decode steps, which is positive.
+        """
+        rate = fixed_s = token_s = weights = 0.0
+        num_rates = 0
+        for load, weight in workers:  # for every request, over all workers
             if load.prompt_tokens_per_s:
                 rate, num_rates = rate + load.prompt_tokens_per_s, num_rates + 1
             if load.step_fixed_s or load.step_token_s:
-                fixed_s, token_s, num_steps = fixed_s + load.step_fixed_s, token_s + load.step_token_s, num_steps + 1
+                fixed_s, token_s = fixed_s + weight * load.step_fixed_s, token_s + weight * load.step_token_s
+                weights += weight
         rate = rate / num_rates if num_rates else USUAL_PROMPT_TOKENS_PER_S
-        return cls(rate, StepTime(fixed_s / num_steps, token_s / num_steps)) if num_steps else cls(rate)
+        return cls(rate, StepTime(fixed_s / weights, token_s / weights)) if weights else cls(rate)
 
-
-def measured_step(load: WorkerLoad) -> StepTime | None:
-    """Returns the time of a decode step that a worker reports, or None if it has not measured one."""
-    return StepTime(load.step_fixed_s, load.step_token_s) if load.step_fixed_s or load.step_token_s else None
+    def step_of(self, load: WorkerLoad, weight: float) -> StepTime:
+        """Returns the time of a worker's decode steps: `weight` parts of what it has measured, and the rest of the mean
+        of all workers. It is the mean if the worker has not measured any.
+        """
+        if not (load.step_fixed_s or load.step_token_s):
+            return self.step
+        mean = self.step
+        return StepTime(
+            mean.fixed_s + weight * (load.step_fixed_s - mean.fixed_s),
+            mean.sequence_s + weight * (load.step_token_s - mean.sequence_s),
+        )
 
 
 class _CopyTime:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from common.types import Role, WorkerLoad, WorkerRecord
 from gateway.fleet import sharing
-from gateway.fleet.costs import RouteCosts, Speeds, measured_step
+from gateway.fleet.costs import RouteCosts, Speeds
 from gateway.fleet.sharing import STALL_WEIGHT, Batch, Prediction, Prompts, Targets
 from gateway.fleet.worker_state import Considered, Pick, WorkerState
 
@@ -90,18 +90,18 @@ class Router:
         for worker_id, record in fresh.items():
             state = self.workers.get(worker_id)
             if state is None or state.record.address != record.address:
-                self.workers[worker_id] = WorkerState(record, record.load, now)
-            else:
-                state.record = record
-                if now - state.reported_at > PUBLISHED_S:  # the registry may be older than a report
-                    state.load, state.load_at = record.load, now
+                state = self.workers[worker_id] = WorkerState(record, stepped_at=now)
+            state.record = record
+            if now - state.reported_at > PUBLISHED_S:  # the registry may be older than a report
+                state.note_load(record.load, now, has_stepped=record.load.num_running > 0)
         self._at = {(state.record.address, state.record.role): state for state in self.workers.values()}
         self.costs.keep(record.arena_id for record in fresh.values())
 
     def report(self, worker_id: str, load: WorkerLoad, now: float) -> None:
         """Records a load report from a worker."""
         if (state := self.workers.get(worker_id)) is not None:
-            state.load, state.load_at, state.reported_at = load, now, now
+            state.reported_at = now
+            state.note_load(load, now, has_stepped=True)
 
     def suspect(self, worker_id: str, now: float) -> None:
         """Notes that the worker has failed a request. For a while, routing avoids the worker if there is a choice."""
@@ -134,7 +134,7 @@ class Router:
         prefills = [
             p for p in self._of_role("prefill") if p.unreachable_until <= now and p.record.has_adapter(asked.adapter)
         ]
-        speeds = self._speeds()
+        speeds = self._speeds(now)
         decodes = self._best_decodes(usable, asked.adapter, speeds, now)
         after: dict[tuple[str, str, str], Prediction | None] = {}
         found: dict[str, Prediction] = {}
@@ -169,7 +169,7 @@ class Router:
         """Returns the decode workers that can continue a route's prefill, and the function that predicts the effects of
         choosing each of them.
         """
-        prefill, asked, speeds = route.prefill, route.asked, self._speeds()
+        prefill, asked, speeds = route.prefill, route.asked, self._speeds(now)
 
         def predict(decode: WorkerState) -> Prediction:
             destination = decode.record.arena_id
@@ -187,8 +187,8 @@ class Router:
         """Returns the length of the longest sequence that every worker accepts, or None if there are no workers."""
         return min((w.record.max_model_len for w in self.workers.values()), default=None)
 
-    def _speeds(self) -> Speeds:
-        return Speeds.of(worker.load for worker in self.workers.values())
+    def _speeds(self, now: float) -> Speeds:
+        return Speeds.of((w.load, w.step_weight(now, self.costs.group_s)) for w in self.workers.values())
 
     def _prompts_of(self, prefill: WorkerState, missing: int, speeds: Speeds, now: float) -> Prompts:
         """Returns the prompts at a prefill worker, with one more of `missing` tokens."""
@@ -202,7 +202,7 @@ class Router:
         if decode is None:
             return Batch()
         num_running = min(decode.sequences(now), decode.record.max_num_seqs)
-        step = measured_step(decode.load) or speeds.step
+        step = speeds.step_of(decode.load, decode.step_weight(now, self.costs.group_s))
         return Batch(num_running, step, self.costs.group_s, self.costs.group_steps)
 
     def _predict_decode(self, decode: WorkerState, speeds: Speeds, now: float) -> Prediction:

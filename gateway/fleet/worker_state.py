@@ -9,6 +9,8 @@ from common.types import WorkerLoad, WorkerRecord
 
 REPORT_S = 3.0
 """Load reports older than this are ignored."""
+LEAST_WEIGHT = 1e-6
+"""The weight of steps that were measured long ago."""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,8 @@ class WorkerState:
     load_at: float = float("-inf")
     reported_at: float = float("-inf")
     """When the worker last reported its load to this gateway. The load may also come from the registry."""
+    stepped_at: float = float("-inf")
+    """When the worker last ran steps, as far as this gateway knows."""
     dispatched_tokens: int = 0
     """Number of tokens in this gateway's current prefill calls to the worker: prompts, and outputs of earlier attempts.
     """
@@ -46,6 +50,17 @@ class WorkerState:
     suspect_until: float = float("-inf")
     unreachable_until: float = float("-inf")
     picked: int = 0
+
+    def note_load(self, load: WorkerLoad, now: float, has_stepped: bool) -> None:
+        self.load, self.load_at = load, now
+        if has_stepped:
+            self.stepped_at = now
+
+    def step_weight(self, now: float, memory_s: float) -> float:
+        """Returns how much the steps that the worker has measured count, from 1.0 for those of now to LEAST_WEIGHT. A
+        worker whose steps were slow once would otherwise get no sequences, and its measurement would never change.
+        """
+        return max(LEAST_WEIGHT, math.exp((self.stepped_at - now) / memory_s))
 
     def tokens_before(self, now: float) -> int:
         reported = self.load.waiting_tokens if now - self.load_at < REPORT_S else 0

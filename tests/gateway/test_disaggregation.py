@@ -119,6 +119,27 @@ def test_a_worker_without_steps_is_expected_to_be_like_the_others() -> None:
     assert (pick.considered[0].itl_s, pick.considered[0].predicted_s) == (0.0, made.costs.decode_s(0.0, 0.0))
 
 
+def test_a_worker_whose_steps_were_slow_once_is_tried_again() -> None:
+    made = Router()
+    slow, fast = worker("a", StepTime(0.12, 0.01)), worker("b")
+    made.update([*slow, *fast], 0.0)
+    route, group_s = Route(made.workers["b.prefill"].record, Asked(500)), made.costs.group_s
+
+    def picked(now: float, sequences: int) -> str:
+        made.workers["b.decode"].dispatched_sequences = sequences
+        made.report("b.decode", fast[1].load, now)
+        pick = made.pick_decode(route, now, always)
+        assert pick is not None
+        return pick.record.worker_id
+
+    assert picked(0.0, 4) == "b.decode"
+    assert picked(0.1 * group_s, 4) == "b.decode"
+    assert picked(4.0 * group_s, 0) == "b.decode", "it is not preferred"
+    assert picked(4.0 * group_s, 4) == "a.decode", "its steps are expected to be like those of the others by now"
+    made.report("a.decode", slow[1].load, 4.1 * group_s)
+    assert picked(4.1 * group_s, 4) == "b.decode", "they are still slow"
+
+
 def test_prompts_before_the_first_measurements_count_by_what_is_measured_later() -> None:
     """A gateway assumes slow prompts and long decodes until it knows better."""
     made = two_processes()
