@@ -9,6 +9,9 @@ tokens are the same.
 
 from __future__ import annotations
 
+from collections import deque
+from operator import itemgetter
+
 from common.line_fit import LineFit
 
 _START_BYTES_PER_S = 2e9
@@ -21,11 +24,17 @@ class Costs:
     def __init__(self) -> None:
         self._steps = LineFit()
         """Duration of a step in seconds, by its number of tokens."""
+        self._latest: deque[tuple[int, float]] = deque(maxlen=3)
         self.copy_bytes_per_s = _START_BYTES_PER_S
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of a step's forward pass."""
-        self._steps.note(num_tokens, seconds)
+        """Records the duration of a step's forward pass. Of every three steps in a row, the one with the median duration
+        counts, because the first steps of a process and those that another process interrupts can take a hundred times
+        as long as the others.
+        """
+        self._latest.append((num_tokens, seconds))
+        if len(self._latest) == 3:
+            self._steps.note(*sorted(self._latest, key=itemgetter(1))[1])
 
     def note_copy(self, num_bytes: int, seconds: float) -> None:
         """Records a copy of blocks to or from the host tier."""
@@ -33,18 +42,18 @@ class Costs:
             self.copy_bytes_per_s += 0.3 * (num_bytes / seconds - self.copy_bytes_per_s)
 
     def token_s(self) -> float:
-        """Returns the time in seconds that one more token adds to a forward pass, or 0.0 before the first step."""
+        """Returns the time in seconds that one more token adds to a forward pass, or 0.0 before the third step."""
         return self._steps.slope
 
     @property
     def step_s(self) -> float:
-        """The mean duration of recent steps in seconds, or 0.0 before the first step."""
+        """The mean duration of recent steps in seconds, or 0.0 before the third step."""
         return self._steps.mean_y
 
     @property
     def fixed_s(self) -> float:
         """The part of a step's duration, in seconds, that does not depend on its number of tokens, or 0.0 before the
-        first step.
+        third step.
         """
         return max(0.0, self._steps.at(0.0))
 
@@ -57,7 +66,7 @@ class Costs:
         return num_tokens * self.token_s()
 
     def swap_pays(self, num_bytes: int, num_tokens: int) -> bool:
-        """Returns whether swapping is estimated to cost at most as much as giving back. Returns True before the first
+        """Returns whether swapping is estimated to cost at most as much as giving back. Returns True before the third
         step.
         """
         return self._steps.weight == 0.0 or self.swap_s(num_bytes) <= self.give_back_s(num_tokens)

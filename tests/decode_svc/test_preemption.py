@@ -253,6 +253,13 @@ def test_costs_choose() -> None:
     assert costs.swap_pays(49_000_000, 100) and not costs.swap_pays(51_000_000, 100)
 
 
+def test_a_single_slow_step_does_not_count() -> None:
+    costs = Costs()
+    for number in range(12):
+        costs.note_step(4, 2.0 if number % 5 == 0 else 0.02)
+    assert costs.step_s == pytest.approx(0.02)
+
+
 def test_steps_of_one_size_stand_for_themselves() -> None:
     costs = Costs()
     for _ in range(10):
