@@ -14,14 +14,14 @@ namespace ll {
 namespace {
 
 std::atomic<bool> prefetching{true};
-using AttendOnTiles = void (*)(void* tile, int lo, int hi);
+using AttendOnTiles = void (*)(void* tiles, int n, int lo, int hi);
 std::atomic<AttendOnTiles> on_tiles{nullptr};
 #if defined(LL_AVX512)
 constexpr int TILE_ROWS = 96;  // query rows that share packed keys; no effect on bits
 #else
 constexpr int TILE_ROWS = 48;
 #endif
-constexpr int64_t MOST_AHEAD = 128 << 10;  // bytes that are prefetched at most; they must stay in the L2 cache
+constexpr int64_t MOST_AHEAD = 64 << 10;  // most bytes of a unit's keys or values; twice that must stay in the L2 cache
 
 template <class T, class E>
 struct Attention {
@@ -101,10 +101,11 @@ struct Attention {
         return sinks && end <= PIECE ? sinks[head] * UNIT<T, E> : NEG_INF;
     }
 
-    // Computes the piece of keys [base, base + PIECE) for the tile; returns false if no row sees any of it.
-    bool piece(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t i0, int64_t base) const {
+    // Sets the tile's pointers to the piece of keys [base, base + PIECE), and [lo, hi) to those that any row sees.
+    // Returns false if there are none.
+    bool see(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t i0, int64_t base, int& lo, int& hi) const {
         const int g = group();
-        int lo = PIECE, hi = 0;
+        lo = PIECE, hi = 0;
         for (int r = 0; r < t.rows; ++r) {
             int64_t pos = position(seq, i0 + r / g);
             int64_t from = first_key(pos) - base, to = pos + 1 - base;
@@ -116,12 +117,11 @@ struct Attention {
         }
         if (lo >= hi) return false;
         locate_piece(t, seq, kv_head, base, lo, hi);
-        attend_located(t, lo, hi);
         return true;
     }
 
-    void attend_located(Tile<T, E>& t, int lo, int hi) const {
-        in_tiles() ? attend_on_tiles(&t, lo, hi) : attend(t, lo, hi);
+    void attend_located(Tile<T, E>* tiles, int n, int lo, int hi) const {
+        in_tiles() ? attend_on_tiles(tiles, n, lo, hi) : attend(tiles, n, lo, hi);
     }
 
     // Lists pointers to the vectors of keys that are stored by word, for the groups that contain positions [base + lo,
@@ -148,22 +148,37 @@ struct Attention {
         }
     }
 
-    // Adds the keys and values of positions [from, to) and of some KV heads to the memory that is prefetched.
-    void locate(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t num_heads, int64_t from, int64_t to) const {
+    // One of k and v, with its strides.
+    struct Cache {
+        const E* at;
+        int64_t block, head, slot;
+    };
+
+    // Adds positions [from, to) of some KV heads to the memory that is prefetched. If `with_rest` is set, the sequence's
+    // last position stands for the rest of its block.
+    void locate(Ahead& ahead, const Cache& cache, bool with_rest, int64_t seq, int64_t kv_head, int64_t num_heads,
+                int64_t from, int64_t to) const {
         const int64_t width = d + SCALE_WIDTH<E>;
-        const bool in_one = k_slot == width && v_slot == width;  // a block's slots are contiguous
-        const auto add = [&](const E* first, int64_t head, int64_t n) {
-            if (head == n * width) return ahead.add(first, num_heads * head);  // one run for all heads
-            for (int64_t h = 0; h < num_heads; ++h) ahead.add(first + h * head, n * width);
-        };
         for (int64_t at = from, n; at < to; at += n) {
             const int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
-            n = in_one ? std::min(to - at, block_size - slot) : 1;
-            // By word, every key is in most lines of its block, so the last keys need the rest of the block.
-            const int64_t keys = by_word && at + n == context_lens[seq] ? block_size - slot : n;
-            add(k + id * k_block + kv_head * k_head + slot * k_slot, k_head, keys);
-            add(v + id * v_block + kv_head * v_head + slot * v_slot, v_head, n);
+            n = cache.slot == width ? std::min(to - at, block_size - slot) : 1;  // a block's slots may be contiguous
+            const int64_t size = (with_rest && at + n == context_lens[seq] ? block_size - slot : n) * width;
+            const E* first = cache.at + id * cache.block + kv_head * cache.head + slot * cache.slot;
+            if (cache.head == size)  // one run for all heads
+                ahead.add(first, num_heads * size);
+            else
+                for (int64_t h = 0; h < num_heads; ++h) ahead.add(first + h * cache.head, size);
         }
+    }
+
+    void locate_keys(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t num_heads, int64_t from, int64_t to) const {
+        // By word, every key is in most lines of its block, so the last keys need the rest of the block.
+        locate(ahead, {k, k_block, k_head, k_slot}, by_word, seq, kv_head, num_heads, from, to);
+    }
+
+    void locate_values(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t num_heads, int64_t from, int64_t to) const {
+        locate(ahead, {v, v_block, v_head, v_slot}, false, seq, kv_head, num_heads, from, to);
+        if (ahead.count) ahead.begin(1);
     }
 
     // Sets the piece's pointers. Keys outside [lo, hi) point to zeros: those slots and blocks may hold anything.
@@ -194,6 +209,13 @@ struct Attention {
             merge_row<T, E>(t.total_o + size_t(r) * t.dpad, t.total_m[r], t.total_l[r], t.o + size_t(r) * t.dpad, t.m[r],
                             t.l[r], t.dpad);
     }
+
+    // What a thread needs to compute units.
+    struct Memory {
+        Scratch scratch;
+        std::vector<Tile<T, E>> tiles;
+        Prefetch ahead;
+    };
 
     struct Unit {
         int64_t seq, kv_head, at;  // kv_head: the first one; at: first query of the tile, or index of the piece
@@ -232,7 +254,7 @@ struct Attention {
         }
 
         // Selects the keys to prefetch while the next piece is computed: the n keys before `to` of unit `current`.
-        void fill(Tile<T, E>& t, int64_t current, int64_t to, int n) {
+        void fill(Ahead& ahead, int64_t current, int64_t to, int n) {
             lead -= n;
             if (in < 0 || lead < 0) in = stretch, unit = current, key = to, lead = 0;
             const int want = int(std::min<int64_t>({PIECE, 2 * n, n + PIECE - lead}));
@@ -241,14 +263,14 @@ struct Attention {
                 const Unit& w = units[unit];
                 const int64_t end = a.keys_end(w, a.queries(w, tile)), upto = std::min(end, key + want - found);
                 if (key < upto) {
-                    a.locate(t.ahead, w.seq, w.kv_head, num_heads, key, upto);
+                    a.locate_keys(ahead, w.seq, w.kv_head, num_heads, key, upto);
                     found += int(upto - key), key = upto;
                 } else if (!go_on()) {
                     break;
                 }
             }
             lead += found;
-            if (found) t.ahead.begin((found + n - 1) / n);
+            if (found) ahead.begin((found + n - 1) / n);
         }
     };
 
@@ -260,37 +282,44 @@ struct Attention {
         const int64_t count = units.size(), most = std::min<int64_t>(4, count / (4 * threads));
         const int64_t together = std::max<int64_t>(1, most);
         team(count > 1 ? threads : 1, [&](Claims& claims) {
-            static thread_local Scratch scratch;
-            Tile<T, E> t;
+            static thread_local Memory memory;
+            memory.tiles.resize(num_heads);
             Following next{*this, units, tile, num_heads, together, 0, claims.next()};
             while (next.first_of(next.stretch = next.next_stretch) >= 0) {
                 next.next_stretch = claims.next();
                 for (int64_t u = next.first_of(next.stretch); u >= next.last_of(next.stretch); --u)
-                    compute(t, scratch, next, u);
+                    compute(memory, next, u);
             }
         });
     }
 
-    void compute(Tile<T, E>& t, Scratch& scratch, Following& next, int64_t u) const {
+    void compute(Memory& memory, Following& next, int64_t u) const {
         const Unit& w = next.units[u];
-        const int n = queries(w, next.tile), rows = n * group();
-        const size_t bytes = tile_bytes(rows);
-        char* memory = scratch.reserve(bytes * next.num_heads);
-        for (int64_t h = 0; h < next.num_heads; ++h) begin(t, memory + h * bytes, w.seq, w.kv_head + h, w.at, n);
+        const int n = queries(w, next.tile), num_heads = int(next.num_heads);
+        const size_t bytes = tile_bytes(n * group());
+        char* scratch = memory.scratch.reserve(bytes * num_heads);
+        Tile<T, E>* tiles = memory.tiles.data();
+        Prefetch& ahead = memory.ahead;
+        for (int h = 0; h < num_heads; ++h) {
+            begin(tiles[h], scratch + h * bytes, w.seq, w.kv_head + h, w.at, n);
+            tiles[h].ahead = &ahead;
+        }
         const int64_t begins = keys_begin(w), ends = keys_end(w, n);
         for (int64_t p = begins / PIECE; p * PIECE < ends; ++p) {
             const int64_t from = std::max(begins, p * PIECE), to = std::min(ends, (p + 1) * PIECE);
-            t.ahead.count = 0;
-            if (prefetch) next.fill(t, u, to, int(to - from));
-            for (int64_t h = 0; h < next.num_heads; ++h) {
-                place(t, memory + h * bytes, rows);
-                if (piece(t, w.seq, w.kv_head + h, w.at, p * PIECE)) merge(t);
+            ahead.clear();
+            if (prefetch) {
+                locate_values(ahead.values, w.seq, w.kv_head, num_heads, from, to);
+                next.fill(ahead.keys, u, to, int(to - from));
             }
+            int lo, hi;
+            for (int h = 0; h < num_heads; ++h)
+                if (!see(tiles[h], w.seq, w.kv_head + h, w.at, p * PIECE, lo, hi)) break;
+            if (lo >= hi) continue;
+            attend_located(tiles, num_heads, lo, hi);
+            for (int h = 0; h < num_heads; ++h) merge(tiles[h]);
         }
-        for (int64_t h = 0; h < next.num_heads; ++h) {
-            place(t, memory + h * bytes, rows);
-            finish(t, w.seq, w.kv_head + h, w.at);
-        }
+        for (int h = 0; h < num_heads; ++h) finish(tiles[h], w.seq, w.kv_head + h, w.at);
     }
 
     // --- decode: pieces that several sequences share
@@ -375,19 +404,22 @@ struct Attention {
         if (tiles.empty()) return;
         shared_totals.resize(num_seqs * kv_heads * totals_width());
         team(threads, [&](Claims& claims) {
-            static thread_local Scratch scratch;
-            Tile<T, E> t;
+            static thread_local Memory memory;
+            memory.tiles.resize(1);
             for (int64_t u; (u = claims.next()) < int64_t(tiles.size()) * kv_heads;) {
                 const Together& tile = tiles[u / kv_heads];
-                together(t, scratch, tile.seqs, tile.n, tile.pieces, u % kv_heads);
+                together(memory, tile.seqs, tile.n, tile.pieces, u % kv_heads);
             }
         });
         shared_pieces = std::move(pieces);
     }
 
-    void together(Tile<T, E>& t, Scratch& scratch, const int64_t* seqs, int n, int64_t pieces, int64_t kv_head) {
+    void together(Memory& memory, const int64_t* seqs, int n, int64_t pieces, int64_t kv_head) {
         const int g = group(), rows = n * g;
-        place(t, scratch.reserve(tile_bytes(rows)), rows);
+        Tile<T, E>& t = memory.tiles[0];
+        Prefetch& ahead = memory.ahead;
+        t.ahead = &ahead;
+        place(t, memory.scratch.reserve(tile_bytes(rows)), rows);
         for (int r = 0; r < rows; ++r) {
             pack_q(t, r, q + q_begin(seqs[r / g]) * q_token + (kv_head * g + r % g) * q_head);
             t.total_m[r] = NEG_INF, t.total_l[r] = 0.f, t.lo[r] = 0, t.hi[r] = PIECE;
@@ -396,12 +428,13 @@ struct Attention {
             for (int r = 0; r < rows; ++r)
                 t.sinks[r] = sink(kv_head * g + r % g, context_lens[seqs[r / g]] - p * PIECE);
             locate(t, seqs[0], kv_head, p * PIECE, 0, PIECE);
-            t.ahead.count = 0;
+            ahead.clear();
+            if (prefetch) locate_values(ahead.values, seqs[0], kv_head, 1, p * PIECE, (p + 1) * PIECE);
             if (prefetch && p + 1 < pieces) {
-                locate(t.ahead, seqs[0], kv_head, 1, (p + 1) * PIECE, (p + 2) * PIECE);
-                t.ahead.begin(1);
+                locate_keys(ahead.keys, seqs[0], kv_head, 1, (p + 1) * PIECE, (p + 2) * PIECE);
+                ahead.keys.begin(1);
             }
-            attend_located(t, 0, PIECE);
+            attend_located(&t, 1, 0, PIECE);
             merge(t);
         }
         for (int i = 0; i < n; ++i) {
@@ -424,7 +457,7 @@ struct Attention {
     // Returns for how many KV heads a unit of decode computes a piece before the next piece. Their keys are neighbours
     // in a block, and long runs of memory are read faster than short ones.
     int64_t heads_together(int threads) const {
-        const int64_t bytes = 2 * PIECE * (d + SCALE_WIDTH<E>) * int64_t(sizeof(E));
+        const int64_t bytes = PIECE * (d + SCALE_WIDTH<E>) * int64_t(sizeof(E));
         int64_t n = std::clamp<int64_t>(MOST_AHEAD / bytes, 1, kv_heads);
         while (n > 1 && (kv_heads % n || num_seqs * kv_heads / n < 4 * threads)) --n;
         return n;
@@ -446,12 +479,20 @@ struct Attention {
         const size_t width = totals_width();
         std::vector<float> partial(units.size() * width);
         team(threads, [&](Claims& claims) {
-            static thread_local Scratch scratch;
-            Tile<T, E> t;
+            static thread_local Memory memory;
+            memory.tiles.resize(1);
+            Tile<T, E>& t = memory.tiles[0];
             for (size_t u; (u = claims.next()) < units.size();) {
-                begin(t, scratch.reserve(tile_bytes(g)), units[u].seq, units[u].kv_head, 0, 1);
-                t.ahead.count = 0;
-                piece(t, units[u].seq, units[u].kv_head, 0, units[u].at * PIECE);
+                const Unit& w = units[u];
+                begin(t, memory.scratch.reserve(tile_bytes(g)), w.seq, w.kv_head, 0, 1);
+                t.ahead = &memory.ahead;
+                t.ahead->clear();
+                const int64_t base = w.at * PIECE;
+                int lo, hi;
+                if (see(t, w.seq, w.kv_head, 0, base, lo, hi)) {
+                    if (prefetch) locate_values(t.ahead->values, w.seq, w.kv_head, 1, base + lo, base + hi);
+                    attend_located(&t, 1, lo, hi);
+                }
                 float* p = partial.data() + u * width;
                 std::memcpy(p, t.o, size_t(g) * dpad * 4);
                 std::memcpy(p + g * dpad, t.m, g * 4), std::memcpy(p + g * dpad + g, t.l, g * 4);

@@ -106,7 +106,7 @@ void score(Tile& t, int row, const float* const* vectors, int64_t step, int g) {
     for (int i = 0; i < N; ++i) keys[i] = reinterpret_cast<const char*>(vectors[i]);
     zero_sums<N>();
     for (int word = 0; word < t.words; word += WORDS) {
-        if constexpr (AHEAD) t.ahead.ask(N * WORDS);
+        if constexpr (AHEAD) t.ahead->values.ask(N * WORDS);
         const char* queries = reinterpret_cast<const char*>(t.q_row(row) + word);
         add_products<N>(queries, t.words * 4, keys, word * step * 4, step * 4);
     }
@@ -186,7 +186,7 @@ void score_few(Tile& t, int g) {
     for (int i = 0; i < N; ++i) keys[i] = locate(t, g + i, reinterpret_cast<bf16*>(t.vpack) + i * ROWS * t.d);
     zero_sums<N>();
     for (int word = 0; word < t.words; word += WORDS) {
-        if constexpr (AHEAD) t.ahead.ask(N * WORDS);
+        if constexpr (AHEAD) t.ahead->values.ask(N * WORDS);
         _tile_loadd(5, t.kpack + word * t.rows, t.rows * 4);
         _tile_loadd(4, keys[0].at + word * 4, keys[0].stride);
         _tile_dpbf16ps(0, 4, 5);
@@ -239,7 +239,7 @@ void pack_values(Tile& t, int first) {
     char* to = reinterpret_cast<char*>(t.vpack) + int64_t(first) * t.d * 2;
     for (int col = 0; col < t.d; col += 2 * W, to += 2 * ROWS * 64)
         for (int pair = 0; pair < KEYS / 2; ++pair) {
-            if (AHEAD && pair % 8 == 0) t.ahead.ask(24);
+            if (AHEAD && pair % 8 == 0) t.ahead->keys.ask(24);
             __m512i even, odd;
             ll::load_pairs(t.values[first + 2 * pair] + col, t.values[first + 2 * pair + 1] + col, even, odd);
             _mm512_store_si512(to + pair * 64, even);
@@ -261,17 +261,23 @@ void sum_values(const Tile& t, int row, int col, int from, int to) {
 }
 
 template <bool AHEAD>
-void attend(Tile& t, int lo, int hi) {
+void score_piece(Tile& t, int lo, int hi) {
+    ll::widen_to_groups(t, lo, hi);
+    const int begin = lo / W, end = hi / W;
+    if (t.word_step && t.rows <= ROWS)
+        score_words<AHEAD>(t, begin, end);
+    else if (t.rows <= 4)
+        score_few<4, AHEAD>(t, begin, end);
+    else if (t.rows <= ROWS)
+        score_few<ROWS, AHEAD>(t, begin, end);
+    else
+        score_all<AHEAD>(t, begin, end);
+}
+
+template <bool AHEAD>
+void sum_piece(Tile& t, int lo, int hi) {
     ll::widen_to_groups(t, lo, hi);
     const int begin = lo, end = hi;
-    if (t.word_step && t.rows <= ROWS)
-        score_words<AHEAD>(t, begin / W, end / W);
-    else if (t.rows <= 4)
-        score_few<4, AHEAD>(t, begin / W, end / W);
-    else if (t.rows <= ROWS)
-        score_few<ROWS, AHEAD>(t, begin / W, end / W);
-    else
-        score_all<AHEAD>(t, begin / W, end / W);
     for (int row = 0; row < t.rows; ++row) ll::softmax_row<bf16, bf16, true>(t, row, begin, end);
     for (int key = begin; key < end; key += KEYS) pack_values<AHEAD>(t, key);
     for_row_tiles(t.rows, [&](int row) {
@@ -279,15 +285,17 @@ void attend(Tile& t, int lo, int hi) {
         for (; col + 4 * W <= t.d; col += 4 * W) sum_values<4>(t, row, col, begin, end);
         if (col < t.d) sum_values<2>(t, row, col, begin, end);
     });
-    _tile_release();
 }
 
 }  // namespace
 
-// `tile` is a Tile<bf16, bf16> whose d is a multiple of 32. The arguments are those of `attend` in piece.h.
-LL_EXPORT void ll_amx_attend(void* tile, int lo, int hi) {
-    Tile& t = *static_cast<Tile*>(tile);
-    t.ahead.count > 0 ? attend<true>(t, lo, hi) : attend<false>(t, lo, hi);
+// `tiles` are n Tile<bf16, bf16> whose d is a multiple of 32. The arguments are those of `attend` in piece.h.
+LL_EXPORT void ll_amx_attend(void* tiles, int n, int lo, int hi) {
+    Tile* all = static_cast<Tile*>(tiles);
+    const bool scores_ask = all->ahead->values.count > 0, sums_ask = all->ahead->keys.count > 0;
+    for (int i = 0; i < n; ++i) scores_ask ? score_piece<true>(all[i], lo, hi) : score_piece<false>(all[i], lo, hi);
+    for (int i = 0; i < n; ++i) sums_ask ? sum_piece<true>(all[i], lo, hi) : sum_piece<false>(all[i], lo, hi);
+    _tile_release();
 }
 
 // Returns the size of a tile of queries, which both builds must agree about.

@@ -53,20 +53,20 @@ struct Scratch {
 };
 
 // The runs of memory that a thread will probably need next. They are prefetched a few cache lines at a time, spread
-// over the arithmetic of the current piece. A burst of prefetches would stall on memory, and without prefetches memory
-// would be idle during the arithmetic. For each line that they read, packing prefetches 3/4 of a line, scoring 1/3
-// (one, if it reads the blocks) and summing values one. Together this is a little more than the size of a piece.
+// over the arithmetic. A burst of prefetches would stall on memory, and without prefetches memory would be idle during
+// the arithmetic. For each line that they read, packing prefetches 3/4 of a line, scoring 1/3 (one, if it reads the
+// blocks) and summing values one. Together this is a little more than what is read.
 struct Ahead {
     struct Run {
         const char *from, *to;
     };
-    Run runs[2 * PIECE + 1];  // the last entry is read but not used
+    Run runs[PIECE + 1];  // the last entry is read but not used
     int count = 0, at = 0, rate = 0;  // rate: the memory to prefetch, as a multiple of the memory of this piece
     const char* line;
 
     template <class T>
     void add(const T* from, int64_t elems) {
-        if (count == 2 * PIECE) return;
+        if (count == PIECE) return;
         runs[count++] = {reinterpret_cast<const char*>(from), reinterpret_cast<const char*>(from + elems)};
     }
     void begin(int rate_) { at = 0, rate = rate_, line = runs[0].from; }
@@ -78,6 +78,12 @@ struct Ahead {
             if (line >= runs[at].to) line = runs[++at].from;
         }
     }
+};
+
+// What is prefetched while a piece is computed: its values during its scores, and the next keys during its sums.
+struct Prefetch {
+    Ahead values, keys;
+    void clear() { values.count = keys.count = 0; }
 };
 
 // Whether softmax has the bits of torch's for contexts of one piece: its weights are powers of e, and they are divided by
@@ -133,7 +139,7 @@ struct Tile {
     int16_t* weights;          // [rows, PIECE] as integers, if IN_INTEGERS; as bf16, if IN_PAIRS
     float* vpack;              // [PIECE, d] values as operands of tiles, if IN_PAIRS
     float *q_scales, *weight_scales;  // of each row's query and weights, if IN_INTEGERS
-    Ahead ahead;
+    Prefetch* ahead;
 
     static constexpr size_t WEIGHT_FLOATS = IN_INTEGERS<T, E> || IN_PAIRS<T, E> ? PIECE / 2 : 0;  // of a row
     static size_t value_floats(int d) { return IN_PAIRS<T, E> ? size_t(PIECE) * d / 2 : 0; }
@@ -177,7 +183,7 @@ void pack_keys(Tile<T, E>& t, int g, int at) {
     if (t.word_step) {
         const float* from = t.by_word[g];
         for (int s = 0; s < t.words; ++s, dst += PANEL * W, from += t.word_step) {
-            if (AHEAD && s % W == 0) t.ahead.ask(W * W * int(sizeof(float)) * 3 / 256);
+            if (AHEAD && s % W == 0) t.ahead->values.ask(W * W * int(sizeof(float)) * 3 / 256);
             store(dst, load(from));
         }
         return;
@@ -185,7 +191,7 @@ void pack_keys(Tile<T, E>& t, int g, int at) {
     vf block[W];
     int s = 0;
     for (; s + W <= t.words; s += W, dst += PANEL * W * W) {
-        if constexpr (AHEAD) t.ahead.ask(W * W * WIDTH * int(sizeof(E)) * 3 / 256);
+        if constexpr (AHEAD) t.ahead->values.ask(W * W * WIDTH * int(sizeof(E)) * 3 / 256);
         if constexpr (CONVERTS) {
 #pragma GCC unroll 16
             for (int j = 0; j < W; ++j) block[j] = Words<T>::of(t.keys[g * W + j] + s * WIDTH, W);
@@ -243,8 +249,8 @@ void score_block(Tile<T, E>& t, int row, int at, int g) {
     for (int s = 0, end; s < t.words; s = end) {
         end = std::min(t.words, s + STEP);
         constexpr int LINES = C * W * D::PER_WORD * int(sizeof(E)) * STEP / 64;  // of keys that are read
-        if constexpr (FROM == From::BLOCKS) t.ahead.ask(LINES);
-        if constexpr (FROM == From::PANEL_AHEAD) t.ahead.ask(std::max(1, LINES / 3));
+        if constexpr (FROM == From::BLOCKS) t.ahead->values.ask(LINES);
+        if constexpr (FROM == From::PANEL_AHEAD) t.ahead->values.ask(std::max(1, LINES / 3));
         for (int i = s; i < end; ++i, k += PANEL * W, q += D::TERMS) {
             vf words[C];
 #pragma GCC unroll 8
@@ -372,7 +378,7 @@ void value_block(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
     const float* p = t.scores + size_t(row) * PIECE;
     for (int k = from, end; k < to; k = end) {
         end = std::min(to, k + 8);
-        if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(E) / 8);
+        if constexpr (AHEAD) t.ahead->keys.ask(C * W * sizeof(E) / 8);
         for (int i = k; i < end; ++i) {
             vf v[C];
             if constexpr (C > 1)
@@ -421,7 +427,7 @@ void value_pairs(Tile<T, E>& t, int row, int col, int from, int to, int lo) {
     const int16_t* weights = t.weights + size_t(row) * PIECE;
     for (int k = from; k < to; k += 8) {
         for (int i = k; i < k + 8; i += 2) {
-            if constexpr (AHEAD) t.ahead.ask(C * W * sizeof(E) / 32);
+            if constexpr (AHEAD) t.ahead->keys.ask(C * W * sizeof(E) / 32);
             __m512i v[C];
             if constexpr (C > 1)
 #pragma GCC unroll 4
@@ -455,7 +461,7 @@ void value_integers(Tile<T, E>& t, int row, int col, int lo, int hi) {
     for (int first = 0; first < 4; first += N) {
         vi acc[R][N] = {};
         for (int k = lo / 4 * 4; k < hi; k += 4) {
-            if constexpr (AHEAD) t.ahead.ask(INTEGER_COLUMNS * N / 64);
+            if constexpr (AHEAD) t.ahead->keys.ask(INTEGER_COLUMNS * N / 64);
             vi v[4];
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i) v[i] = load_bytes(t.values[k + i] + col, left);
@@ -524,28 +530,33 @@ LL_INLINE void widen_to_groups(Tile<T, E>& t, int& lo, int& hi) {
     lo = begin, hi = end;
 }
 
-// Computes m, l and o of this piece. [lo, hi) covers all keys that any row of the tile sees; `keys` or `by_word`, and
-// `values`, must be set in this range.
+// Computes the scores of the piece. [lo, hi) covers all keys that any row of the tile sees.
 template <class T, class E>
-void attend(Tile<T, E>& t, int lo, int hi) {
+void score_piece(Tile<T, E>& t, int lo, int hi) {
     const int end = (hi + W - 1) / W;
-    const bool asks = t.ahead.count > 0;
     if (t.word_step && t.rows <= ROWS) {  // packing pays only if several blocks of rows read the panel
         for_row_blocks(0, t.rows, [&](int row, auto r) {
             score_rows<T, E, r.value, From::BLOCKS>(t, row, lo / W, end - lo / W);
         });
-    } else {
-        for (int g = lo / W; g < end; g += PANEL) {
-            const int n = end - g < PANEL ? end - g : PANEL;
-            for (int i = 0; i < n; ++i) asks ? pack_keys<T, E, true>(t, g + i, i) : pack_keys<T, E, false>(t, g + i, i);
-            for_row_blocks(0, t.rows, [&](int row, auto r) {
-                row == 0 && asks ? score_rows<T, E, r.value, From::PANEL_AHEAD>(t, row, g, n)
-                                 : score_rows<T, E, r.value, From::PANEL>(t, row, g, n);
-            });
-        }
+        return;
     }
+    const bool asks = t.ahead->values.count > 0;
+    for (int g = lo / W; g < end; g += PANEL) {
+        const int n = end - g < PANEL ? end - g : PANEL;
+        for (int i = 0; i < n; ++i) asks ? pack_keys<T, E, true>(t, g + i, i) : pack_keys<T, E, false>(t, g + i, i);
+        for_row_blocks(0, t.rows, [&](int row, auto r) {
+            row == 0 && asks ? score_rows<T, E, r.value, From::PANEL_AHEAD>(t, row, g, n)
+                             : score_rows<T, E, r.value, From::PANEL>(t, row, g, n);
+        });
+    }
+}
+
+// Computes m, l and o of the piece from its scores.
+template <class T, class E>
+void sum_piece(Tile<T, E>& t, int lo, int hi) {
     if constexpr (IN_PAIRS<T, E>) widen_to_groups(t, lo, hi);
     for (int r = 0; r < t.rows; ++r) softmax_row<T, E, IN_PAIRS<T, E>>(t, r, lo, hi);
+    const bool asks = t.ahead->keys.count > 0;
     constexpr int TOGETHER = IN_INTEGERS<T, E> ? PIECE : STRETCH;
     for (int from = lo; from < hi; from += TOGETHER) {
         const int to = hi - from < TOGETHER ? hi : from + TOGETHER;
@@ -554,6 +565,14 @@ void attend(Tile<T, E>& t, int lo, int hi) {
                                     : value_rows<T, E, r.value, false>(t, row, from, to, lo);
         });
     }
+}
+
+// Computes m, l and o of this piece for n tiles, of different KV heads. `keys` or `by_word`, and `values`, must be set
+// in [lo, hi). All scores come first, because the keys of these heads are neighbours in memory, and so are the values.
+template <class T, class E>
+void attend(Tile<T, E>* tiles, int n, int lo, int hi) {
+    for (int i = 0; i < n; ++i) score_piece(tiles[i], lo, hi);
+    for (int i = 0; i < n; ++i) sum_piece(tiles[i], lo, hi);
 }
 
 // Merges the result of a later piece into the total (Milakov and Gimelshein 2018). A row starts with total_m = NEG_INF.
