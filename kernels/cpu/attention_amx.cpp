@@ -263,27 +263,25 @@ void sum_values(const Tile& t, int row, int col, int from, int to) {
 template <bool AHEAD>
 void score_piece(Tile& t, int lo, int hi) {
     ll::widen_to_groups(t, lo, hi);
-    const int begin = lo / W, end = hi / W;
     if (t.word_step && t.rows <= ROWS)
-        score_words<AHEAD>(t, begin, end);
+        score_words<AHEAD>(t, lo / W, hi / W);
     else if (t.rows <= 4)
-        score_few<4, AHEAD>(t, begin, end);
+        score_few<4, AHEAD>(t, lo / W, hi / W);
     else if (t.rows <= ROWS)
-        score_few<ROWS, AHEAD>(t, begin, end);
+        score_few<ROWS, AHEAD>(t, lo / W, hi / W);
     else
-        score_all<AHEAD>(t, begin, end);
+        score_all<AHEAD>(t, lo / W, hi / W);
 }
 
 template <bool AHEAD>
 void sum_piece(Tile& t, int lo, int hi) {
     ll::widen_to_groups(t, lo, hi);
-    const int begin = lo, end = hi;
-    for (int row = 0; row < t.rows; ++row) ll::softmax_row<bf16, bf16, true>(t, row, begin, end);
-    for (int key = begin; key < end; key += KEYS) pack_values<AHEAD>(t, key);
+    for (int row = 0; row < t.rows; ++row) ll::softmax_row<bf16, bf16, true>(t, row, lo, hi);
+    for (int key = lo; key < hi; key += KEYS) pack_values<AHEAD>(t, key);
     for_row_tiles(t.rows, [&](int row) {
         int col = 0;
-        for (; col + 4 * W <= t.d; col += 4 * W) sum_values<4>(t, row, col, begin, end);
-        if (col < t.d) sum_values<2>(t, row, col, begin, end);
+        for (; col + 4 * W <= t.d; col += 4 * W) sum_values<4>(t, row, col, lo, hi);
+        if (col < t.d) sum_values<2>(t, row, col, lo, hi);
     });
 }
 
