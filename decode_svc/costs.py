@@ -28,9 +28,9 @@ class Costs:
         self.copy_bytes_per_s = _START_BYTES_PER_S
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of a step's forward pass. Of every three steps in a row, the one with the median duration
-        counts, because the first steps of a process and those that another process interrupts can take a hundred times
-        as long as the others.
+        """Records the duration of a step's forward pass. Of every three steps in a row, the one with the median
+        duration counts, because the first steps of a process and those that another process interrupts can take a
+        hundred times as long as the others.
         """
         self._latest.append((num_tokens, seconds))
         if len(self._latest) == 3:
