@@ -61,7 +61,7 @@ struct Ahead {
         const char *from, *to;
     };
     Run runs[PIECE + 1];  // the last entry is read but not used
-    int count = 0, at = 0, rate = 0;  // rate: the memory to prefetch, as a multiple of the memory of this piece
+    int count = 0, at = 0, rate = 0;  // rate: the memory to prefetch, as a multiple of what is read
     const char* line;
 
     template <class T>
