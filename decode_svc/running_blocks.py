@@ -4,15 +4,16 @@ releases them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 
-from block_store.errors import Fenced
+from block_store.errors import Fenced, Stale
 from block_store.holder.attach import Attached
 from block_store.ledger.codec import SealItem
 from block_store.ledger.prefix_hash import next_hash
-from common.types import BlockRef
 from decode_svc.copy_on_write import CopyOnWrite
 from decode_svc.scheduler import Group
 from engine.model_runner import ModelRunner
@@ -20,6 +21,9 @@ from engine.sequence import Sequence, Step
 from worker.loop import stale_owners
 from worker.sealing import seal_items
 
+_LOG = logging.getLogger(__name__)
+SEAL_S = 0.1
+"""Time in seconds after which full blocks of running sequences are sealed, even if each sequence has only one."""
 Plan = list[tuple[Group, Sequence]]
 """The sequences of a step, with their groups. The sequences of a group are adjacent, in the order of `Group.live`."""
 
@@ -27,7 +31,9 @@ Plan = list[tuple[Group, Sequence]]
 class RunningBlocks:
     """The owner of the blocks of one worker's running sequences. It is used in the step thread."""
 
-    def __init__(self, runner: ModelRunner, attached: Attached) -> None:
+    def __init__(self, runner: ModelRunner, attached: Attached, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sealed_at = float("-inf")
         self._attached = attached
         self.writes = CopyOnWrite(runner, attached)
         self._layout = runner.layout
@@ -46,26 +52,49 @@ class RunningBlocks:
             found |= {group for group, sequence in plan if sequence in lost}
         return found
 
-    def seal(self, sequences: Iterable[Sequence]) -> None:
-        """Seals the blocks that a step filled, and releases those that have left a window. Must be called before the
-        step's tokens are sent. Only one sequence writes to a block, so no block is sealed twice. If a block with the
-        same hash is already indexed, it replaces the new block.
+    def seal(self, plan: Plan) -> None:
+        """Seals the blocks that steps have filled, and releases the blocks that have left a window. Must be called
+        after each step, before the step's tokens are sent.
+
+        A call to the ledger takes almost as long for many blocks as for one, so a call is made only every SEAL_S
+        seconds, or earlier if a sequence has filled a second block. With a beam search, whose beams share blocks, or
+        with windows, blocks are sealed in the step that fills them.
         """
         size = self._layout.block_size
-        filled = [s for s in sequences if s.num_computed // size > s.num_sealed]
+        filled = [sequence for _, sequence in plan if sequence.num_computed // size > sequence.num_sealed]
         if not filled:
             return
-        items: list[SealItem] = []
-        for sequence in filled:
-            sequence.extend_hashes(sequence.num_sealed + 1, size, next_hash)
-            items += seal_items(sequence, sequence.num_sealed)
-        final = iter(self._attached.held.seal(items))
-        for sequence in filled:
-            for table in sequence.tables:
-                table[sequence.num_sealed] = next(final)
-            sequence.num_sealed += 1
+        now = self._clock()
+        if (
+            now - self._sealed_at < SEAL_S
+            and not self._slides
+            and all(sequence.num_computed // size == sequence.num_sealed + 1 for sequence in filled)
+            and all(group.search is None for group, _ in plan)
+        ):
+            return
+        self._sealed_at = now
+        self._seal(filled)
         if self._slides:
             self._attached.held.release_many([sequence.drop_unneeded(self._layout) for sequence in filled])
+
+    def _seal(self, filled: Seq[Sequence]) -> None:
+        """Seals the full blocks of sequences. Only one sequence writes to a block, so no block is sealed twice. If a
+        block with the same hash is already indexed, it replaces the new block.
+        """
+        size = self._layout.block_size
+        places: list[tuple[Sequence, int]] = []
+        items: list[SealItem] = []
+        for sequence in filled:
+            num_full = sequence.num_full_blocks(size)
+            sequence.extend_hashes(num_full, size, next_hash)
+            for block in range(sequence.num_sealed, num_full):
+                places.append((sequence, block))
+                items += seal_items(sequence, block)
+        final = iter(self._attached.held.seal(items))
+        for sequence, block in places:
+            for table in sequence.tables:
+                table[block] = next(final)
+            sequence.num_sealed = block + 1
 
     def fork(self, live: Seq[Sequence], parents: Seq[int]) -> list[Sequence]:
         """Returns the sequences after a step of a beam search. New sequence i continues `live[parents[i]]`. The first
@@ -89,14 +118,29 @@ class RunningBlocks:
     # --- leaving
 
     def release(self, sequences: Iterable[Sequence]) -> None:
-        """Releases all blocks of these sequences in one call."""
-        tables: list[list[BlockRef]] = []
-        for sequence in sequences:
-            tables.append([*sequence.live_refs(), *sequence.copy_from])
+        """Releases all blocks of these sequences in one call. Full blocks are sealed first, so that they can be found
+        by their hashes.
+        """
+        leaving = [sequence for sequence in sequences if sequence.table]
+        if not leaving:
+            return
+        with suppress(Fenced):  # the blocks have already been taken back
+            self._seal_leaving(leaving)
+            tables = [[*sequence.live_refs(), *sequence.copy_from] for sequence in leaving]
+            self._attached.held.release_many(tables)
+        for sequence in leaving:
             sequence.forget_blocks()
-        if tables:
-            with suppress(Fenced):  # the blocks have already been taken back
-                self._attached.held.release_many(tables)
+
+    def _seal_leaving(self, leaving: Seq[Sequence]) -> None:
+        """Seals the full blocks of sequences, except those of a sequence with a stale block."""
+        size, check = self._layout.block_size, self._attached.arena.check_refs
+        filled = [s for s in leaving if s.num_full_blocks(size) > s.num_sealed and check(s.live_refs())]
+        if not filled:
+            return
+        try:
+            self._seal(filled)
+        except Stale as error:
+            _LOG.warning("the full blocks of %d sequences are not published: %s", len(filled), error)
 
 
 def copying(plan: Plan) -> list[Sequence]:

@@ -319,7 +319,7 @@ class DecodeWorker:
         drawn = self._progress.draw(plan, logits, drafts)
         if self._speculation is not None:
             self._speculation.note(drawn.taken, len(logits), time.monotonic() - began)
-        self._blocks.seal(sequences)
+        self._blocks.seal(plan)
         for group in {group: None for group, _ in plan}:
             group.history.num_steps += 1
         self._progress.publish(drawn)

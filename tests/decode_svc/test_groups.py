@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,7 @@ def test_equal_samples_share_their_full_blocks(small: DecodeBench) -> None:
     """Greedy samples fill equal blocks in the same step. Of several blocks with equal hashes in one seal, the first
     stays.
     """
+    small.worker._blocks._clock = itertools.count().__next__  # a call seals the blocks of each step
     group = small.submit(1, PROMPTS[16], replace(GREEDY, num_sequences=4), STOPPING)
     for _ in range(9):  # 16 + 9 positions: each sample fills two blocks and begins a third
         small.worker.step()
