@@ -25,6 +25,10 @@ from common.types import KvCacheDType
 
 AttentionBackend = Literal["auto", "triton", "fa3", "fa2", "flashinfer", "cpu"]
 BlockTransport = Literal["bytes", "nixl"]
+BLOCK_SIZE = (
+    "number of token positions in a block; default: 16, or 64 on a CPU if the longest sequence has at least 4,096 "
+    "tokens; more for recurrent states"
+)
 KV_CACHE_DTYPE = "type of keys and values; auto: the model's; int8 and fp8 take about half the bytes of bfloat16"
 TENSOR_PARALLEL_SIZE = "number of processes that share each layer of a worker's model: 1, 2, 4 or 8"
 PIPELINE_PARALLEL_SIZE = "number of stages, each with some of the layers of a worker's model in processes of its own"
@@ -194,12 +198,7 @@ class WorkerSettings(ServerSettings):
     max_model_len: int | None = Field(
         None, ge=1, description="length of the longest sequence in tokens; default: the model's limit"
     )
-    block_size: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="number of token positions in a block; default: 16, more for recurrent states",
-    )
+    block_size: int | None = Field(None, ge=1, le=256, description=BLOCK_SIZE)
     max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
     max_queue: int = Field(1024, ge=0, description="maximum number of requests that wait at this worker")

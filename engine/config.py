@@ -25,6 +25,8 @@ ModelImpl = Literal["auto", "native", "transformers"]
 """The model definition to use. auto: the native definition if it supports the checkpoint, otherwise that of
 transformers.
 """
+LONG_CONTEXT, LONG_BLOCK = 4096, 64
+"""On a CPU, if a sequence may have LONG_CONTEXT tokens, the default block size is at least LONG_BLOCK tokens."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -172,9 +174,14 @@ class ModelConfig:
         """Returns the layout of a block in each KV group, and the layers of each group."""
         return layout_of(self.layers, self.num_kv_heads, self.head_dim, dtype, block_size)
 
-    def default_block_size(self, dtype: DType) -> int:
-        """Returns the block size, in tokens, that is used unless the user chooses one."""
-        return default_block_size(self.layers, KvSpec(1, self.num_kv_heads, self.head_dim, dtype).bytes_per_token)
+    def default_block_size(self, dtype: DType, longest: int, on_cpu: bool) -> int:
+        """Returns the block size, in tokens, that is used unless the user chooses one. `longest` is the number of
+        tokens of the longest sequence. CPUs read long runs of memory faster, so a block is larger there, unless all
+        sequences are short.
+        """
+        least = LONG_BLOCK if on_cpu and longest >= LONG_CONTEXT else 16
+        bytes_per_token = KvSpec(1, self.num_kv_heads, self.head_dim, dtype).bytes_per_token
+        return default_block_size(self.layers, bytes_per_token, least)
 
     @property
     def scale_of_scores(self) -> float:

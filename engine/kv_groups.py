@@ -77,14 +77,14 @@ def layout_of(
     return KvLayout(block_size, tuple(specs)), tuple(groups)
 
 
-def default_block_size(layers: Sequence[LayerMemory], bytes_per_token: int) -> int:
-    """Returns the smallest block size of 16, 32, 64 and 128 tokens for which the keys and values of a block, in all
-    layers, take at least as much memory as the recurrent states of all layers. Returns 256 if there is none.
-    `bytes_per_token` is the size of one token's keys and values in one layer.
+def default_block_size(layers: Sequence[LayerMemory], bytes_per_token: int, least: int = 16) -> int:
+    """Returns the smallest block size of 16, 32, 64 and 128 tokens, but at least `least`, for which the keys and values
+    of a block, in all layers, take at least as much memory as the recurrent states of all layers. Returns 256 if there
+    is none. `bytes_per_token` is the size of one token's keys and values in one layer.
     """
     states = sum(layer.state_bytes for layer in layers)
     per_token = bytes_per_token * sum(layer.attends for layer in layers)
-    return next((size for size in (16, 32, 64, 128) if size * per_token >= states), 256)
+    return next((size for size in (16, 32, 64, 128) if size >= least and size * per_token >= states), 256)
 
 
 def _parts(layers: Sequence[int], places: int) -> list[tuple[int, ...]]:

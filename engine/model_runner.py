@@ -71,7 +71,8 @@ class ModelRunner:
         self.device = open_device(settings.device, settings.threads_of_rank, urgent)
         check_ranks(self.place, settings, self.device)
         self._kv_dtype = kv_dtype(settings.kv_cache_dtype, self.dtype)
-        self._block_size = settings.block_size or self.config.default_block_size(self._kv_dtype)
+        usual = self.config.default_block_size(self._kv_dtype, self.max_model_len, self.device.name == "cpu")
+        self._block_size = settings.block_size or usual
         self.device.enter()
         self.attention = self._choose_attention()
         self.model_fingerprint = fingerprint(settings.model, self.dtype, settings.load_format, settings.seed)

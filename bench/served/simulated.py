@@ -29,7 +29,7 @@ from looseleaf.simulation.report import Summary
 from looseleaf.simulation.worker import WorkerOptions
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "configs" / "llama-125m"
-MAX_MODEL_LEN, NUM_BLOCKS, LONGEST = 1280, 4096, 1024
+MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE, LONGEST = 1280, 4096, 16, 1024
 COMPARED = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tokens_per_s")
 
 
@@ -53,7 +53,7 @@ def main(settings: SimulatedSettings) -> None:
     directory = resolve(settings.model, dummy=True).directory
     vocab_size, kv_bytes = ModelConfig.from_directory(directory).vocab_size, replay.kv_bytes_per_token(directory)
     rows: list[dict[str, object]] = []
-    with replay.launch(settings.model, MAX_MODEL_LEN, NUM_BLOCKS, dummy=True) as llm:
+    with replay.launch(settings.model, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE, dummy=True) as llm:
         address = llm.addresses.grpc
 
         def fit(seed: int) -> Costs:
@@ -71,7 +71,7 @@ def main(settings: SimulatedSettings) -> None:
     costs = replace(median(fits), turns=is_small(), origin=provenance())
     if settings.costs is not None:
         costs.save(settings.costs)
-    options = FleetOptions(turns=costs.turns, workers=WorkerOptions(16, NUM_BLOCKS, MAX_MODEL_LEN))
+    options = FleetOptions(turns=costs.turns, workers=WorkerOptions(BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN))
     if is_small():  # the server has both roles in one process
         options = replace(options, prefill=0, decode=0, both=1)
     for rate, summaries in real.items():

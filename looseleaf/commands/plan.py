@@ -16,8 +16,9 @@ from pydantic_settings import CliPositionalArg
 
 from block_store.server import sizing
 from common.group_need import floor_of
-from common.settings import Settings, settings_config
+from common.settings import BLOCK_SIZE, Settings, settings_config
 from common.types import DTYPE_BYTES, KV_SCALE_BYTES, KvCacheDType, KvKind, KvSpec, kv_dtype
+from looseleaf.serve.device import resolve_device
 from looseleaf.serve.model_source import resolve
 
 if TYPE_CHECKING:
@@ -39,12 +40,8 @@ class PlanSettings(Settings):
     sequences: int = Field(1, ge=1, description="number of sequences of that length at once")
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     kv_cache_dtype: KvCacheDType = Field("auto", description="type of the keys and values; auto: the same as dtype")
-    block_size: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="number of token positions in a block; default: 16, more for recurrent states",
-    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the workers; auto: as on this host")
+    block_size: int | None = Field(None, ge=1, le=256, description=BLOCK_SIZE)
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
     memory: float | None = Field(None, gt=0, description="GiB of memory of a host; default: what is available here")
 
@@ -74,7 +71,9 @@ def plan(settings: PlanSettings, directory: Path) -> Iterator[str]:
     if config.weight_format is not None and (stored := stored_bytes(directory)):
         weights, factors = stored, f"{parameters:,} parameters, quantized"
     kv_type = kv_dtype(settings.kv_cache_dtype, settings.dtype)
-    layout, groups = config.kv_groups(settings.block_size or config.default_block_size(kv_type), kv_type)
+    device = resolve_device("auto") if settings.device == "auto" else settings.device
+    block_size = settings.block_size or config.default_block_size(kv_type, context, device == "cpu")
+    layout, groups = config.kv_groups(block_size, kv_type)
     attends = any(group.kind is not KvKind.STATE for group in layout.groups)
     shape = f"{config.num_layers} layers, {f'{config.num_heads} query heads' if attends else 'no attention'}"
     yield f"model    {directory.name}: {shape}, implementation {config.family}"

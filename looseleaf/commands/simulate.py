@@ -126,7 +126,7 @@ def options_of(settings: SimulateSettings) -> FleetOptions:
 
 def _costs(settings: SimulateSettings) -> Costs:
     if settings.fit:
-        found = measure(settings.model, settings.max_model_len, dummy=settings.load_format == "dummy")
+        found = measure(settings, dummy=settings.load_format == "dummy")
         if settings.costs is not None:
             found.save(settings.costs)
         return found
@@ -138,23 +138,23 @@ def _costs(settings: SimulateSettings) -> Costs:
     return found
 
 
-def measure(model: str | None, max_model_len: int, *, dummy: bool) -> Costs:
+def measure(settings: SimulateSettings, *, dummy: bool) -> Costs:
     """Returns the costs of a server that it starts on this machine, measures and ends. Raises StartupError if
-    `max_model_len` or the model's limit is too small for the measurement.
+    `--max-model-len` or the model's limit is too small for the measurement.
     """
     from engine.config import ModelConfig
     from looseleaf.simulation import replay
 
-    directory = resolve(model, dummy=dummy).directory
+    directory = resolve(settings.model, dummy=dummy).directory
     config = ModelConfig.from_directory(directory)
-    longest = min(max_model_len, config.max_model_len, 1024) // 512 * 512 or 512
+    longest = min(settings.max_model_len, config.max_model_len, 1024) // 512 * 512 or 512
     room = longest + replay.OUTPUT + max(replay.BATCHES)
-    if room > (limit := min(max_model_len, config.max_model_len)):
+    if room > (limit := min(settings.max_model_len, config.max_model_len)):
         longest = limit - replay.OUTPUT - max(replay.BATCHES)
     if longest < max(replay.PREFILL_LENS):
         raise StartupError(f"--max-model-len: --fit needs sequences of {max(replay.PREFILL_LENS) + 56} tokens")
     kv_bytes = replay.kv_bytes_per_token(directory)
-    with replay.launch(model, limit, 4096, dummy=dummy) as llm:
+    with replay.launch(settings.model, limit, 4096, settings.block_size, dummy=dummy) as llm:
         fitted = replay.fit(llm.addresses.grpc, directory.name, kv_bytes, config.vocab_size, longest)
         return replace(asyncio.run(fitted), turns=is_small())
 

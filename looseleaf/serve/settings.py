@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field
 from pydantic_settings import BaseSettings, CliPositionalArg, PydanticBaseSettingsSource
 
 from common.settings import (
+    BLOCK_SIZE,
     DEFAULT_MAX_ITL,
     KV_CACHE_DTYPE,
     KV_DISK_DIR,
@@ -133,12 +134,7 @@ class ServeSettings(VllmGrpcSettings):
     max_model_len: int | None = Field(
         None, ge=1, description="length of the longest sequence in tokens; default: the model's limit"
     )
-    block_size: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="number of token positions in a block; default: 16, more for recurrent states",
-    )
+    block_size: int | None = Field(None, ge=1, le=256, description=BLOCK_SIZE)
     max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
     max_itl: float = Field(DEFAULT_MAX_ITL, ge=0, description=MAX_ITL)

@@ -231,7 +231,9 @@ class _Prober:
         return times, prefill_s
 
 
-def launch(model: str | None, max_model_len: int, num_blocks: int, *, dummy: bool) -> LLM:
+def launch(model: str | None, max_model_len: int, num_blocks: int, block_size: int, *, dummy: bool) -> LLM:
     """Starts a server on this machine, and returns it."""
     load_format = "dummy" if dummy else "auto"
-    return LLM(model, max_model_len=max_model_len, num_blocks=num_blocks, load_format=load_format)
+    return LLM(
+        model, max_model_len=max_model_len, num_blocks=num_blocks, block_size=block_size, load_format=load_format
+    )

@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
     """A system with one prefill and one decode worker."""
-    with LLM(str(checkpoint), num_blocks=4096, max_model_len=8192, roles="split") as running:
+    with LLM(str(checkpoint), num_blocks=4096, max_model_len=8192, block_size=16, roles="split") as running:
         yield running
 
 

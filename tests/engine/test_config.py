@@ -45,6 +45,15 @@ def test_opt_13b_needs_800_kib_of_kv_a_token(tmp_path: Path) -> None:
         assert 2048 // 16 * layout.block_bytes == 1.5625 * 2**30
 
 
+def test_blocks_are_larger_on_cpus_for_long_sequences(tmp_path: Path) -> None:
+    config = read(tmp_path, hf_config("llama"))
+    sizes = {
+        longest: [config.default_block_size("bfloat16", longest, on_cpu) for on_cpu in (True, False)]
+        for longest in (512, 2048, 4096, 131_072)
+    }
+    assert sizes == {512: [16, 16], 2048: [16, 16], 4096: [64, 16], 131_072: [64, 16]}
+
+
 def test_families_differ_where_they_should(tmp_path: Path) -> None:
     assert read(tmp_path, hf_config("qwen2")).qkv_bias and not read(tmp_path, hf_config("qwen2")).o_bias
     assert read(tmp_path, hf_config("qwen3")).qk_norm

@@ -54,7 +54,7 @@ def model_of(kind: str, window: int, length: int, directory: Path) -> ModelRunne
     else:
         animal = ZOO[kind]
         make_foreign(directory, replace(animal, changes=animal.changes | changes), seed=4, dtype=torch.bfloat16)
-    return ModelRunner(RunnerSettings(directory, num_threads=2, max_model_len=length, device="cpu"))
+    return ModelRunner(RunnerSettings(directory, num_threads=2, max_model_len=length, block_size=16, device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def test_opt_13b_as_in_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_million_tokens_of_llama_8b(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(Path(__file__).parents[2] / "models/configs/llama-3.1-8b")
-    said = planned(capsys, model, "--context", "1M", "--memory", "141")
-    assert "131,072 bytes a token" in said and "65,536 blocks of 2,097,152 bytes" in said
+    said = planned(capsys, model, "--context", "1M", "--memory", "141", "--device", "cpu")
+    assert "131,072 bytes a token" in said and "16,384 blocks of 8,388,608 bytes" in said
     assert "128.00 GiB a sequence" in said and "the model has 131,072 positions" in said
     assert "too little for one such sequence" in said
     assert "room for 1 such sequences" in planned(capsys, model, "--context", "1M", "--memory", "160")
@@ -49,6 +49,7 @@ def test_a_million_tokens_of_llama_8b(capsys: pytest.CaptureFixture[str]) -> Non
     scaled = planned(capsys, model, "--context", "1M", "--memory", "141", "--kv-cache-dtype", "int8")
     assert "2 x 32 layers x 8 KV heads x (128 x 1 bytes + 4 of a scale) = 67,584 bytes a token" in scaled
     assert "66.00 GiB a sequence" in scaled
+    assert "65,536 blocks of 2,097,152 bytes" in planned(capsys, model, "--context", "1M", "--device", "cuda")
 
 
 def test_parameters_are_those_of_the_files_or_of_the_definition(
