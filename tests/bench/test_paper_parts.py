@@ -10,6 +10,7 @@ import pytest
 from bench.paper import batching, contiguous, front, goodput, hand_over, interference, load, no_cache
 from bench.paper.memory_arms import Contiguous, Paged, simulate
 from bench.paper.parts import Options
+from bench.served import peers_gap
 from common.types import KvLayout, KvSpec
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.tiny import make_checkpoint
@@ -97,7 +98,8 @@ def test_the_rate_at_which_the_latency_doubles() -> None:
     assert load.normalised_s(Outcome(1.0, (2.0, 3.0, 4.0))) == 1.0
 
 
-def test_a_rehearsal_of_batches_loads_gaps_and_hand_overs(llm: LLM) -> None:
+def test_a_rehearsal_of_batches_loads_gaps_and_hand_overs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_gap, "AFTER_S", 0.02)  # the storyteller generates 900 tokens in less than a second
     address = llm.addresses.grpc
     arms = asyncio.run(batching.rounds(address, QUICK))
     assert list(arms) == list(batching.ARMS) and all(done["tokens_per_s"] > 0 for done in arms.values())

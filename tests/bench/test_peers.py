@@ -165,7 +165,8 @@ def test_end_reaches_a_stopped_group() -> None:
     assert process.returncode is not None
 
 
-def test_our_server_answers_and_is_accounted_for(tmp_path: Path) -> None:
+def test_our_server_answers_and_is_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_gap, "AFTER_S", 0.02)  # the tiny model generates 1,500 tokens in less than a second
     model = make_checkpoint(tmp_path / "tiny", dtype=torch.bfloat16, max_position_embeddings=2048)
     with Served(str(model), ["--num-blocks", "512", "--roles", "both"], tmp_path / "log") as served:
         assert served.first_token_cpu_s > 0
