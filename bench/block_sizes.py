@@ -1,23 +1,17 @@
 """Measures decode steps and a prompt with blocks of several sizes in turn (`python -m bench.block_sizes`).
 
 Each engine is loaded all the time, and they compute in turn (`bench.engine`), so other load on the machine affects all
-of them. Prints the medians, and the median of the rounds' ratios to the first size.
+of them. Prints the medians, and the rounds' ratios to the first size.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 
 from bench.engine import MODEL, decode, prefill
-from bench.rounds import turned
+from bench.rounds import ratio, turned
 from engine.model_runner import ModelRunner, RunnerSettings
-
-
-def ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """Returns the median of the rounds' ratios."""
-    return statistics.median(time / other for time, other in zip(times, reference, strict=True))
 
 
 def main() -> None:
@@ -43,7 +37,8 @@ def main() -> None:
                 row = decode(runner, work, args.context, args.steps, 1.0) if work else prefill(runner, args.context)
                 found[size].append(row["ms"])
         shown = "; ".join(
-            f"{size}: {statistics.median(ms):.2f} ms, {ratio(ms, first):.3f}" for size, ms in found.items()
+            f"{size}: {statistics.median(ms):.2f} ms, {ratio(zip(first, ms, strict=True))}"
+            for size, ms in found.items()
         )
         print(f"{f'decode batch {work}' if work else f'prompt of {args.context} tokens'}: {shown}", flush=True)
 

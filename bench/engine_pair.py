@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.checkout import Checkout
 from bench.engine import MODEL
+from bench.rounds import ratio
 from common.errors import StartupError
 
 DRIVER = """
@@ -53,10 +54,9 @@ def main() -> None:
                 found[work].append((float(before[0]), float(after[0])))
     for work, rounds in found.items():
         before_ms, after_ms = map(statistics.median, zip(*rounds, strict=True))
-        ratios = sorted(new / old for old, new in rounds)
         print(
             f"{f'decode batch {work}' if work else f'prompt of {args.context} tokens'}: other {before_ms:.2f} ms, "
-            f"this {after_ms:.2f}, ratio {statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            f"this {after_ms:.2f}, {ratio(rounds)}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +18,12 @@ def turned(arms: Sequence[T], number: int) -> list[T]:
     """Returns the arms in the order of round `number`. Each round begins with another arm than the one before."""
     turn = number % len(arms)
     return [*arms[turn:], *arms[:turn]]
+
+
+def ratio(pairs: Iterable[tuple[float, float]]) -> str:
+    """Returns the median, the least and the largest ratio of the second to the first number of each pair, as text."""
+    ratios = sorted(after / before for before, after in pairs)
+    return f"ratio {statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 def medians(runs: Sequence[D]) -> D:

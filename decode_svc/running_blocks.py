@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 
@@ -21,7 +21,7 @@ from engine.sequence import Sequence, Step
 from worker.loop import stale_owners
 from worker.sealing import seal_items
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger("decode")
 SEAL_S = 0.1
 """Time in seconds after which full blocks of running sequences are sealed, even if each sequence has only one."""
 Plan = list[tuple[Group, Sequence]]
@@ -31,8 +31,8 @@ Plan = list[tuple[Group, Sequence]]
 class RunningBlocks:
     """The owner of the blocks of one worker's running sequences. It is used in the step thread."""
 
-    def __init__(self, runner: ModelRunner, attached: Attached, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, runner: ModelRunner, attached: Attached) -> None:
+        self._clock = time.monotonic
         self._sealed_at = float("-inf")
         self._attached = attached
         self.writes = CopyOnWrite(runner, attached)
@@ -140,7 +140,7 @@ class RunningBlocks:
         try:
             self._seal(filled)
         except Stale as error:
-            _LOG.warning("the full blocks of %d sequences are not published: %s", len(filled), error)
+            logger.warning("the full blocks of %d sequences are not published: %s", len(filled), error)
 
 
 def copying(plan: Plan) -> list[Sequence]:

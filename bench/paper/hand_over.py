@@ -86,7 +86,7 @@ def between_hosts(layout: KvLayout, lengths: Sequence[int], pulls: int) -> list[
 
 def measure(options: Options) -> dict[str, Any]:
     lengths, rounds, pulls = (QUICK_LENGTHS, 1, 1) if options.quick else (LENGTHS, ROUNDS, PULLS)
-    with LLM(str(MODEL), load_format="dummy", max_model_len=4096, num_blocks=1024, roles="split") as llm:
+    with LLM(str(MODEL), load_format="dummy", max_model_len=4096, num_blocks=4096, block_size=16, roles="split") as llm:
         rows = asyncio.run(on_one_host(llm.addresses.grpc, lengths, rounds))
     layout, _ = ModelConfig.from_directory(MODEL).kv_groups(16, "bfloat16")
     return {"rounds": rounds, "one_host": rows, "two_hosts": between_hosts(layout, lengths, pulls)}

@@ -57,7 +57,7 @@ def measure(options: Options) -> dict[str, Any]:
     lengths, rounds = (QUICK_PROMPTS, 1) if options.quick else (PROMPTS, ROUNDS)
     arms = {}
     for name, arm in ARMS.items():
-        with LLM(str(MODEL), load_format="dummy", max_model_len=4096, num_blocks=1024, **arm) as llm:
+        with LLM(str(MODEL), load_format="dummy", max_model_len=4096, num_blocks=4096, block_size=16, **arm) as llm:
             arms[name] = asyncio.run(gaps(llm.addresses.grpc, lengths, rounds))
     return {"rounds": rounds, "arms": arms}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import Field
 
 from bench.checkout import Checkout
+from bench.rounds import ratio
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 
@@ -67,11 +68,10 @@ def main(settings: PairSettings) -> None:
                 found[work].append((*before, *after))
     for (kind, rate), rounds in found.items():
         before_us, before_tokens, after_us, after_tokens = map(statistics.median, zip(*rounds, strict=True))
-        ratios = sorted(after / before for before, _, after, _ in rounds)
+        compared = ratio((before, after) for before, _, after, _ in rounds)
         print(
             f"{kind} {rate:g} steps/s: other {before_us:.1f} us a token ({before_tokens:.2f} tokens a message), "
-            f"this {after_us:.1f} ({after_tokens:.2f}), ratio {statistics.median(ratios):.3f} "
-            f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            f"this {after_us:.1f} ({after_tokens:.2f}), {compared}"
         )
 
 

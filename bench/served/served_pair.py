@@ -4,10 +4,9 @@
 
 Both servers run at the same time, each with the code of its checkout, and are measured in turn, so other load on the
 machine affects both. Of two equal servers, the one that was started first may be 3% faster, so they are started
-several times, in alternating order. Prints,
-for each workload, the medians of each, and the median of the rounds' ratios: the mean time of a step for
-`decode N`, in which N requests run at once, and tokens per second and the 99th percentile of the time to the
-first token for the workloads of `cpu_served`.
+several times, in alternating order. For each workload, prints the medians of each, and the median of the rounds'
+ratios: the mean time of a step for `decode N`, in which N requests run at once, and tokens per second and the 99th
+percentile of the time to the first token for the workloads of `cpu_served`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Literal
 from pydantic import Field
 
 from bench.checkout import Checkout
-from bench.rounds import turned
+from bench.rounds import ratio, turned
 from common.errors import StartupError
 from common.settings import Settings, settings_config
 from loadtest.batching import MODEL
@@ -81,11 +80,7 @@ def ask(checkout: Checkout, kind: str, size: int, seed: int) -> Found:
 def report(name: str, unit: str, pairs: list[tuple[float, float]]) -> None:
     """Prints one line about `pairs` (other, this)."""
     before, after = map(statistics.median, zip(*pairs, strict=True))
-    ratios = sorted(this / other for other, this in pairs)
-    middle = statistics.median(ratios)
-    print(
-        f"{name}: other {before:.4g} {unit}, this {after:.4g}, ratio {middle:.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-    )
+    print(f"{name}: other {before:.4g} {unit}, this {after:.4g}, {ratio(pairs)}")
 
 
 def measure(settings: PairSettings, works: Sequence[Work], start: int) -> Iterator[tuple[Work, tuple[Found, Found]]]:

@@ -126,7 +126,7 @@ def options_of(settings: SimulateSettings) -> FleetOptions:
 
 def _costs(settings: SimulateSettings) -> Costs:
     if settings.fit:
-        found = measure(settings, dummy=settings.load_format == "dummy")
+        found = measure(settings)
         if settings.costs is not None:
             found.save(settings.costs)
         return found
@@ -138,13 +138,14 @@ def _costs(settings: SimulateSettings) -> Costs:
     return found
 
 
-def measure(settings: SimulateSettings, *, dummy: bool) -> Costs:
+def measure(settings: SimulateSettings) -> Costs:
     """Returns the costs of a server that it starts on this machine, measures and ends. Raises StartupError if
     `--max-model-len` or the model's limit is too small for the measurement.
     """
     from engine.config import ModelConfig
     from looseleaf.simulation import replay
 
+    dummy = settings.load_format == "dummy"
     directory = resolve(settings.model, dummy=dummy).directory
     config = ModelConfig.from_directory(directory)
     longest = min(settings.max_model_len, config.max_model_len, 1024) // 512 * 512 or 512
