@@ -185,10 +185,11 @@ def transformers(rounds: Rounds, settings: PeersSettings, logs: Path) -> None:
 
 def conclude(rounds: Rounds, found: dict[str, Any], origin: dict[str, Any]) -> dict[str, Any]:
     """Prints medians, goals and failures. Returns the result."""
-    medians = peers_report.medians(rounds.rows)
+    repetitions = peers_report.repetitions(rounds.rows)
+    medians = peers_report.medians(repetitions)
     beyond = found["memory_mib"].get(BOTH, {}).get("beyond"), found["memory_mib"].get(SPLIT, {}).get("beyond")
     figures = [
-        *peers_report.figures(medians, rounds.harness.size),
+        *peers_report.figures(repetitions, rounds.harness.size),
         peers_report.absolute("memory beyond weights and KV, colocated", beyond[0], MOST_BEYOND_MIB, "MiB"),
         peers_report.absolute("memory beyond weights and KV, split", beyond[1], MOST_BEYOND_MIB, "MiB"),
         peers_report.absolute("serve to first token", found["first_token_s"], MOST_FIRST_TOKEN_S, "s"),

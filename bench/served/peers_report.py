@@ -1,4 +1,4 @@
-"""Computes medians from measurements, and from the medians the ratios for which there are goals."""
+"""Computes medians from measurements, and the ratios for which there are goals."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ MEASURES = (
     "pss_mib",
 )
 
-Medians = Mapping[tuple[str, str, str], Mapping[str, float]]
-"""The median of each measure over the repetitions, and their number as "reps", by (model, test, peer)."""
+Key = tuple[str, str, str]
+"""(model, test, peer)."""
+Medians = Mapping[Key, Mapping[str, float]]
+"""The median of each measure over the repetitions, and their number as "reps"."""
+Repetitions = Mapping[Key, Sequence[Mapping[str, Any]]]
+"""The rows of the repetitions. A row contains "round" if it was measured in a round with other targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +56,16 @@ class Goal:
 GOALS = (
     Goal("prefill 1 x 1024", "prefill1", "tok_s", 1.0),
     Goal("prefill 8 x 512", "prefill8", "tok_s", 1.0),
-    Goal("decode batch 1, against llama.cpp", "decode1", "tok_s", 0.95, others=("llamacpp",)),
-    Goal("decode batch 8", "decode8", "tok_s", 1.3),
+    Goal("decode batch 1, against llama.cpp", "decode1", "tok_s", 0.97, others=("llamacpp",)),
+    Goal("decode batch 8", "decode8", "tok_s", 1.4),
     Goal("decode batch 32", "decode32", "tok_s", 1.6),
-    Goal("served, colocated", "served", "out_tok_s", 1.0),
-    Goal("served, split against colocated", "served", "out_tok_s", 0.85, ours=SPLIT, others=(BOTH,)),
+    Goal("served, colocated", "served", "out_tok_s", 1.2),
+    Goal("served, split against colocated", "served", "out_tok_s", 0.9, ours=SPLIT, others=(BOTH,)),
     Goal("served, TTFT p99, against servers", "served", "ttft_p99", 1.0, "most", others=SERVERS),
-    Goal("shared prefix", "prefix", "out_tok_s", 1.2),
-    Goal("served S, against vLLM", "served", "out_tok_s", 1.0, others=("vllm",), size="S"),
-    Goal("worst gap under a long prompt, split", "gap", "worst_ms", 0.5, "most", ours=SPLIT, others=("vllm",)),
+    Goal("shared prefix", "prefix", "out_tok_s", 1.3),
+    Goal("served S, against vLLM", "served", "out_tok_s", 1.2, others=("vllm",), size="S"),
+    Goal("worst gap under a long prompt, colocated", "gap", "worst_ms", 0.15, "most", others=("vllm",)),
+    Goal("worst gap under a long prompt, split", "gap", "worst_ms", 0.15, "most", ours=SPLIT, others=("vllm",)),
     Goal("against transformers, one by one", "served", "out_tok_s", 8.3, others=("transformers-alone",)),
     Goal("against transformers, static 16", "served", "out_tok_s", 24.0, others=("transformers-static",)),
     Goal("against transformers, continuous", "served", "out_tok_s", 1.0, others=("transformers",)),
@@ -78,7 +83,10 @@ GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The result for a goal. `ratio` is None if our server or the peer was not measured, or if the goal has no peer."""
+    """The result for a goal. `ours` and `theirs` are medians of all repetitions. `ratio` is the median of the ratios of
+    the rounds, since the machine may change its speed between rounds. `ratio` is None if our server or the peer was
+    not measured, or if the goal has no peer.
+    """
 
     what: str
     wanted: str
@@ -89,11 +97,15 @@ class Figure:
     holds: bool | None
 
 
-def medians(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Returns the medians of all rows, by model, test and peer. Disturbed repetitions are included."""
-    found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+def repetitions(rows: Iterable[Mapping[str, Any]]) -> Repetitions:
+    """Returns the rows by model, test and peer. Disturbed repetitions are included."""
+    found: dict[Key, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"].split("-")[0], row["test"], row["peer"]), []).append(row)
+    return found
+
+
+def medians(found: Repetitions) -> dict[Key, dict[str, float]]:
     return {key: _median_row(same) for key, same in found.items()}
 
 
@@ -103,26 +115,42 @@ def _median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {**values, "reps": len(rows)}
 
 
-def figures(found: Medians, size: str = "M") -> list[Figure]:
+def figures(found: Repetitions, size: str = "M") -> list[Figure]:
     """Returns the results for all goals. `size` is the model that replaces M in a rehearsal."""
     return [figure(replace(goal, size=size) if goal.size == "M" else goal, found) for goal in GOALS]
 
 
-def figure(goal: Goal, found: Medians) -> Figure:
-    """Returns the result for a goal, with the best of the peers that were measured."""
+def figure(goal: Goal, found: Repetitions) -> Figure:
+    """Returns the result for a goal, with the peer whose ratio is the least favourable to us."""
 
-    def value(peer: str) -> float | None:
-        return found.get((goal.size, goal.test, peer), {}).get(goal.measure)
+    def values(peer: str) -> dict[int, float]:
+        """Returns the values by round, or by their position if they were not measured in rounds."""
+        rows = enumerate(found.get((goal.size, goal.test, peer), ()))
+        return {row.get("round", at): row[goal.measure] for at, row in rows if row.get(goal.measure) is not None}
 
-    ours = value(goal.ours)
-    theirs = [(number, peer) for peer in goal.others if (number := value(peer)) is not None]
-    best, peer = (max if goal.sense == "least" else min)(theirs, default=(None, None))
     wanted = f"{'>=' if goal.sense == 'least' else '<='} {goal.wanted:g}"
-    if ours is None or best is None:
-        return Figure(goal.what, wanted, ours, best, peer, None, None)
-    ratio = ours / best if best else math.inf
+    ours, others = values(goal.ours), {peer: given for peer in goal.others if (given := values(peer))}
+    if not ours or not others:
+        return Figure(goal.what, wanted, _median(ours), None, None, None, None)
+    worst = min if goal.sense == "least" else max
+    ratio, peer = worst((_ratio(ours, given), peer) for peer, given in others.items())
     holds = ratio >= goal.wanted if goal.sense == "least" else ratio <= goal.wanted
-    return Figure(goal.what, wanted, ours, best, peer, round(ratio, 3), holds)
+    return Figure(goal.what, wanted, _median(ours), _median(others[peer]), peer, round(ratio, 3), holds)
+
+
+def _ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
+    """Returns the median of the rounds' ratios, or the ratio of the medians if not both were measured in the same
+    rounds.
+    """
+    if ours.keys() == theirs.keys():
+        pairs = [(ours[at], theirs[at]) for at in ours]
+    else:
+        pairs = [(statistics.median(ours.values()), statistics.median(theirs.values()))]
+    return statistics.median(mine / other if other else math.inf for mine, other in pairs)
+
+
+def _median(values: Mapping[int, float]) -> float | None:
+    return round(statistics.median(values.values()), 2) if values else None
 
 
 def absolute(what: str, value: float | None, most: float, unit: str) -> Figure:

@@ -75,7 +75,7 @@ class Rounds:
         except Failed as error:
             return self._failed(key, str(error))
         for row in rows:
-            self.add(row)
+            self.add({**row, "round": number})
 
     def _gap(self, target: Target, number: int) -> None:
         key = f"{target.name} {self.harness.size} gap"
@@ -86,7 +86,8 @@ class Rounds:
                 found = peers_gap.measure(target.url, STREAMS, self.prompt_len, seed=number)
         except (RuntimeError, httpx.HTTPError) as error:
             return self._failed(key, str(error) or type(error).__name__)
-        self.add({"peer": target.name, "model": self.harness.model.name, "test": "gap", **asdict(found)})
+        model = self.harness.model.name
+        self.add({"peer": target.name, "model": model, "test": "gap", "round": number, **asdict(found)})
 
     def quality(self, target: Target) -> dict[str, int] | None:
         """Compares greedy output with that of transformers in float32. Returns None if the comparison fails."""

@@ -15,7 +15,7 @@ import torch
 
 from bench.served import peers_gap
 from bench.served.peers_load import Load
-from bench.served.peers_report import BOTH, SPLIT, Goal, absolute, disturbed, figure, medians, table
+from bench.served.peers_report import BOTH, SPLIT, Goal, absolute, disturbed, figure, medians, repetitions, table
 from bench.served.peers_rounds import Rounds
 from bench.served.peers_servers import Harness, Target, await_health, check, commands, end, peer_server
 from bench.served.startup import Served, memory, weights_bytes
@@ -30,7 +30,7 @@ def row(peer: str, test: str = "decode8", model: str = "M-bfloat16", **values: f
 
 def test_medians_are_of_each_model_test_and_peer() -> None:
     rows = [row(BOTH, tok_s=value) for value in (3.0, 1.0, 2.0)]
-    found = medians([*rows, row(BOTH, model="S-bfloat16", tok_s=9.0), row("vllm", tok_s=5.0)])
+    found = medians(repetitions([*rows, row(BOTH, model="S-bfloat16", tok_s=9.0), row("vllm", tok_s=5.0)]))
     assert found["M", "decode8", BOTH] == {"tok_s": 2.0, "reps": 3}
     assert found["S", "decode8", BOTH]["tok_s"] == 9.0
     assert found["M", "decode8", "vllm"]["tok_s"] == 5.0
@@ -39,22 +39,44 @@ def test_medians_are_of_each_model_test_and_peer() -> None:
 @pytest.mark.parametrize(("ours", "holds"), [(13.0, True), (12.9, False)])
 def test_ours_is_held_against_the_best_peer(ours: float, holds: bool) -> None:
     rates = {BOTH: ours, "vllm": 10.0, "llamacpp": 4.0}
-    found = figure(Goal("", "decode8", "tok_s", 1.3), medians(row(peer, tok_s=rate) for peer, rate in rates.items()))
+    rows = [row(peer, tok_s=rate) for peer, rate in rates.items()]
+    found = figure(Goal("", "decode8", "tok_s", 1.3), repetitions(rows))
     assert (found.peer, found.ratio, found.holds) == ("vllm", ours / 10, holds)
+
+
+def test_a_ratio_is_the_median_of_the_rounds() -> None:
+    """The machine is three times as fast in the second round: the medians' ratio would be 2, and holds in one round."""
+    ours, theirs = (20.0, 39.0, 13.0), (10.0, 30.0, 10.0)
+    rows = [row(BOTH, tok_s=rate, round=at) for at, rate in enumerate(ours)]
+    rows += [row("vllm", tok_s=rate, round=at) for at, rate in enumerate(theirs)]
+    goal = Goal("", "decode8", "tok_s", 1.4)
+    found = figure(goal, repetitions(rows))
+    assert (found.ours, found.theirs, found.ratio, found.holds) == (20.0, 10.0, 1.3, False)
+    # Without its last round, the peer was not measured in the same rounds.
+    assert figure(goal, repetitions(rows[:-1])).ratio == 1.0
+
+
+def test_the_least_favourable_peer_counts() -> None:
+    rows = [row(BOTH, tok_s=rate, round=at) for at, rate in enumerate((10.0, 20.0, 30.0))]
+    rows += [row("vllm", tok_s=rate, round=at) for at, rate in enumerate((10.0, 10.0, 60.0))]
+    rows += [row("llamacpp", tok_s=rate, round=at) for at, rate in enumerate((9.0, 18.0, 27.0))]
+    found = figure(Goal("", "decode8", "tok_s", 1.3), repetitions(rows))
+    assert (found.peer, found.theirs, found.ratio) == ("vllm", 10.0, 1.0)
 
 
 def test_less_is_better_for_waits() -> None:
     goal = Goal("", "gap", "worst_ms", 0.5, "most", ours=SPLIT, others=("vllm", "llamacpp"))
     rows = [row(SPLIT, "gap", worst_ms=40.0), row("vllm", "gap", worst_ms=90.0), row("llamacpp", "gap", worst_ms=70.0)]
-    found = figure(goal, medians(rows))
+    found = figure(goal, repetitions(rows))
     assert (found.peer, found.ratio, found.holds) == ("llamacpp", 0.571, False)
 
 
 def test_what_was_not_measured_is_no_success() -> None:
     goal = Goal("decode", "decode8", "tok_s", 1.3)
     for rows in ([], [row(BOTH, tok_s=5.0)], [row("vllm", tok_s=5.0)]):
-        assert figure(goal, medians(rows)).holds is None
-    lines = table([figure(goal, medians([row(BOTH, tok_s=5.0)])), absolute("first token", 6.1, 5.0, "s")]).splitlines()
+        assert figure(goal, repetitions(rows)).holds is None
+    alone = figure(goal, repetitions([row(BOTH, tok_s=5.0)]))
+    lines = table([alone, absolute("first token", 6.1, 5.0, "s")]).splitlines()
     assert lines[2] == "| decode | 5 | not measured |  | >= 1.3 | ? |"
     assert lines[3] == "| first token | 6.1 |  |  | <= 5 s | **no** |"
 
