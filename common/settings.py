@@ -36,10 +36,9 @@ REDUCTION_PARTS = (
     "number of sums that the products of all ranks are divided into; workers share blocks only if it is the same; "
     "default: 1 without tensor parallelism, else 4, or the largest size if it is more"
 )
-DEFAULT_MAX_ITL = 125.0
 MAX_ITL = (
     "aim for the inter-token latency in ms where prefill and decode take turns on the same cores; prefill steps are "
-    "shortened for it; 0: no limit"
+    "shortened for it; 0: no limit; default: 125, or seven times a decode step if that is longer"
 )
 LOG_FORMAT = "form of log lines; json: one object a line, with the ids of the request and of its trace"
 KV_DISK_DIR = Path("~/.cache/looseleaf/kv")
@@ -210,7 +209,7 @@ class WorkerSettings(ServerSettings):
         None,
         description="worker processes that have the same file take turns in stepping, with all cores",
     )
-    max_itl: float = Field(DEFAULT_MAX_ITL, ge=0, description=MAX_ITL)
+    max_itl: float | None = Field(None, ge=0, description=MAX_ITL)
     attention_backend: AttentionBackend = Field("auto", description="auto: fa3 if it is available, else triton")
     attention_library: str | None = Field(None, description="a shared library with FlashAttention-3's operators")
     deterministic: bool = Field(

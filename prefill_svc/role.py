@@ -52,7 +52,8 @@ def limit_of(settings: WorkerSettings, turns: AnyFairLock | None) -> StepLimit |
     """Returns the limit on the duration of a step, or None if decode does not wait for prefill's steps."""
     if turns is None or settings.max_itl == 0.0:
         return None
-    return StepLimit(settings.max_itl / 1e3, lambda: turns.waited_s)
+    max_itl_s = None if settings.max_itl is None else settings.max_itl / 1e3
+    return StepLimit(max_itl_s, lambda: turns.waited_s)
 
 
 class PrefillRole(WorkerRole):

@@ -14,9 +14,17 @@ _MOST_GROWTH = 2.0
 """A step counts as at most this many times as long as expected, so that a pause of the machine is soon forgotten."""
 _SAME_SHAPE = 1e-3
 """Steps have the same shape if the determinant of the fit is below this part of the product of its diagonal."""
+DEFAULT_S = 0.125
+"""The time in seconds that a prefill step and a decode step may take together by default."""
+_LEAST_RATIO = 6.0
+"""By default, a prefill step may take this many times as long as a decode step even if both together exceed DEFAULT_S.
+Decode steps therefore extend the time to compute a prompt by at most a sixth, however slow the machine is.
+"""
 _LEAST_SHARE = 0.25
-"""The part of the limit that a prefill step may take even if decode steps take more than the rest."""
+"""The part of a given limit that a prefill step may take even if decode steps take more than the rest."""
 _OTHERS_WEIGHT = 0.3
+_LEAST_WAIT_S = 2e-4
+"""A shorter wait for the turn is no wait for a decode step."""
 LEAST_CHUNK = 16
 """Number of tokens that a step may compute even if they are expected to take longer than the limit."""
 
@@ -49,21 +57,30 @@ def num_pairs(start: int, num_tokens: int) -> float:
 class StepLimit:
     """A limit on the duration of prefill steps, and the cost of a chunk, fitted by least squares to recent steps."""
 
-    def __init__(self, max_itl_s: float, waited_s: Callable[[], float]) -> None:
-        """`max_itl_s` is the time in seconds that a prefill step and a decode step may take together. `waited_s`
-        returns how long the step thread waited for its present turn, which is about the time of a decode step.
+    def __init__(self, max_itl_s: float | None, waited_s: Callable[[], float]) -> None:
+        """`max_itl_s` is the time in seconds that a prefill step and a decode step may take together; None: the
+        default. `waited_s` returns how long the step thread waited for its present turn, which is about the time of a
+        decode step.
         """
         self._max_itl_s = max_itl_s
         self._waited_s = waited_s
         self._others_s = 0.0
+        self._expects_decode = False
+        """Whether the last step waited for a decode step, or handed over a sequence, whose decode may be about to ask
+        for its turn.
+        """
         self._sums = [0.0] * 5
         """The sums of tokens, pairs, pairs² / tokens, seconds and pairs * seconds / tokens. Dividing by the number of
         tokens gives every token the same weight.
         """
 
-    def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Records a step's duration. Each chunk is its first position and its number of tokens."""
-        self._others_s += _OTHERS_WEIGHT * (self._waited_s() - self._others_s)
+    def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float, starts_decode: bool) -> None:
+        """Records a step's duration, and whether it handed over a sequence. Each chunk is its first position and its
+        number of tokens.
+        """
+        waited_s = self._waited_s()
+        self._expects_decode = starts_decode or waited_s >= _LEAST_WAIT_S
+        self._others_s += _OTHERS_WEIGHT * (waited_s - self._others_s)
         if expected := sum(self.cost.seconds(*chunk) for chunk in chunks):
             seconds = min(seconds, _MOST_GROWTH * expected)
         tokens = sum(num_tokens for _, num_tokens in chunks)
@@ -90,7 +107,14 @@ class StepLimit:
 
     @property
     def step_s(self) -> float:
-        """The time in seconds that the next prefill step may take."""
+        """The time in seconds that the next prefill step may take. It is infinite if nothing decodes: if neither this
+        step nor the last one had to wait for its turn, and the last one handed over no sequence. A single step may get
+        its turn at once because a decode worker is between two steps.
+        """
+        if not self._expects_decode and self._waited_s() < _LEAST_WAIT_S:
+            return math.inf
+        if self._max_itl_s is None:
+            return max(DEFAULT_S - self._others_s, _LEAST_RATIO * self._others_s)
         return max(self._max_itl_s - self._others_s, _LEAST_SHARE * self._max_itl_s)
 
 
@@ -99,8 +123,8 @@ class StepBudget:
 
     def __init__(self, tokens: int, limit: StepLimit | None = None) -> None:
         self._tokens = tokens
-        self._cost = None if limit is None else limit.cost
-        self._seconds = 0.0 if limit is None else limit.step_s
+        self._seconds = math.inf if limit is None else limit.step_s
+        self._cost = None if limit is None or math.isinf(self._seconds) else limit.cost
         self._least = LEAST_CHUNK
 
     def most_tokens(self, start: int) -> int:

@@ -115,7 +115,7 @@ class PrefillWorker:
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
         if plan:
-            self._scheduler.note_step(chunks, time.monotonic() - began)
+            self._scheduler.note_step(chunks, time.monotonic() - began, any(job.delivered_ns for job, _ in plan))
         return bool(plan)
 
     def _guarded(self, plan: Plan, run: Callable[[Plan], None]) -> None:

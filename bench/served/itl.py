@@ -20,7 +20,7 @@ from pydantic import Field
 from bench.served import peers_gap
 from bench.served.machine import provenance
 from bench.served.peers_gap import Gaps
-from common.settings import DEFAULT_MAX_ITL, Settings, settings_config
+from common.settings import Settings, settings_config
 from looseleaf.client import AsyncClient
 from looseleaf.llm import serve_settings
 from looseleaf.serve.launcher import Launcher
@@ -36,8 +36,8 @@ class ItlSettings(Settings):
     model: str = Field("models/configs/llama-125m", description="Hugging Face model directory")
     load_format: Literal["auto", "dummy"] = "dummy"
     roles: list[Roles] = Field(["both", "split"])
-    max_itl: list[float] = Field(
-        [0.0, DEFAULT_MAX_ITL], description="limits in ms; 0: none. The first is the reference"
+    max_itl: list[float | None] = Field(
+        [0.0, None], description="limits in ms; 0: none; null: the default. The first is the reference"
     )
     max_num_batched_tokens: int = Field(512, ge=1, description="maximum number of tokens in a step")
     streams: int = Field(16, ge=1, le=64)
@@ -56,7 +56,7 @@ async def gaps(address: str, settings: ItlSettings, seed: int) -> Gaps:
         return await peers_gap.gaps(partial(follow, client), settings.streams, settings.prompt_len, seed)
 
 
-def measure(settings: ItlSettings, roles: Roles, max_itl: float, seed: int) -> Gaps:
+def measure(settings: ItlSettings, roles: Roles, max_itl: float | None, seed: int) -> Gaps:
     given = {
         "load_format": settings.load_format,
         "roles": roles,
@@ -72,7 +72,7 @@ def measure(settings: ItlSettings, roles: Roles, max_itl: float, seed: int) -> G
 def main(argv: Sequence[str]) -> int:
     settings = ItlSettings.load(argv)
     arms = [(roles, limit) for roles in settings.roles for limit in settings.max_itl]
-    found: dict[tuple[Roles, float], list[Gaps]] = {arm: [] for arm in arms}
+    found: dict[tuple[Roles, float | None], list[Gaps]] = {arm: [] for arm in arms}
     for number in range(1, settings.rounds + 1):
         for arm in arms if number % 2 else reversed(arms):
             found[arm].append(measure(settings, *arm, seed=number))

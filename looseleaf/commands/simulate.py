@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
 
 from common.errors import StartupError
-from common.settings import DEFAULT_MAX_ITL, MAX_ITL, Settings, settings_config
+from common.settings import MAX_ITL, Settings, settings_config
 from gateway.fleet.sharing import Targets
 from looseleaf.serve.model_source import resolve
 from looseleaf.serve.placement import is_small
@@ -69,7 +69,7 @@ class SimulateSettings(Settings):
     max_model_len: int = Field(8192, ge=2, description="length of the longest sequence in tokens")
     max_num_seqs: int = Field(64, ge=1, le=4096)
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20)
-    max_itl: float = Field(DEFAULT_MAX_ITL, ge=0, description=MAX_ITL)
+    max_itl: float | None = Field(None, ge=0, description=MAX_ITL)
     max_queue: int = Field(256, ge=1, le=100_000, description="the gateway's limit on sequences at once")
     max_queue_wait: float = Field(10.0, ge=0, description="the gateway's limit on the predicted wait, in seconds")
     json_output: bool = Field(False, description="print one JSON object")
@@ -114,7 +114,7 @@ def options_of(settings: SimulateSettings) -> FleetOptions:
     prefill, decode, both = (1, 1, 0) if found is None else (int(count or 0) for count in found.groups())
     workers = WorkerOptions(
         settings.block_size, settings.num_blocks, settings.max_model_len, settings.max_num_seqs,
-        settings.max_num_batched_tokens, settings.max_itl / 1e3,
+        settings.max_num_batched_tokens, None if settings.max_itl is None else settings.max_itl / 1e3,
     )  # fmt: skip
     return FleetOptions(
         settings.hosts, prefill, decode, settings.turns, settings.link_gbit * 1e9 / 8,

@@ -10,7 +10,6 @@ from pydantic_settings import BaseSettings, CliPositionalArg, PydanticBaseSettin
 
 from common.settings import (
     BLOCK_SIZE,
-    DEFAULT_MAX_ITL,
     KV_CACHE_DTYPE,
     KV_DISK_DIR,
     LOG_FORMAT,
@@ -137,7 +136,7 @@ class ServeSettings(VllmGrpcSettings):
     block_size: int | None = Field(None, ge=1, le=256, description=BLOCK_SIZE)
     max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a step")
     max_num_batched_tokens: int = Field(512, ge=1, le=1 << 20, description="maximum number of tokens in a step")
-    max_itl: float = Field(DEFAULT_MAX_ITL, ge=0, description=MAX_ITL)
+    max_itl: float | None = Field(None, ge=0, description=MAX_ITL)
     max_queue: int | None = Field(
         None, ge=1, description="maximum number of sequences admitted at once; default: the gateway's"
     )

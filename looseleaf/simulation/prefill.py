@@ -20,7 +20,7 @@ class PrefillWorker(Worker):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         options = self.options
-        has_limit = setting.takes_turns and options.max_itl_s > 0
+        has_limit = setting.takes_turns and options.max_itl_s != 0
         self.scheduler = PrefillScheduler(
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
@@ -80,7 +80,7 @@ class PrefillWorker(Worker):
         return True
 
     def end_step(self, now: float) -> None:
-        self.scheduler.note_step(self._chunks, self._seconds)
+        starts_decode = False
         for job, chunk in self._plan:
             running = self._running[job]
             chunk.sequence.num_computed = chunk.end
@@ -89,8 +89,10 @@ class PrefillWorker(Worker):
                 self.scheduler.remove(job)
                 del self._running[job]
                 chunk.sequence.output_ids.append(0)
+                starts_decode |= chunk.sequence.finish_reason(self.options.max_model_len) is None
                 running.token_times.append(now)
                 running.end()
+        self.scheduler.note_step(self._chunks, self._seconds, starts_decode)
         self._plan = []
 
     def load(self) -> WorkerLoad:

@@ -35,8 +35,10 @@ class WorkerOptions:
     max_model_len: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    max_itl_s: float = 0.15
-    """Limit on the time of a prefill and a decode step together, for workers that take turns. 0: no limit."""
+    max_itl_s: float | None = None
+    """Limit on the time of a prefill and a decode step together, for workers that take turns. 0: no limit; None: the
+    default.
+    """
     max_queue: int = 1024
     preemption: Choice = "auto"
     swap_bytes: int = 1 << 30

@@ -12,7 +12,7 @@ from common.types import SamplingParams, StoppingParams
 from engine.sequence import Sequence
 from prefill_svc.job import Job
 from prefill_svc.scheduler import PrefillScheduler
-from prefill_svc.step_limit import LEAST_CHUNK, ChunkCost, StepLimit
+from prefill_svc.step_limit import DEFAULT_S, LEAST_CHUNK, ChunkCost, StepLimit
 
 TOKEN_S, PAIR_S = 2e-4, 5e-8
 """The cost of a model of 125M parameters on two slow cores: 0.2 s for the first 1,000 tokens, 0.25 s at 1,000."""
@@ -30,18 +30,21 @@ def duration(chunks: list[tuple[int, int]], cost: ChunkCost, fixed_s: float = 0.
 class Worker:
     """The real scheduler and limit, with a clock of its own."""
 
-    def __init__(self, max_itl_s: float, cost: ChunkCost, decode_s: float = DECODE_S, budget: int = 2048) -> None:
+    def __init__(
+        self, max_itl_s: float | None, cost: ChunkCost, decode_s: float = DECODE_S, budget: int = 2048
+    ) -> None:
         self._cost = cost
-        self._limit = StepLimit(max_itl_s, lambda: decode_s)
+        self.decode_s = decode_s
+        self._limit = StepLimit(max_itl_s, lambda: self.decode_s)
         self.scheduler = PrefillScheduler(
             max_num_batched_tokens=budget, max_num_seqs=8, max_queue=64, limit=self._limit
         )
 
-    def step(self) -> tuple[list[tuple[Job, int]], float]:
+    def step(self, starts_decode: bool = False) -> tuple[list[tuple[Job, int]], float]:
         plan = self.scheduler.plan(lambda _: True)
         chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in plan]
         seconds = duration(chunks, self._cost)
-        self.scheduler.note_step(chunks, seconds)
+        self.scheduler.note_step(chunks, seconds, starts_decode)
         for item, chunk in plan:
             chunk.sequence.num_computed = chunk.end
             if item.is_computed:
@@ -116,17 +119,48 @@ def test_decode_steps_longer_than_the_limit_leave_prefill_a_quarter_of_it() -> N
     assert seconds[-2] == pytest.approx(0.05, abs=0.001)
 
 
+@pytest.mark.parametrize(("decode_s", "expected_s"), [(0.01, DEFAULT_S - 0.01), (0.04, 6 * 0.04)])
+def test_the_default_leaves_prefill_six_times_a_decode_step_on_slow_machines(
+    decode_s: float, expected_s: float
+) -> None:
+    worker = Worker(None, ChunkCost(5 * TOKEN_S, 0.0), decode_s)
+    worker.scheduler.add(job(20_000))
+    seconds = worker.run()
+    assert seconds[-2] == pytest.approx(expected_s, abs=0.005)
+
+
+@pytest.mark.parametrize("max_itl_s", [0.2, None])
+def test_steps_are_short_only_while_something_decodes(max_itl_s: float | None) -> None:
+    worker = Worker(max_itl_s, ChunkCost(5 * TOKEN_S, 0.0))
+    worker.scheduler.add(job(100_000))
+    worker.step()
+
+    def tokens(starts_decode: bool = False) -> int:
+        [(_, num_tokens)], _ = worker.step(starts_decode)
+        return num_tokens
+
+    assert tokens() < 200
+    worker.decode_s = 0.0
+    assert tokens() < 200  # the decode worker may be between two steps
+    assert tokens() == 2048
+    assert tokens(starts_decode=True) == 2048
+    assert tokens() < 300  # the decode that may be about to start would wait for this step
+    assert tokens() == 2048  # it did not start
+    worker.decode_s = DECODE_S
+    assert tokens() < 300
+
+
 def test_a_pause_of_the_machine_is_forgotten() -> None:
     limit = StepLimit(0.2, lambda: DECODE_S)
     cost = ChunkCost(TOKEN_S, PAIR_S)
     for start in range(0, 8192, 512):
-        limit.note_step([(start, 512)], duration([(start, 512)], cost))
-    limit.note_step([(8192, 512)], 30.0)
+        limit.note_step([(start, 512)], duration([(start, 512)], cost), False)
+    limit.note_step([(8192, 512)], 30.0, False)
     assert limit.cost.most_tokens(8192, 0.18) < 0.95 * cost.most_tokens(8192, 0.18)
     start = 8192
     for _ in range(30):
         num_tokens = max(LEAST_CHUNK, int(limit.cost.most_tokens(start, limit.step_s)))
-        limit.note_step([(start, num_tokens)], duration([(start, num_tokens)], cost))
+        limit.note_step([(start, num_tokens)], duration([(start, num_tokens)], cost), False)
         start += num_tokens
     assert limit.cost.most_tokens(start, 0.18) == pytest.approx(cost.most_tokens(start, 0.18), rel=0.05)
 
@@ -136,7 +170,7 @@ def test_a_machine_that_becomes_ten_times_slower_is_noticed_within_a_few_steps()
     for scale in (1, 10):
         slow = ChunkCost(scale * TOKEN_S, scale * PAIR_S)
         for start in range(0, 8192, 512):
-            limit.note_step([(start, 512)], slow.seconds(start, 512))
+            limit.note_step([(start, 512)], slow.seconds(start, 512), False)
         assert limit.cost.most_tokens(8192, 0.18) == pytest.approx(slow.most_tokens(8192, 0.18), rel=0.2)
 
 
