@@ -119,6 +119,15 @@ def test_decode_steps_longer_than_the_limit_leave_prefill_a_quarter_of_it() -> N
     assert seconds[-2] == pytest.approx(0.05, abs=0.001)
 
 
+def test_a_limit_that_no_step_meets_leaves_the_least_chunks() -> None:
+    worker = Worker(1e-6, ChunkCost(TOKEN_S, 0.0), budget=128)
+    counts = []
+    for _ in range(2):
+        worker.scheduler.add(job(161))
+        counts.append(len(worker.run()))
+    assert counts == [1 + -(-(161 - 128) // LEAST_CHUNK), -(-161 // LEAST_CHUNK)]  # the first step's cost is not known
+
+
 @pytest.mark.parametrize(("decode_s", "expected_s"), [(0.01, DEFAULT_S - 0.01), (0.04, 6 * 0.04)])
 def test_the_default_leaves_prefill_six_times_a_decode_step_on_slow_machines(
     decode_s: float, expected_s: float
