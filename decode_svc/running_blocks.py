@@ -18,7 +18,7 @@ from decode_svc.copy_on_write import CopyOnWrite
 from decode_svc.scheduler import Group
 from engine.model_runner import ModelRunner
 from engine.sequence import Sequence, Step
-from worker.loop import stale_owners
+from worker.loop import ReaderRule
 from worker.sealing import seal_items
 
 logger = logging.getLogger("decode")
@@ -35,6 +35,7 @@ class RunningBlocks:
         self._clock = time.monotonic
         self._sealed_at = float("-inf")
         self._attached = attached
+        self._rule = ReaderRule(attached.arena)
         self.writes = CopyOnWrite(runner, attached)
         self._layout = runner.layout
         self._slides = runner.layout.slides
@@ -46,7 +47,7 @@ class RunningBlocks:
         stale block.
         """
         arena = self._attached.arena
-        found = stale_owners(arena, (group for group, _ in plan), step)
+        found = self._rule.stale_owners((group for group, _ in plan), step)
         if copying and not arena.check_refs([ref for s in copying for ref in s.copy_from]):
             lost = [s for s in copying if not arena.check_refs(s.copy_from)]
             found |= {group for group, sequence in plan if sequence in lost}

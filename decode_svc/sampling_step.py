@@ -19,6 +19,7 @@ from engine.beam_search import BeamSearch, Candidates
 from engine.draft import Ahead, Draft
 from engine.sampler import Sampled, Sampler, SampleRow, beam_candidates
 from engine.sequence import Sequence
+from kernels.sampling import RepeatedSample
 
 Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
 """Beam searches, each with its group and the candidates of its running beams."""
@@ -58,6 +59,12 @@ class SamplingStep:
         self._max_model_len = max_model_len
         self._on_end = on_end
         self._sampler = Sampler()
+
+    def prepare(self, plan: Plan, drafts: Seq[Draft]) -> RepeatedSample | None:
+        """Returns the draw that the forward pass of a step may run, or None (`Sampler.prepare`)."""
+        if drafts or any(group.search is not None for group, _ in plan):
+            return None
+        return self._sampler.prepare([sequence for _, sequence in plan])
 
     def draw(self, plan: Plan, logits: torch.Tensor, drafts: Seq[Draft] = ()) -> Drawn:
         """Draws from fp32 logits [rows, vocab], and adds the tokens to their samples. A sequence has one row, and one

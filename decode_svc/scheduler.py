@@ -143,6 +143,11 @@ class DecodeScheduler:
     def idle(self) -> bool:
         return not self.running and not self._waiting and not self._preempted
 
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """The number of running sequences, of waiting groups and of preempted groups."""
+        return self.num_running, len(self._waiting), len(self._preempted)
+
     def load(self) -> WorkerLoad:
         """Returns a load with the queue lengths in sequences. The other fields are not set."""
         return WorkerLoad(

@@ -27,6 +27,7 @@ from protos.v1 import decode_pb2_grpc
 from worker.adapters import AdapterPool
 from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
+from worker.loop_inbox import LoopInbox
 from worker.step_thread import StepThread
 
 Step = tuple[list[AnyOutput], WorkerLoad]
@@ -63,8 +64,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         loop, steps = asyncio.get_running_loop(), Outgoing[Step]()
 
+        inbox = LoopInbox(steps.put)
+
         def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread or the event loop
-            loop.call_soon_threadsafe(steps.put, (outputs, load))
+            inbox.put((outputs, load))
 
         def on_left(group: Group) -> None:  # called in the step thread
             if self._tracer.is_enabled:
@@ -80,6 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             reader.result()  # raises the error that ended the stream, such as an invalid message
         finally:
             reader.cancel()
+            inbox.close()
             compiling.close()
             self._thread.post(lambda: self._worker.close(session))
 

@@ -34,6 +34,8 @@ SURVIVED_S = 6.0
 """Time in seconds for which the reserve should let running sequences continue while the ledger does not answer: the
 length of a lease, plus the interval between two beats, which fill the reserve.
 """
+LOAD_S = 0.05
+"""Time in seconds after which the load is computed again although the queues have the same lengths."""
 
 
 class DecodeWorker:
@@ -69,7 +71,10 @@ class DecodeWorker:
         self._spoken_for = 0
         """Number of blocks that the groups that start in this step will need."""
         self.load = WorkerLoad()
-        """The load after the last step. Other threads may read it."""
+        """The load after one of the last steps. Other threads may read it."""
+        self._load_of: tuple[int, ...] = ()
+        """The lengths of the queues when `load` was computed."""
+        self._load_at = float("-inf")
 
     # --- commands
 
@@ -106,7 +111,7 @@ class DecodeWorker:
                 self._claim_all()
             except Fenced:
                 self.start_over("the worker's lease had expired")
-            self.load = self._load()  # a drain waits for this group from now on
+            self._update_load()  # a drain waits for this group from now on
         self._outbox.flush(self.load)
 
     def refuse(self, session: Session, group: Group, ticket: Ticket, why: Rejection = Rejection.GRAMMAR) -> None:
@@ -168,7 +173,7 @@ class DecodeWorker:
     def step(self) -> float | None:
         """Runs one step. Returns the number of seconds to wait before the next step, or None to wait for a command."""
         ran = guarded_step(self, self._attached, logger)
-        self.load = self._load()
+        self._update_load()
         self._outbox.flush(self.load)
         if self._scheduler.idle and not self._claims:
             return None
@@ -185,6 +190,12 @@ class DecodeWorker:
         if plan := self._constrained(self._reserve()):
             guarded_run(lambda: self._run(plan), lambda: self._fail(plan), self._runner, logger)
         return bool(plan)
+
+    def _update_load(self) -> None:
+        """Computes the load again if the queues have changed, or if LOAD_S has passed."""
+        lengths, now = (*self._scheduler.lengths, len(self._claims)), time.monotonic()
+        if lengths != self._load_of or now - self._load_at >= LOAD_S:
+            self.load, self._load_of, self._load_at = self._load(), lengths, now
 
     def _load(self) -> WorkerLoad:
         queues = self._scheduler.load()
@@ -311,7 +322,7 @@ class DecodeWorker:
             return
         self._blocks.writes.copy(copies)
         began = time.monotonic()
-        logits = self._runner.step(step.batch)
+        logits = self._runner.step(step.batch, self._progress.prepare(plan, drafts))
         self._preemption.costs.note_step(len(logits), time.monotonic() - began)
         if not self._check(plan, step, copies, has_run=True):
             return

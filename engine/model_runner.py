@@ -40,6 +40,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.providers.base import AttentionProvider, AttentionSpec, Unavailable
 from kernels.providers.choice import choose
 from kernels.quantization import Bits
+from kernels.sampling import RepeatedSample
 
 __all__ = ["ModelRunner", "RunnerSettings"]
 logger = logging.getLogger("engine")
@@ -157,27 +158,27 @@ class ModelRunner:
         return torch.full(shape, fill, dtype=torch.uint8, device=self.device.torch_device)
 
     @torch.inference_mode()
-    def step(self, batch: StepInput) -> torch.Tensor:
+    def step(self, batch: StepInput, draw: RepeatedSample | None = None) -> torch.Tensor:
         """Computes the batch's tokens, writes their K and V, and returns fp32 logits [R, vocab] of the requested rows,
         valid until the next step. On a GPU, the logits stay on the device, and the call returns after the step's
-        completion event.
+        completion event. If the pass is one C call, it also runs `draw` (`Sampler.prepare`).
         """
-        return self._on_all_ranks(batch, lambda part, states: self._logits(part, states, self.binding), has_head=True)
+        return self._on_all_ranks(batch, lambda part, states: self._logits(part, states, draw), has_head=True)
 
-    def _logits(self, batch: StepInput, states: torch.Tensor | None, bound: Binding) -> torch.Tensor:
+    def _logits(self, batch: StepInput, states: torch.Tensor | None, draw: RepeatedSample | None) -> torch.Tensor:
+        bound = self.binding
         if bound.graphs is not None and not batch.adapters and bound.graphs.takes(batch):
             return bound.graphs.run(batch)
         if bound.fused is not None and bound.fused.takes(batch):
-            return bound.fused.run(batch, self.lora and self.lora.step_of(batch), states)
-        return self._eager(batch, states, bound)
+            return bound.fused.run(batch, self.lora and self.lora.step_of(batch), states, None if self.seat else draw)
+        return self._eager(batch, states)
 
     @torch.inference_mode()
     def hidden_states(self, batch: StepInput) -> torch.Tensor:
         """Computes the batch's tokens and writes their K and V, as `step` does. Returns the fp32 hidden states [R, h]
         of the requested rows after the last norm, from which `step` computes logits.
         """
-        compute: Compute = lambda part, states: self._eager(part, states, self.binding, head=False)  # noqa: E731
-        return self._on_all_ranks(batch, compute, has_head=False)
+        return self._on_all_ranks(batch, lambda part, states: self._eager(part, states, head=False), has_head=False)
 
     def _on_all_ranks(self, batch: StepInput, compute: Compute, *, has_head: bool) -> torch.Tensor:
         """Runs `compute` in the device's stream, with the other ranks if there are several. Waits for the result."""
@@ -283,13 +284,11 @@ class ModelRunner:
             return None
         return FusedDecoder(model, self.config, caches, self.layer_groups)
 
-    def _eager(
-        self, batch: StepInput, states: torch.Tensor | None, bound: Binding, *, head: bool = True
-    ) -> torch.Tensor:
+    def _eager(self, batch: StepInput, states: torch.Tensor | None, *, head: bool = True) -> torch.Tensor:
         """Computes a step of any shape without CUDA graphs. Returns fp32 logits [R, vocab], or hidden states [R, h] if
         `head` is False. For `states` and the result of a stage, see `Compute`.
         """
-        wanted, num_tokens = batch.logits_rows, len(batch.token_ids)
+        wanted, num_tokens, bound = batch.logits_rows, len(batch.token_ids), self.binding
         every_row = len(wanted) == num_tokens and bool((wanted == np.arange(num_tokens)).all())
         tokens, rows, metadata = upload(
             batch, self.device, self.attention, self.attention_by_layer, bound.states, self.layout.block_size

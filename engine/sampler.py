@@ -24,7 +24,7 @@ from engine.beam_search import Candidates
 from engine.draft import Ahead
 from engine.grammar_state import GrammarState
 from engine.sequence import Sequence
-from kernels.sampling import log_softmax_top, sample
+from kernels.sampling import RepeatedSample, log_softmax_top
 
 
 @dataclass(slots=True)
@@ -58,23 +58,16 @@ class Sampled(NamedTuple):
 
 
 class Columns:
-    """The parameters of a batch as arrays, which do not change from step to step, and the rows that need additional
-    work.
-    """
+    """The parameters of a batch, which do not change from step to step, and the rows that need additional work."""
 
-    __slots__ = ("_floats", "_ints", "_samples", "adjusted", "asked", "counts")
+    __slots__ = ("adjusted", "asked", "counts", "sample")
 
     def __init__(self, rows: Seq[SampleRow]) -> None:
         params = [row.params for row in rows]
-        self._floats = [
-            torch.tensor(column, dtype=torch.float32)
-            for column in ([p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params])
-        ]
-        seeds = np.array([p.seed & 0xFFFF_FFFF_FFFF_FFFF for p in params], np.uint64).view(
-            np.int64
-        )  # 64 bits, any sign
-        self._ints = [torch.tensor([p.top_k for p in params]), torch.from_numpy(seeds)]
-        self._samples = torch.tensor([row.sample_index for row in rows])
+        heat, top_k = [p.temperature for p in params], [p.top_k for p in params]
+        top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
+        seeds = [p.seed & 0xFFFF_FFFF_FFFF_FFFF for p in params]  # 64 bits, any sign
+        self.sample = RepeatedSample(heat, top_k, top_p, min_p, seeds, [row.sample_index for row in rows])
         self.adjusted = [i for i, row in enumerate(rows) if _may_adjust(row)]
         """Rows whose logits may be changed before the draw."""
         self.asked = [i for i, p in enumerate(params) if p.logprobs is not None]
@@ -82,12 +75,6 @@ class Columns:
         requests.
         """
         self.counts = [params[i].logprobs or 0 for i in self.asked]
-
-    def draw(self, adjusted: torch.Tensor, positions: torch.Tensor) -> list[int]:
-        """Draws one token per row of fp32 logits [B, vocab]. positions: int64 [B]."""
-        (heat, top_p, min_p), (top_k, seeds) = self._floats, self._ints
-        ids: list[int] = sample(adjusted, heat, top_k, top_p, min_p, seeds, self._samples, positions).tolist()
-        return ids
 
     def logprobs(self, logits: torch.Tensor, ids: Seq[int]) -> list[TokenLogprob | None]:
         """Returns the log-probabilities of the sampled tokens, from unchanged logits. The entry of a row that does not
@@ -106,7 +93,7 @@ def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
     """Draws one token per row of fp32 logits [B, vocab]. The logits are not changed."""
     columns = Columns(rows)
     adjusted = _adjust(logits, [(i, rows[i]) for i in columns.adjusted])
-    ids = columns.draw(adjusted, torch.tensor([row.position for row in rows]))
+    ids = columns.sample.at([row.position for row in rows]).draw(adjusted)
     return list(map(Sampled, ids, columns.logprobs(logits, ids)))
 
 
@@ -117,23 +104,35 @@ class Sampler:
         self._sequences: list[Sequence] = []
         self._columns = Columns(())
 
-    @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[Ahead | None] = ()) -> list[Sampled]:
-        """Draws the next token of each row of fp32 logits [B, vocab]. The logits are not changed. `sequences` names the
-        sequence of each row. A sequence with a draft has several rows; `ahead` has the tokens of the draft that precede
-        each row.
+    def prepare(self, sequences: Seq[Sequence]) -> RepeatedSample | None:
+        """Returns the next draw for these sequences without drafts, so that a pass can run it, or None if it needs
+        changed logits. In both cases, call `draw` after the pass.
         """
+        columns = self._columns_of(sequences)
+        return None if columns.adjusted else columns.sample.at([len(s.output_ids) for s in sequences])
+
+    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[Ahead | None] = ()) -> list[Sampled]:
+        """Draws the next token of each row of fp32 logits [B, vocab], unless a pass has drawn it (`prepare`). The
+        logits are not changed. `sequences` names the sequence of each row. A sequence with a draft has several rows;
+        `ahead` has the tokens of the draft that precede each row.
+        """
+        columns = self._columns_of(sequences)
+        if not columns.sample.has_drawn(logits):
+            lens = [len(sequence.output_ids) for sequence in sequences]
+            if ahead:
+                lens = [n + (len(more.token_ids) if more else 0) for n, more in zip(lens, ahead, strict=True)]
+            columns.sample.at(lens)
+        if not columns.adjusted and not columns.asked:
+            return [Sampled(token_id, None) for token_id in columns.sample.draw(logits)]
+        with torch.inference_mode():
+            rows = [(i, SampleRow.of(sequences[i], ahead[i] if ahead else None)) for i in columns.adjusted]
+            ids = columns.sample.draw(_adjust(logits, rows))
+            return list(map(Sampled, ids, columns.logprobs(logits, ids)))
+
+    def _columns_of(self, sequences: Seq[Sequence]) -> Columns:
         if sequences != self._sequences:  # compares by identity
             self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
-        columns, ahead = self._columns, ahead or [None] * len(sequences)
-        adjusted = logits
-        if columns.adjusted:
-            adjusted = _adjust(logits, [(i, SampleRow.of(sequences[i], ahead[i])) for i in columns.adjusted])
-        lens = [
-            len(s.output_ids) + (len(more.token_ids) if more else 0) for s, more in zip(sequences, ahead, strict=True)
-        ]
-        ids = columns.draw(adjusted, torch.from_numpy(np.array(lens, np.int64)))
-        return list(map(Sampled, ids, columns.logprobs(logits, ids)))
+        return self._columns
 
 
 @torch.inference_mode()

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepInput:
-    """The arrays of one forward pass over T tokens of B sequences, packed one sequence after another."""
+    """The arrays of one forward pass over T tokens of B sequences, packed one sequence after another. Their contents,
+    except that of `logits_rows`, may be changed for the next pass.
+    """
 
     token_ids: npt.NDArray[np.int64]  # [T]
     positions: npt.NDArray[np.int64]  # [T]

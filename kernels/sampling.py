@@ -8,10 +8,16 @@ number then selects a token by inverse CDF over the kept set, in token-id order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from typing import Self
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu.forward import Draw
 from kernels.cpu.loader import current, on_triton
+from kernels.cpu.ops import entry, raise_for
 from kernels.cpu.selection import count_fallback
 from kernels.sampling_types import Numbers, TopLogprobs, column_of
 
@@ -124,6 +130,63 @@ def sample(
     out = torch.empty(batch, dtype=torch.int64)
     torch.ops.looseleaf.sample(out, logits if logits.stride(1) == 1 else logits.contiguous(), *floats, *ints)
     return out
+
+
+class RepeatedSample:
+    """`sample` with the same parameters in every step.
+
+    Between two forward passes of decode, neither code nor data is in the caches any more. So this calls the C++ kernel
+    without torch's dispatcher, with addresses that were looked up once. A pass can also run it (`FusedDecoder.run`).
+    """
+
+    def __init__(
+        self, temperature: Numbers, top_k: Numbers, top_p: Numbers, min_p: Numbers, seeds: Numbers, samples: Numbers
+    ) -> None:
+        """Takes the parameters of `sample`, of equal length. `samples` are its `sample_indices`."""
+        batch = len(temperature)
+        floats = (column_of(c, torch.float32, batch) for c in (temperature, top_p, min_p))
+        ints = (column_of(c, torch.int64, batch) for c in (top_k, seeds, samples))
+        self._columns = (*floats, *ints)
+        self._positions, self._ids = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
+        ids, positions = self._ids.ctypes.data, self._positions.ctypes.data
+        self._addresses = (ids, *(c.data_ptr() for c in self._columns), positions)
+        self.arguments = Draw(*self._addresses)
+        """The arguments of a pass that runs the draw."""
+        self._drawn_from: Tensor | None = None
+
+    def at(self, positions: Seq[int]) -> Self:
+        """Sets the positions of the tokens to draw."""
+        self._positions[:] = positions
+        self._drawn_from = None
+        return self
+
+    def note_drawn(self, logits: Tensor) -> None:
+        """Records that a pass has run the draw from these logits."""
+        self._drawn_from = logits
+
+    def has_drawn(self, logits: Tensor) -> bool:
+        """Returns whether a pass has run the draw from these logits, at the positions that were set last."""
+        return logits is self._drawn_from
+
+    def draw(self, logits: Tensor) -> list[int]:
+        """Returns one token per row of fp32 logits [B, V], like `sample`, unless a pass has already drawn them."""
+        if not self.has_drawn(logits):
+            self._run(logits)
+        drawn: list[int] = self._ids.tolist()
+        return drawn
+
+    def _run(self, logits: Tensor) -> None:
+        library, (batch, vocab) = current(), logits.shape
+        if library.handle is None or logits.device.type != "cpu" or logits.stride(1) != 1:
+            heat, top_p, min_p, top_k, seeds, samples = self._columns
+            at = torch.from_numpy(self._positions)
+            self._ids[:] = sample(logits, heat, top_k, top_p, min_p, seeds, samples, at).tolist()
+            return
+        if logits.dtype != torch.float32 or batch != len(self._ids):
+            raise ValueError(f"logits must be fp32 [{len(self._ids)}, V]")
+        sizes = (batch, vocab, logits.stride(0), torch.get_num_threads())
+        ids, *columns = self._addresses
+        raise_for(entry(library, "ll_sample")(ids, logits.data_ptr(), *columns, *sizes))
 
 
 def log_softmax_top_reference(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:

@@ -27,7 +27,7 @@ from prefill_svc.group_blocks import GroupBlocks, Plan
 from prefill_svc.job import Job
 from prefill_svc.pooling import take_pooled
 from prefill_svc.scheduler import PrefillScheduler
-from worker.loop import RETRY_ALLOC_S, guarded_run, guarded_step, stale_owners
+from worker.loop import RETRY_ALLOC_S, ReaderRule, guarded_run, guarded_step
 
 logger = logging.getLogger("prefill")
 MAX_STUCK = 200
@@ -44,6 +44,7 @@ class PrefillWorker:
         self._domain = domain
         self._block_size = runner.layout.block_size
         self._blocks = GroupBlocks(attached, runner.layout)
+        self._rule = ReaderRule(attached.arena)
         self._emits: dict[Job, Emit] = {}
         self._parked: dict[Job, Callable[[], None]] = {}
         """Computed prompts that the ledger has not accepted yet, each with the function that repeats the hand-over."""
@@ -60,11 +61,8 @@ class PrefillWorker:
             self.begin_chain(job, salt, public_tokens)
         needed = job.num_blocks(self._runner.layout.rules())
         if needed > (num_blocks := self._attached.arena.num_blocks):
-            emit(
-                InvalidArgument.of(
-                    "prompt", f"needs {needed} blocks of KV with all its branches; the arena has {num_blocks}"
-                )
-            )
+            why = f"needs {needed} blocks of KV with all its branches; the arena has {num_blocks}"
+            emit(InvalidArgument.of("prompt", why))
             return
         try:
             self._scheduler.add(job)
@@ -205,7 +203,7 @@ class PrefillWorker:
         """Applies the reader rule, and aborts the jobs with a stale block. If a block is stale after the step has run,
         and the model has recurrent states, aborts all jobs of the step. Returns whether no block is stale.
         """
-        stale = stale_owners(self._attached.arena, (job for job, _ in plan), step)
+        stale = self._rule.stale_owners((job for job, _ in plan), step)
         if not stale:
             return True
         logger.warning("reader rule: %d prompts of %d had blocks that were reallocated", len(stale), len(plan))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from block_store.arena.arena import Arena
+from block_store.arena.atomics import Expected
 from block_store.errors import ArenaError, Fenced, LedgerError, LedgerUnavailable
 from block_store.holder.attach import Attached
 from engine.model_runner import ModelRunner
@@ -60,11 +61,24 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
         fail()
 
 
-def stale_owners(arena: Arena, owners: Iterable[T], step: Step) -> set[T]:
-    """Applies the reader rule (docs/design.md, Ledger): returns the owners of blocks whose generation in the header
-    differs from the generation in the block table. `owners` has one entry per row of the step's block tables.
+class ReaderRule:
+    """Applies the reader rule (docs/design.md, Ledger) to the steps of one worker. Its checks of a step are prepared
+    once, as also for later steps with the same `Step` object (`DecodeRows.lay_out`).
     """
-    tables = zip(step.batch.block_tables, step.generations, strict=True)
-    stale = [table for table in tables if not arena.check(*table)]
-    listed = list(owners) if stale else []
-    return {owner for table in stale for owner, *row in zip(listed, *table, strict=True) if not arena.check(*row)}
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._step: Step | None = None
+        self._expected: list[Expected] = []
+
+    def stale_owners(self, owners: Iterable[T], step: Step) -> set[T]:
+        """Returns the owners of blocks whose generation in the header differs from the generation in the block table.
+        `owners` has one entry per row of the step's block tables.
+        """
+        tables = list(zip(step.batch.block_tables, step.generations, strict=True))
+        if step is not self._step:
+            self._step, self._expected = step, [self._arena.expect(*table) for table in tables]
+        if all(expected.first_mismatch() is None for expected in self._expected):
+            return set()
+        check, listed = self._arena.check, list(owners)
+        return {owner for table in tables for owner, *row in zip(listed, *table, strict=True) if not check(*row)}

@@ -316,6 +316,10 @@ class Arena:
         """
         return atomics.first_mismatch(self.generations, block_ids, generations) is None
 
+    def expect(self, block_ids: npt.NDArray[np.generic], generations: npt.NDArray[np.generic]) -> atomics.Expected:
+        """Returns a prepared `check`, for repeated use. Neither array may be changed meanwhile."""
+        return atomics.Expected(self.generations, block_ids, generations)
+
     def check_refs(self, refs: Sequence[BlockRef]) -> bool:
         """Returns the result of `check` for the blocks and generations of `refs`."""
         return self.check(*ref_arrays(refs))

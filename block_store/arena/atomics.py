@@ -47,14 +47,12 @@ def _at(array: npt.NDArray[Any]) -> object:
     return _Memory.from_buffer(array.data) if array.flags.writeable else array.ctypes.data
 
 
-def _run(name: str, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
+def _arguments(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> tuple[Any, ...]:
     blocks: I64Array = np.ascontiguousarray(ids, dtype=np.int64).ravel()
     wanted: U64Array = np.ascontiguousarray(gens, dtype=np.uint64).ravel()
     if blocks.size != wanted.size:
         raise ValueError(f"{blocks.size} blocks but {wanted.size} generations")
-    function = getattr(_library(), name)
-    first = int(function(_at(base), base.size, _at(blocks), _at(wanted), blocks.size))
-    return None if first < 0 else first
+    return _at(base), base.size, _at(blocks), _at(wanted), blocks.size
 
 
 def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> int | None:
@@ -62,7 +60,8 @@ def raise_generations(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.ND
     first generation that was not lower and returns its index, or returns None if all generations were raised. Ids
     outside `base` count as not lower.
     """
-    return _run("looseleaf_raise_generations", base, ids, gens)
+    first = int(_library().looseleaf_raise_generations(*_arguments(base, ids, gens)))
+    return None if first < 0 else first
 
 
 def enter_states(base: npt.NDArray[np.uint8], ids: I64Array, state: int) -> None:
@@ -87,4 +86,23 @@ def first_mismatch(base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArr
     """Returns the position in `ids` of the first block that does not have the expected generation, or None if all
     blocks have it. Ids outside `base` never match.
     """
-    return _run("looseleaf_check_generations", base, ids, gens)
+    return Expected(base, ids, gens).first_mismatch()
+
+
+class Expected:
+    """The generations that some blocks should have, prepared for repeated checks."""
+
+    __slots__ = ("_arguments", "_arrays", "_check")
+
+    def __init__(self, base: U64Array, ids: npt.NDArray[np.generic], gens: npt.NDArray[np.generic]) -> None:
+        """Neither `ids` nor `gens` may be changed as long as this object is used. Raises ValueError if their sizes
+        differ.
+        """
+        self._arguments = _arguments(base, ids, gens)
+        self._arrays = (base, ids, gens)  # keeps the memory
+        self._check = _library().looseleaf_check_generations
+
+    def first_mismatch(self) -> int | None:
+        """Returns the result of the function of the same name, as of now."""
+        first = int(self._check(*self._arguments))
+        return None if first < 0 else first

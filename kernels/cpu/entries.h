@@ -16,6 +16,9 @@ LL_EXPORT int ll_silu_mul(void* out, const void* x, int64_t rows, int64_t n, int
 LL_EXPORT int ll_gelu_mul(void* out, const void* x, int64_t rows, int64_t n, int64_t x_row, int64_t is_bf16,
                           int64_t threads);
 LL_EXPORT int ll_softcap(float* x, int64_t n, int64_t threads, float cap);
+LL_EXPORT int ll_sample(int64_t* out, const float* logits, const float* temperature, const float* top_p,
+                        const float* min_p, const int64_t* top_k, const int64_t* seeds, const int64_t* samples,
+                        const int64_t* positions, int64_t batch, int64_t n, int64_t row, int64_t threads);
 LL_EXPORT int ll_route(float* weights, int64_t* experts, const void* scores, int64_t rows, int64_t num_experts,
                        int64_t per_token, int64_t renormalize, int64_t round_weights, int64_t is_bf16);
 LL_EXPORT int ll_write_blocks(void* q, const void* k, const void* v, const int64_t* positions, const int64_t* slots,

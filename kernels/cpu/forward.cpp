@@ -1,6 +1,6 @@
-// A whole pass of a decoder in one call. It makes the same calls to the other entry points as engine/models/decoder.py,
-// so the bits are the same. It saves some thirty calls per layer through Python and torch, each of which also lets
-// other Python threads run.
+// A whole pass of a decoder in one call (long: the order of a pass is in one place). It makes the same calls to the other
+// entry points as engine/models/decoder.py, so the bits are the same. It saves some thirty calls per layer through Python
+// and torch, each of which also lets other Python threads run.
 //
 // The structures have the same layout as in kernels/cpu/forward.py: pointers and 64-bit integers, then floats.
 #include <cstring>
@@ -54,6 +54,13 @@ struct Group {
     int64_t table_row, table_width;
 };
 
+// The tokens to draw from the logits, and the parameters of ll_sample.
+struct Draw {
+    int64_t* ids;
+    const float *temperature, *top_p, *min_p;
+    const int64_t *top_k, *seeds, *samples, *positions;
+};
+
 struct Pass {
     const int64_t *tokens, *positions;
     const Group* groups;
@@ -63,6 +70,7 @@ struct Pass {
     char* states;  // [T, h], inputs and outputs of a stage; null: the model is whole
     float* logits;
     const LoraStep *lora, *lora_of_rows;  // corrections of tokens and, in the last layer, of rows; null: none
+    const Draw* draw;                     // null: no tokens
     int64_t num_tokens, num_seqs, num_rows, threads;
 };
 
@@ -270,6 +278,11 @@ struct Forward {
         return m.logits_softcap ? ll_softcap(p.logits, n, p.threads, m.logits_softcap) : 0;
     }
 
+    int draw(const Draw& d) const {
+        return ll_sample(d.ids, p.logits, d.temperature, d.top_p, d.min_p, d.top_k, d.seeds, d.samples, d.positions,
+                         p.num_rows, m.lm_head.n_out, m.lm_head.n_out, p.threads);
+    }
+
     int run() {
         const Awake awake;
         if (int error = m.embed ? embed() : 0) return error;
@@ -288,7 +301,9 @@ struct Forward {
             const void* next_norm = i + 1 == m.num_layers ? m.norm : m.layers[i + 1].input_norm;
             if (int error = mlp(layer, next_norm, rows, lora)) return error;
         }
-        return m.norm ? logits(room) : 0;
+        if (!m.norm) return 0;
+        const int error = logits(room);
+        return error || !p.draw ? error : draw(*p.draw);
     }
 };
 

@@ -75,16 +75,24 @@ class Group(ctypes.Structure):
     ]
 
 
+class Draw(ctypes.Structure):
+    """The C structure of the tokens to draw, int64 [R], and of the parameters of `kernels.sampling.sample`."""
+
+    _fields_ = [
+        (name, PTR) for name in ("ids", "temperature", "top_p", "min_p", "top_k", "seeds", "samples", "positions")
+    ]
+
+
 class Pass(ctypes.Structure):
     """The C structure of one step's arrays. If cu_seqlens_q is null, there is one query per sequence; if rows is null,
     logits of every token are computed. lora and lora_of_rows are `kernels.cpu.lora.Step`s, or null if no row has an
     adapter. `states` [T, h] are the inputs of a stage without `embed`, which may overwrite them, and the outputs of a
-    stage without `norm`.
+    stage without `norm`. If `draw` is not null, tokens are drawn from the logits.
     """
 
     _fields_ = [
         *((name, PTR) for name in ("tokens", "positions", "groups", "context_lens", "cu_seqlens_q", "rows")),
-        *((name, PTR) for name in ("scratch", "states", "logits", "lora", "lora_of_rows")),
+        *((name, PTR) for name in ("scratch", "states", "logits", "lora", "lora_of_rows", "draw")),
         *((name, I64) for name in ("num_tokens", "num_seqs", "num_rows", "threads")),
     ]
 

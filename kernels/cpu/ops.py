@@ -37,7 +37,7 @@ def _call(name: str, *arguments: int | float | None) -> None:
     """Calls a C function. Passes floats as C `float`, and other arguments as 64-bit integers or pointers."""
     library = selection().library
     assert library is not None, "operators are registered only when a library is selected"
-    raise_for(_entry(library, name)(*arguments))
+    raise_for(entry(library, name)(*arguments))
 
 
 _KV_TYPES = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -59,7 +59,8 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 @functools.cache
-def _entry(library: CpuLibrary, name: str) -> Callable[..., int]:
+def entry(library: CpuLibrary, name: str) -> Callable[..., int]:
+    """Returns a C function that takes floats as C `float`, and other arguments as 64-bit integers or pointers."""
     assert library.handle is not None
     function = library.handle[name]
     function.argtypes, function.restype = _SIGNATURES[name], ctypes.c_int

@@ -14,10 +14,10 @@ from decode_svc.outputs import Outbox, Session
 from decode_svc.running_blocks import RunningBlocks
 from decode_svc.sampling_step import SamplingStep
 from decode_svc.scheduler import Group
-from engine import sampler
 from engine.beam_search import Beam, BeamSearch, Candidates
 from engine.block_table import BlockTable
 from engine.sequence import Sequence
+from kernels.sampling import RepeatedSample
 from testing.decode import DecodeBench
 from testing.oracle import Oracle
 
@@ -100,7 +100,7 @@ def test_a_skipped_copy_shows(small: DecodeBench, monkeypatch: pytest.MonkeyPatc
 
 def test_all_kinds_go_in_one_pass_and_one_draw(small: DecodeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for owner, name in ((small.runner, "step"), (sampler, "sample"), (sampling_step, "beam_candidates")):
+    for owner, name in ((small.runner, "step"), (RepeatedSample, "draw"), (sampling_step, "beam_candidates")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, call=call, name=name: calls.append(name) or call(*args))
     asked: list[tuple[int, SamplingParams, StoppingParams]] = [
@@ -114,7 +114,7 @@ def test_all_kinds_go_in_one_pass_and_one_draw(small: DecodeBench, monkeypatch: 
         small.submit(handle, PROMPTS[length], sampling, stopping)
     calls.clear()
     small.worker.step()
-    assert calls == ["step", "sample", "beam_candidates"]
+    assert calls == ["step", "draw", "beam_candidates"]
     small.run()
     monkeypatch.undo()
     for handle, (length, sampling, stopping) in enumerate(asked):

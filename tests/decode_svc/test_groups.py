@@ -11,6 +11,7 @@ import pytest
 
 from common.ticket import TicketId
 from common.types import Branch, FinishReason, SamplingParams, StoppingParams
+from decode_svc import worker
 from decode_svc.outputs import Rejection
 from testing.decode import DecodeBench
 from testing.oracle import Oracle
@@ -158,7 +159,7 @@ def test_only_what_can_finish_is_taken(small: DecodeBench) -> None:
     assert small.inbox.rejections == {1: Rejection.TOO_LARGE, 3: Rejection.TOO_LARGE}
 
 
-def test_the_load_counts_sequences_and_blocks(small: DecodeBench) -> None:
+def test_the_load_counts_sequences_and_blocks(small: DecodeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     small.scheduler.max_num_seqs = 4
     for handle in (1, 2):
         small.submit(handle, PROMPTS[17], replace(SAMPLED, num_sequences=3), STOPPING)
@@ -166,9 +167,33 @@ def test_the_load_counts_sequences_and_blocks(small: DecodeBench) -> None:
     load = small.inbox.loads[-1]
     assert (load.num_running, load.num_waiting, load.total_blocks) == (3, 3, 256)
     small.held.holder.lease.beat()
+    monkeypatch.setattr(worker, "LOAD_S", 0.0)
     small.worker.step()  # allocates no block
     assert small.inbox.loads[-1].free_blocks == 256 - small.held.num_held
     small.run()
+
+
+def test_the_load_is_computed_again_if_the_queues_change_or_some_time_has_passed(
+    small: DecodeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LOAD_S", float("inf"))
+    small.submit(1, PROMPTS[17], SAMPLED, StoppingParams(max_tokens=20))
+    small.worker.step()
+    before = small.worker.load
+    small.worker.step()
+    assert small.worker.load is before
+    small.submit(2, PROMPTS[17], SAMPLED, StoppingParams(max_tokens=5))
+    small.worker.step()
+    assert small.worker.load.num_running == 2
+    while 2 in small.inbox.session.groups:
+        small.worker.step()
+    assert small.worker.load.num_running == 1
+    monkeypatch.setattr(worker, "LOAD_S", 0.0)
+    before = small.worker.load
+    small.worker.step()
+    assert small.worker.load is not before
+    small.run()
+    assert small.worker.load.num_running == 0
 
 
 def test_a_ticket_that_was_issued_to_somebody_else_is_lost_here_and_good_there(small: DecodeBench) -> None:

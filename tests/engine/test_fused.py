@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.types import KvCacheDType
+from common.types import KvCacheDType, SamplingParams
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
+from engine.sampler import Sampler, SampleRow, sample_rows
 from engine.sequence import Chunk, lay_out
 from engine.tiny import make_checkpoint
 from kernels.cpu import forward
@@ -59,6 +60,36 @@ def test_same_bits_as_call_by_call(family: str, dtype: str, threads: int, tmp_pa
     for budget in (16, 300):
         for one, other in zip(call_by_call, logits_of(runner, budget), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_pass_draws_the_tokens_that_are_drawn_after_it(dtype: str, tmp_path: Path) -> None:
+    """Greedy and sampled rows, in one C call and call by call. Changed logits are drawn from again."""
+    make_checkpoint(tmp_path, std=0.1)
+    greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(seed=1, top_k=20, top_p=0.9)
+    rows = [greedy, sampled, SamplingParams(seed=2, min_p=0.01)]
+    drawn: list[list[int]] = []
+    for eager in (False, True):
+        runner, sampler = runner_of(tmp_path, dtype, 2, eager=eager), Sampler()
+        batch = Batch.of(runner, PROMPTS[:3], 40)
+        batch.step([Chunk(sequence, len(sequence.prompt_ids)) for sequence in batch.sequences])
+        for sequence, params in zip(batch.sequences, rows, strict=True):
+            sequence.sampling = params
+        layout, found = DecodeRows(runner.layout.block_size), list[int]()
+        for _ in range(30):
+            draw = sampler.prepare(batch.sequences)
+            assert draw is not None
+            logits = runner.step(layout.lay_out(batch.sequences).batch, draw)
+            assert draw.has_drawn(logits) != eager
+            samples = sampler.draw(logits, batch.sequences)
+            assert samples == sample_rows(logits, [SampleRow.of(s) for s in batch.sequences])
+            found += (tokens := [sample.token_id for sample in samples])
+            assert draw.draw(logits.flip(1)) != tokens
+            for sequence, token in zip(batch.sequences, tokens, strict=True):
+                sequence.output_ids.append(token)
+                sequence.num_computed += 1
+        drawn.append(found)
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])

@@ -92,3 +92,40 @@ def test_drafts_are_laid_out_as_chunks_of_tokens_that_are_known() -> None:
             sequence.output_ids.append(rng.randrange(1 << 16))
             if sequence.num_computed % BLOCK_SIZE == 0:
                 sequence.table.append(new_ref(rng))
+
+
+def test_a_step_is_updated_in_place_until_something_else_than_the_positions_changes() -> None:
+    rng, rows, running = random.Random(3), DecodeRows(BLOCK_SIZE), list[Sequence]()
+    for num_blocks in (1, 2, 3):
+        length = num_blocks * BLOCK_SIZE
+        running.append(Sequence(list(range(length)), [1000 + length], SamplingParams(), StoppingParams()))
+        running[-1].table = BlockTable(new_ref(rng) for _ in range(num_blocks + 1))
+        running[-1].num_computed = length
+
+    def next_step(sequences: list[Sequence]) -> Step:
+        for sequence in sequences:
+            sequence.num_computed += 1
+            sequence.output_ids.append(rng.randrange(1 << 16))
+        step = rows.lay_out(sequences)
+        assert_same(step, lay_out([Chunk(s, 1) for s in sequences], BLOCK_SIZE))
+        return step
+
+    first = rows.lay_out(running)
+    assert next_step(running) is first
+    assert next_step(list(running)) is first
+    running[1].table[0] = new_ref(rng)
+    second = next_step(running)
+    assert second is not first
+    for sequence in running:  # the next positions are in other blocks
+        sequence.table.append(new_ref(rng))
+    third = next_step(running)
+    assert third is not second
+    assert next_step(running) is third
+    assert next_step(running[::-1]) is not third
+    fourth = next_step(running)
+    for sequence in running:
+        sequence.table.append(new_ref(rng))
+    fifth = next_step(running)
+    assert fifth is not fourth
+    rows.lay_out(running, [Draft((1,)) for _ in running])
+    assert next_step(running) is not fifth
