@@ -156,8 +156,7 @@ class RepeatedSample:
 
     def at(self, positions: Seq[int]) -> Self:
         """Sets the positions of the tokens to draw."""
-        self._positions[:] = positions
-        self._drawn_from = None
+        self._positions[:], self._drawn_from = positions, None
         return self
 
     def note_drawn(self, logits: Tensor) -> None:
@@ -165,13 +164,14 @@ class RepeatedSample:
         self._drawn_from = logits
 
     def has_drawn(self, logits: Tensor) -> bool:
-        """Returns whether a pass has run the draw from these logits, at the positions that were set last."""
+        """Returns whether a pass has run the draw from these logits, and `draw` has not returned its tokens yet."""
         return logits is self._drawn_from
 
     def draw(self, logits: Tensor) -> list[int]:
         """Returns one token per row of fp32 logits [B, V], like `sample`, unless a pass has already drawn them."""
         if not self.has_drawn(logits):
             self._run(logits)
+        self._drawn_from = None
         drawn: list[int] = self._ids.tolist()
         return drawn
 

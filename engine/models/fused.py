@@ -71,7 +71,12 @@ class FusedDecoder:
         """The arrays of the last step, to which `_pass` points."""
         self._room_for = (0, 0)
         self._scratch = scratch(0)
-        self._logits = None if decoder.lm_head is None else torch.empty((0, decoder.lm_head.out_features))
+        self._logits = self._wanted = (
+            None if decoder.lm_head is None else torch.empty((0, decoder.lm_head.out_features))
+        )
+        """Memory for logits, and its rows of the last run, which are the same object in later runs: to free a tensor
+        gives up the interpreter lock.
+        """
 
     def takes(self, batch: StepInput) -> bool:
         """Returns whether the requested rows are ascending rows of the batch, and the kernels have not changed since
@@ -108,11 +113,10 @@ class FusedDecoder:
         step.states = pointer(states)
         step.draw = None if draw is None else ctypes.addressof(draw.arguments)
         self._run(self._model, step)
-        if self._logits is not None:
-            logits = self._logits[:num_rows]
+        if self._wanted is not None:
             if draw is not None:
-                draw.note_drawn(logits)
-            return logits
+                draw.note_drawn(self._wanted)
+            return self._wanted
         assert states is not None
         return states
 
@@ -141,9 +145,11 @@ class FusedDecoder:
             self._scratch = scratch(0)  # frees the old memory before the new memory is allocated
             self._scratch = scratch(need)
             self._pass.scratch = self._scratch.data_ptr()
-        if self._logits is not None and num_rows > len(self._logits):
-            self._logits = torch.empty((num_rows, self._logits.shape[1]))
-            self._pass.logits = self._logits.data_ptr()
+        if self._logits is not None:
+            if num_rows > len(self._logits):
+                self._logits = torch.empty((num_rows, self._logits.shape[1]))
+                self._pass.logits = self._logits.data_ptr()
+            self._wanted = self._logits[:num_rows]
 
 
 def _arrays(batch: StepInput) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
-// A whole pass of a decoder in one call (long: the order of a pass is in one place). It makes the same calls to the other
-// entry points as engine/models/decoder.py, so the bits are the same. It saves some thirty calls per layer through Python
-// and torch, each of which also lets other Python threads run.
+// A whole pass of a decoder in one call (long: the order of a pass is in one place). It makes the same calls to the
+// other entry points as engine/models/decoder.py, so the bits are the same. It saves some thirty calls per layer
+// through Python and torch, each of which also lets other Python threads run.
 //
 // The structures have the same layout as in kernels/cpu/forward.py: pointers and 64-bit integers, then floats.
 #include <cstring>
