@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextvars import copy_context
+from functools import partial
 
 from common import convert
 from common.errors import Aborted, LooseleafError
@@ -27,7 +28,7 @@ from protos.v1 import decode_pb2_grpc
 from worker.adapters import AdapterPool
 from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
-from worker.loop_inbox import LoopInbox
+from worker.loop_inbox import loop_inbox
 from worker.step_thread import StepThread
 
 Step = tuple[list[AnyOutput], WorkerLoad]
@@ -62,16 +63,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._tracer = tracer
 
     async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
-        loop, steps = asyncio.get_running_loop(), Outgoing[Step]()
-
-        inbox = LoopInbox(steps.put)
+        inbox, steps = loop_inbox(), Outgoing[Step]()
 
         def send(outputs: list[AnyOutput], load: WorkerLoad) -> None:  # called in the step thread or the event loop
-            inbox.put((outputs, load))
+            inbox.put(steps.put, (outputs, load))
 
         def on_left(group: Group) -> None:  # called in the step thread
             if self._tracer.is_enabled:
-                loop.call_soon_threadsafe(trace_group, self._tracer, group)
+                inbox.put(partial(trace_group, self._tracer), group)
 
         session, compiling = WorkerSession(send, on_left), Compiling(self._grammars)
         reader = asyncio.create_task(self._read(request_iterator, session, compiling))
@@ -83,7 +82,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             reader.result()  # raises the error that ended the stream, such as an invalid message
         finally:
             reader.cancel()
-            inbox.close()
             compiling.close()
             self._thread.post(lambda: self._worker.close(session))
 

@@ -26,6 +26,7 @@ from protos.v1 import prefill_pb2_grpc, types_pb2
 from worker.adapters import AdapterPool
 from worker.grammars import Grammars
 from worker.heartbeat import Outgoing
+from worker.loop_inbox import loop_inbox
 from worker.step_thread import StepThread
 
 logger = logging.getLogger("prefill")
@@ -68,10 +69,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         logger.debug("attempt %d: %d prompt tokens", request.attempt, len(request.prompt_token_ids))
         trace, events = JobTrace(self._tracer, job), Outgoing[Event]()
         load = _load_with(job, self._worker.load)
-        loop = asyncio.get_running_loop()
+        inbox = loop_inbox()
 
         def emit(event: Event) -> None:  # called in the step thread or in the event loop
-            loop.call_soon_threadsafe(events.put, event)
+            inbox.put(events.put, event)
 
         submitting = asyncio.ensure_future(self._submit(job, request, emit))
         event: Event = ChunkDone(0)
