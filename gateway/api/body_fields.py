@@ -18,6 +18,12 @@ UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+@cache
+def required_of(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Returns the names of the required fields of a body."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.required)
+
+
 def unsupported_of(kind: type[Body]) -> Mapping[str, Any]:
     """Returns the unsupported fields of a kind of body, each with its neutral value, which is accepted."""
     return {name: value for name, value in kind.unsupported.items() if name not in kind.__struct_fields__}

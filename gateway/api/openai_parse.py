@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from common.errors import InvalidArgument, Unimplemented
-from gateway.api.body_fields import fields_of, unsupported_of
+from gateway.api.body_fields import fields_of, required_of, unsupported_of
 from gateway.api.chat_messages import MessageBody
 from gateway.api.decoding import ANY, decoded
 from gateway.api.embedding_request import EmbeddingBody, ScoreBody
@@ -96,19 +96,13 @@ def parse_body(
             values[name] = reader(name, bytes(part), limits)
         else:
             values[name] = _small_field(kind, name, part)
-    missing = [name for name in _required(kind) if values.get(name) is None]
+    missing = [name for name in required_of(kind) if values.get(name) is None]
     if missing:
         raise InvalidArgument.of(missing[0], _KINDS if missing[0] in _PROMPTS else "must be given")
     body = kind(**values)
     for rule in kind.rules:
         rule.check(body)
     return body
-
-
-@cache
-def _required(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Returns the names of a body's required fields."""
-    return tuple(field.name for field in msgspec.structs.fields(kind) if field.required)
 
 
 def _check_nothing(name: str, part: msgspec.Raw, nothing: Any) -> None:

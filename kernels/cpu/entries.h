@@ -36,6 +36,8 @@ LL_EXPORT int ll_attention(void* out, const void* q, const void* k, const void* 
                            int64_t kv_heads, int64_t block_size, int64_t d, int64_t window, int64_t by_word,
                            int64_t is_bf16, int64_t kv_type, int64_t threads, const float* sinks, float scale,
                            float softcap);
+LL_EXPORT int ll_gated_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                              int64_t n_in, int64_t n_out, int64_t gelu, int64_t is_bf16, int64_t threads);
 LL_EXPORT int ll_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
                         int64_t n_out, int64_t x_stride, int64_t out_stride, int64_t is_bf16, int64_t threads);
 LL_EXPORT int ll_linear_sums(const void* x, const void* packed, float* out, int64_t rows, int64_t n_in, int64_t n_out,

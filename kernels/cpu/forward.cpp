@@ -212,8 +212,12 @@ struct Forward {
               const LoraStep* lora = nullptr) const {
         const int64_t inner = down.n_in;
         char *both = room.take(rows * 2 * inner * size), *product = room.take(rows * inner * size);
-        if (int error = adapted(gate_up, x, both, rows, lora)) return error;
-        (m.gelu ? ll_gelu_mul : ll_silu_mul)(product, both, rows, inner, 2 * inner, m.is_bf16, p.threads);
+        const bool is_plain = !gate_up.parts && !gate_up.entry && !(lora && gate_up.site >= 0);
+        if (!is_plain || ll_gated_linear(x, gate_up.packed, gate_up.bias, product, rows, gate_up.n_in, inner, m.gelu,
+                                         m.is_bf16, p.threads)) {
+            if (int error = adapted(gate_up, x, both, rows, lora)) return error;
+            (m.gelu ? ll_gelu_mul : ll_silu_mul)(product, both, rows, inner, 2 * inner, m.is_bf16, p.threads);
+        }
         return adapted(down, product, out, rows, lora);
     }
 

@@ -23,6 +23,7 @@ constexpr int64_t to_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 template <int BITS>
 struct IntPanels {
+    static constexpr bool GATED = false;
     static constexpr int64_t UNIT = 8;                              // number of inputs that are processed at once
     static constexpr int64_t UNIT_BYTES = UNIT * PANEL * BITS / 8;  // their values in a panel
 

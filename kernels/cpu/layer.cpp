@@ -62,16 +62,10 @@ void rms_norm_row(T* out, const T* x, const Weight* weight, const T* residual, T
     });
 }
 
-// Both activations are gate * sigmoid(z). silu: z = gate. gelu, in its tanh form: z = 2 sqrt(2/pi) (gate + 0.044715
-// gate^3), because 1 + tanh(y) = 2 sigmoid(2y).
 template <bool GELU, class T>
 void gate_mul_row(T* out, const T* x, int64_t n) {
     for_vectors(n, [&](int64_t i, auto count) {
-        vf gate = load_upto(x + i, count), up = load_upto(x + n + i, count);
-        vf z = gate;
-        if constexpr (GELU) z = gate * fma(gate * gate, splat(0.0713548162726f), splat(1.59576912161f));
-        vf activated = rounded_to(gate / (splat(1.f) + exp_minus(z)), x);
-        store_upto(out + i, activated * up, count);
+        store_upto(out + i, gated<GELU>(load_upto(x + i, count), load_upto(x + n + i, count), x), count);
     });
 }
 

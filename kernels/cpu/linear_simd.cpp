@@ -25,6 +25,7 @@ struct Dense {
     using Element = T;
     using Input = ll::Input<T>;
     static constexpr int MOST_ROWS = MOST_ROWS_AT_ONCE;
+    static constexpr bool GATED = false;
     // For few rows, more panels are computed at once; otherwise each accumulator would wait for its previous product.
     static constexpr int panels_of(int rows) { return std::max(MOST_PANELS, 4 / rows); }
     static constexpr int64_t PAIR_BYTES = PAIR * sizeof(T), num_sums = 0, step = PAIR_BYTES;
@@ -77,6 +78,46 @@ struct Dense {
     }
 };
 
+#if defined(LL_AVX512)
+// The gates and the values of a gated MLP, whose panels are the first and the second half of the weights. An output is
+// activation(gate) * up. The sums are those of Dense and are rounded like its outputs, so the bits are the same as if
+// they went through memory.
+template <class T>
+struct Gated : Dense<T> {
+    using typename Dense<T>::Input;
+    using Dense<T>::data, Dense<T>::pairs, Dense<T>::panel_bytes, Dense<T>::step, Dense<T>::prefetch_pair;
+    static constexpr bool GATED = true;
+    static constexpr int panels_of(int) { return 1; }
+
+    int64_t up;  // elements from the panel of some gates to that of their values
+    bool gelu;
+
+    int64_t working_bytes(int64_t) const { return 2 * panel_bytes; }
+
+    vf activated(vf gate, vf value) const {
+        const T* type = nullptr;
+        const vf a = rounded_to(gate, type), b = rounded_to(value, type);
+        return gelu ? gated<true>(a, b, type) : gated<false>(a, b, type);
+    }
+
+    template <int R, int P>
+    LL_INLINE void add(vf (&sums)[R][2 * P * VECS], int64_t panel, int64_t, const Input* inputs, int64_t stride,
+                       const float*, const Input*, Ahead& ahead) const {
+        static_assert(P == 1);
+        const T* w = (const T*)(data + panel * panel_bytes);
+        const int64_t up_bytes = up * int64_t(sizeof(T));
+        const bool once = ahead.step == step;  // for the only block of rows: the next pairs, otherwise the next group
+        const char* asked = once ? (const char*)(w + AHEAD * PAIR) : ahead.asked;
+        for (int64_t i = 0; i < pairs; ++i, w += PAIR, asked += ahead.step) {
+            if (once && i + AHEAD == pairs) asked = ahead.then;
+            prefetch_pair(asked), prefetch_pair(asked + up_bytes);
+            add_pair<T, R, 2>(sums, w, up, inputs + 2 * i, stride);
+        }
+        if (!once) ahead.asked = asked;
+    }
+};
+#endif
+
 }  // namespace
 }  // namespace ll
 
@@ -105,4 +146,26 @@ LL_EXPORT int ll_linear_sums(const void* x, const void* packed, float* out, int6
     };
     is_bf16 ? run(ll::bf16{}) : run(float{});
     return 0;
+}
+
+// out = activation(gate) * up for gates and values of a gated MLP: packed and bias have n_out gates, then n_out values. x
+// [rows, n_in], out [rows, n_out]. Returns -1 if this build computes the two steps separately, or n_out is no multiple of
+// a panel.
+LL_EXPORT int ll_gated_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
+                              int64_t n_out, int64_t gelu, int64_t is_bf16, int64_t threads) {
+#if defined(LL_AVX512)
+    if (n_out % ll::PANEL) return -1;
+    auto run = [&](auto tag) {
+        using T = decltype(tag);
+        const int64_t pairs = (n_in + 1) / 2;
+        const ll::Gated<T> weights{{static_cast<const char*>(packed), pairs}, n_out * pairs * 2, gelu != 0};
+        ll::Product<ll::Gated<T>>{weights, static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out),
+                                  rows, n_in, n_out, n_in, n_out}
+            .run(threads);
+    };
+    is_bf16 ? run(ll::bf16{}) : run(float{});
+    return 0;
+#else
+    return -1;
+#endif
 }

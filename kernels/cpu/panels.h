@@ -9,6 +9,7 @@
 //   working_bytes(rows)      size of a panel during its use
 //   many(rows), unpack(...)  whether panels are unpacked before use; unpacks them
 //   add<R, P>(...)           adds the products of R rows with P panels
+//   GATED                    whether a panel has two sums per output, which `activated` turns into the output
 //
 // Every output has its own lane. The order of its sum depends neither on the number of rows, nor on a row's position,
 // nor on the number of threads.
@@ -136,16 +137,27 @@ struct Product {
     // Computes P panels for R rows; `first` is the first panel of the group.
     template <int R, int P>
     void pass(int64_t panel, int64_t row, int64_t in_slab, const Slab& slab, int64_t first, Ahead& ahead) const {
-        vf sums[R][P * VECS] = {};
+        constexpr int N = P * VECS;
+        vf sums[R][Weights::GATED ? 2 * N : N] = {};
         weights.template add<R, P>(sums, panel, first, slab.inputs.data() + in_slab * stride, stride,
                                    slab.sums.data() + in_slab * weights.num_sums,
                                    weights.many(rows) ? slab.unpacked.data() : nullptr, ahead);
 #pragma GCC unroll 16
-        for (int v = 0; v < P * VECS; ++v) {
+        for (int v = 0; v < N; ++v) {
             const int64_t column = panel * PANEL + v * W, columns = n_out - column;
             if (columns <= 0) break;
             const vf add = bias ? load_upto(bias + column, columns) : vf{};
             Sum* to = out + row * out_stride + column;
+            if constexpr (Weights::GATED) {
+                const vf add_up = bias ? load_upto(bias + n_out + column, columns) : vf{};
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) {
+                    const vf gate = sums[r][v], up = sums[r][N + v];
+                    const vf y = weights.activated(bias ? gate + add : gate, bias ? up + add_up : up);
+                    store_upto(to + r * out_stride, y, columns);
+                }
+                continue;
+            }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r)
                 store_upto(to + r * out_stride, bias ? sums[r][v] + add : sums[r][v], columns);

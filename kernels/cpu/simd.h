@@ -210,6 +210,15 @@ LL_INLINE vf exp_minus(vf x) {
     return -x > limit ? splat(INFINITY) : expv(-x > limit ? limit : -x);
 }
 
+// Returns activation(gate) * up, both of type T. The activations are gate * sigmoid(z). silu: z = gate. gelu, in its
+// tanh form: z = 2 sqrt(2/pi) (gate + 0.044715 gate^3), because 1 + tanh(y) = 2 sigmoid(2y).
+template <bool GELU, class T>
+LL_INLINE vf gated(vf gate, vf up, const T* type) {
+    vf z = gate;
+    if constexpr (GELU) z = gate * fma(gate * gate, splat(0.0713548162726f), splat(1.59576912161f));
+    return rounded_to(gate / (splat(1.f) + exp_minus(z)), type) * up;
+}
+
 // Returns cap * tanh(x * scale / cap), the softcap that Gemma 2 applies to scores and logits.
 LL_INLINE vf capped(vf x, float scale, float cap) {
     const vf y = x * splat(scale / cap), most = splat(20.f);  // tanh is 1 beyond it
