@@ -110,10 +110,10 @@ def _die(phase: str) -> None:
 
 def _dying_of(token: int, step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
-    def dying(runner: ModelRunner, batch: Any) -> Any:
+    def dying(runner: ModelRunner, batch: Any, *args: Any) -> Any:
         if token in batch.token_ids:
             _die("poison")
-        return step(runner, batch)
+        return step(runner, batch, *args)
 
     return dying
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from engine.model_runner import ModelRunner
 from engine.step import StepInput
+from kernels.sampling import RepeatedSample
 
 When = Literal["before it is read", "after it is read"]
 
@@ -27,14 +28,14 @@ class Meddler:
         self.batch: StepInput | None = None
         """The input of the step in which the block was taken."""
 
-    def __call__(self, batch: StepInput) -> Any:
+    def __call__(self, batch: StepInput, draw: RepeatedSample | None = None) -> Any:
         block = self._pick(batch) if self.is_armed and self.taken is None else None
         if block is None:
-            return self._step(batch)
+            return self._step(batch, draw)
         self.taken, self.batch = block, batch
         if self._when == "before it is read":
             self._take(block)
-            return self._step(batch)
-        logits = self._step(batch)
+            return self._step(batch, draw)
+        logits = self._step(batch, draw)
         self._take(block)
         return logits

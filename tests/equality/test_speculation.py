@@ -153,8 +153,8 @@ def test_decode_killed_while_it_verifies(
     """The step has written the keys and values of drafts, and nothing of it has been published."""
     workers, step, verified = make_workers(kind), subject.drafting.step, []
 
-    def die(batch: StepInput) -> torch.Tensor:
-        logits = step(batch)
+    def die(batch: StepInput, *args: Any) -> torch.Tensor:
+        logits = step(batch, *args)
         if num_drafted := len(batch.token_ids) - len(batch.context_lens):
             verified.append(num_drafted)
             raise Killed
