@@ -95,7 +95,7 @@ class DecodeRows:
 
 class _LaidOut:
     """A step without drafts, which later steps of the same sequences update in place, as long as each sequence writes
-    to the same block. In most steps, this takes less than a third of the time.
+    to the same block.
     """
 
     def __init__(self, step: Step, sequences: Seq[Sequence], columns: npt.NDArray[np.int64], block_size: int) -> None:

@@ -57,9 +57,6 @@ class FairLock:
         me, began = threading.get_ident(), time.monotonic()
         with self._changed:
             self._line.append(me)
-            if self._line[0] == me:
-                self.waited_s = 0.0
-                return
             is_stuck = self._passed_by_at == self._num_given_back
             if not self._changed.wait_for(lambda: self._line[0] == me, 0.0 if is_stuck else self._patience_s):
                 self._line.remove(me)
@@ -77,8 +74,7 @@ class FairLock:
                 return
             self._line.popleft()
             self._num_given_back += 1
-            if self._line:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
 
 class FairFileLock:

@@ -62,8 +62,8 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
 
 
 class ReaderRule:
-    """Applies the reader rule (docs/design.md, Ledger) to the steps of one worker. Its checks of a step are prepared
-    once, as also for later steps with the same `Step` object (`DecodeRows.lay_out`).
+    """Applies the reader rule (docs/design.md, Ledger) to the steps of one worker. The checks of a `Step` are
+    prepared once, even if later steps update it in place (`DecodeRows.lay_out`).
     """
 
     def __init__(self, arena: Arena) -> None:

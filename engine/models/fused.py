@@ -67,7 +67,7 @@ class FusedDecoder:
         self._model = _model(decoder, config, own[0], self._layers)
         self._groups = (Group * len(groups))()
         self._pass = Pass(groups=ctypes.addressof(self._groups))
-        self._arrays: tuple[object, ...] = ()
+        self._pointed_to: tuple[object, ...] = ()
         """The arrays of the last step, to which `_pass` points."""
         self._room_for = (0, 0)
         self._scratch = scratch(0)
@@ -100,13 +100,11 @@ class FusedDecoder:
         the first stage, and may be overwritten. A stage other than the last stage returns the inputs of the next stage.
         `draw` has one entry per requested row, and is run within the pass.
         """
-        num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
+        if not self._points_to(batch):
+            self._point_to(batch)
         step = self._pass
         if states is None and self._logits is None:
-            states = torch.empty((num_tokens, self._model.hidden), dtype=self._kept[0].dtype)
-        if not self._points_to(batch):
-            self._make_room(num_tokens, num_rows)
-            self._point_to(batch)
+            states = torch.empty((step.num_tokens, self._model.hidden), dtype=self._kept[0].dtype)
         step.threads = torch.get_num_threads()
         step.lora = None if lora is None else ctypes.addressof(lora.of_tokens.step)
         step.lora_of_rows = None if lora is None else ctypes.addressof(lora.of_rows.step)
@@ -122,11 +120,12 @@ class FusedDecoder:
 
     def _points_to(self, batch: StepInput) -> bool:
         arrays = _arrays(batch)
-        return len(arrays) == len(self._arrays) and all(map(is_, arrays, self._arrays))
+        return len(arrays) == len(self._pointed_to) and all(map(is_, arrays, self._pointed_to))
 
     def _point_to(self, batch: StepInput) -> None:
-        step, self._arrays = self._pass, _arrays(batch)
+        step, self._pointed_to = self._pass, ()
         step.num_tokens, step.num_rows = len(batch.token_ids), len(batch.logits_rows)
+        self._make_room(step.num_tokens, step.num_rows)
         for group, slots, table in zip(self._groups, batch.slot_mappings, batch.block_tables, strict=True):
             group.slots, group.table = address(slots), address(table)
             group.table_row, group.table_width = table.strides[0] // 4, table.shape[1]
@@ -135,6 +134,7 @@ class FusedDecoder:
         one_each = len(batch.token_ids) == len(batch.context_lens)
         step.cu_seqlens_q = None if one_each else address(batch.cu_seqlens_q)
         step.rows = None if len(batch.logits_rows) == len(batch.token_ids) else address(batch.logits_rows)
+        self._pointed_to = _arrays(batch)  # not before: an error above leaves the pass half changed
 
     def _make_room(self, num_tokens: int, num_rows: int) -> None:
         """Allocates memory for a pass of this size, and keeps the memory for the next pass."""

@@ -148,11 +148,11 @@ LL_EXPORT int ll_linear_sums(const void* x, const void* packed, float* out, int6
     return 0;
 }
 
-// out = activation(gate) * up for gates and values of a gated MLP: packed and bias have n_out gates, then n_out values. x
-// [rows, n_in], out [rows, n_out]. Returns -1 if this build computes the two steps separately, or n_out is no multiple of
-// a panel.
-LL_EXPORT int ll_gated_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t n_in,
-                              int64_t n_out, int64_t gelu, int64_t is_bf16, int64_t threads) {
+// out = activation(gate) * up for gates and values of a gated MLP: packed and bias have n_out gates, then n_out values.
+// x [rows, n_in] and out [rows, n_out] are contiguous. Returns -1 if this build computes the two steps separately, or
+// n_out is no multiple of a panel.
+LL_EXPORT int ll_gated_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                              int64_t n_in, int64_t n_out, int64_t gelu, int64_t is_bf16, int64_t threads) {
 #if defined(LL_AVX512)
     if (n_out % ll::PANEL) return -1;
     auto run = [&](auto tag) {
