@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,22 @@ def test_what_is_out_of_range_is_refused(name: str, value: int, tmp_path: Path) 
     getattr(step, name)[7] = value
     with pytest.raises(ValueError, match="out of range"):
         runner.step(step)
+
+
+def test_a_pass_whose_arrays_do_not_fit_is_refused_each_time(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    runner = runner_of(tmp_path, "bfloat16", 1, eager=False)
+    batch = Batch.of(runner, PROMPTS[2:3], 1)
+    step = lay_out([Chunk(batch.sequences[0], 16)], runner.layout.block_size).batch
+    expected = runner.step(step).clone()
+    unfit = replace(step, block_tables=step.block_tables * 2)  # the model has one KV group
+    for _ in range(2):
+        with pytest.raises(ValueError, match="longer"):
+            runner.step(unfit)
+        assert torch.equal(runner.step(step), expected)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="longer"):
+            runner.step(unfit)
 
 
 def test_wanted_rows_in_another_order_are_computed_call_by_call(tmp_path: Path) -> None:
