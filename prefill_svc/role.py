@@ -53,7 +53,7 @@ def limit_of(settings: WorkerSettings, turns: AnyFairLock | None) -> StepLimit |
     if turns is None or settings.max_itl == 0.0:
         return None
     max_itl_s = None if settings.max_itl is None else settings.max_itl / 1e3
-    return StepLimit(max_itl_s, lambda: turns.waited_s)
+    return StepLimit(max_itl_s, lambda: turns.waited_s, lambda: turns.others_have_work)
 
 
 class PrefillRole(WorkerRole):

@@ -23,8 +23,6 @@ Decode steps therefore extend the time to compute a prompt by at most a sixth, h
 _LEAST_SHARE = 0.25
 """The part of a given limit that a prefill step may take even if decode steps take more than the rest."""
 _OTHERS_WEIGHT = 0.3
-_LEAST_WAIT_S = 2e-4
-"""A shorter wait for the turn is no wait for a decode step."""
 LEAST_CHUNK = 16
 """Number of tokens that a step may compute even if they are expected to take longer than the limit."""
 
@@ -57,18 +55,17 @@ def num_pairs(start: int, num_tokens: int) -> float:
 class StepLimit:
     """A limit on the duration of prefill steps, and the cost of a chunk, fitted by least squares to recent steps."""
 
-    def __init__(self, max_itl_s: float | None, waited_s: Callable[[], float]) -> None:
+    def __init__(self, max_itl_s: float | None, waited_s: Callable[[], float], decodes: Callable[[], bool]) -> None:
         """`max_itl_s` is the time in seconds that a prefill step and a decode step may take together; None: the
         default. `waited_s` returns how long the step thread waited for its present turn, which is about the time of a
-        decode step.
+        decode step. `decodes` returns whether a decode worker on the same cores has work.
         """
         self._max_itl_s = max_itl_s
         self._waited_s = waited_s
+        self._decodes = decodes
         self._others_s = 0.0
-        self._expects_decode = False
-        """Whether the last step waited for a decode step, or handed over a sequence, whose decode may be about to ask
-        for its turn.
-        """
+        self._starts_decode = False
+        """Whether the last step handed over a sequence, of which the decode worker may not know yet."""
         self._sums = [0.0] * 5
         """The sums of tokens, pairs, pairs² / tokens, seconds and pairs * seconds / tokens. Dividing by the number of
         tokens gives every token the same weight.
@@ -79,7 +76,7 @@ class StepLimit:
         number of tokens.
         """
         waited_s = self._waited_s()
-        self._expects_decode = starts_decode or waited_s >= _LEAST_WAIT_S
+        self._starts_decode = starts_decode
         self._others_s += _OTHERS_WEIGHT * (waited_s - self._others_s)
         if expected := sum(self.cost.seconds(*chunk) for chunk in chunks):
             seconds = min(seconds, _MOST_GROWTH * expected)
@@ -107,11 +104,8 @@ class StepLimit:
 
     @property
     def step_s(self) -> float:
-        """The time in seconds that the next prefill step may take. It is infinite if nothing decodes: if neither this
-        step nor the last one had to wait for its turn, and the last one handed over no sequence. A single step may get
-        its turn at once because a decode worker is between two steps.
-        """
-        if not self._expects_decode and self._waited_s() < _LEAST_WAIT_S:
+        """The time in seconds that the next prefill step may take. It is infinite if nothing decodes."""
+        if not self._starts_decode and not self._decodes():
             return math.inf
         if self._max_itl_s is None:
             return max(DEFAULT_S - self._others_s, _LEAST_RATIO * self._others_s)

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 
 from worker.fair_lock import AnyFairLock
 
@@ -26,7 +25,7 @@ class StepThread:
         a turn.
         """
         self._step = step
-        self._turns = turns or nullcontext()
+        self._turns = turns
         self._on_failure: Callable[[], object] = lambda: None
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
@@ -53,12 +52,17 @@ class StepThread:
         wait: float | None = None
         try:
             while self._drain(wait):
-                with self._turns:
-                    wait = self._step()
+                wait = self._step() if self._turns is None else self._step_in_turn(self._turns)
         except BaseException:
             self._has_failed = True
             logger.exception("the step thread failed")
             self._on_failure()  # so that the service notices that its model thread has ended
+
+    def _step_in_turn(self, turns: AnyFairLock) -> float | None:
+        with turns:
+            wait = self._step()
+            turns.note_work(wait is not None)
+        return wait
 
     def _drain(self, wait: float | None) -> bool:
         """Runs all queued commands, after waiting up to `wait` seconds for the first command. Returns False if the

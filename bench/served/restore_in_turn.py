@@ -8,6 +8,7 @@ nor decode steps meanwhile.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 from common.service_main import run_service
@@ -24,7 +25,7 @@ def install() -> None:
         loop, turns = asyncio.get_running_loop(), servicer._thread._turns
 
         def take_turn() -> None:
-            with turns:
+            with turns or nullcontext():
                 asyncio.run_coroutine_threadsafe(submit(servicer, *args), loop).result()
 
         await asyncio.to_thread(take_turn)

@@ -17,6 +17,8 @@ class Cores:
         self._free_since = float("-inf")
         self._latest: object = None
         """The worker that has stepped last."""
+        self.with_work: set[object] = set()
+        """The workers that have work."""
 
     def begin_prefill(self, num_tokens: int, now: float) -> tuple[Start, float] | None:
         """Returns the measured start of a prefill step that begins after a pause, and how many times as long the step

@@ -25,7 +25,9 @@ class PrefillWorker(Worker):
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
             max_queue=options.max_queue,
-            limit=StepLimit(options.max_itl_s, lambda: self.waited_s) if has_limit else None,
+            limit=StepLimit(options.max_itl_s, lambda: self.waited_s, lambda: self.others_have_work)
+            if has_limit
+            else None,
         )
         self._running: dict[Job, Running] = {}
         self._plan: list[tuple[Job, Chunk]] = []

@@ -131,11 +131,18 @@ class Worker(ABC):
             self._report(self.record.worker_id, self.load())
             if self.is_idle:
                 self._work.clear()
+                self.cores.with_work.discard(self)
             elif seconds is None:
                 await asyncio.sleep(RETRY_ALLOC_S)
 
+    @property
+    def others_have_work(self) -> bool:
+        """Whether another worker on the same cores has work."""
+        return not self.cores.with_work <= {self}
+
     def wake(self) -> None:
         self._work.set()
+        self.cores.with_work.add(self)
 
     @property
     @abstractmethod

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from testing.system import wait_for
+from worker import fair_lock
 from worker.fair_lock import FairFileLock, FairLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +87,16 @@ while True:
         print(time.monotonic(), flush=True)
 """
 
+
+WORKING = """
+import sys
+from pathlib import Path
+from worker.fair_lock import FairFileLock
+turns = FairFileLock(Path(sys.argv[1]))
+for line in sys.stdin:
+    turns.note_work(bool(int(line)))
+    print(turns.others_have_work, flush=True)
+"""
 
 Stepping = Callable[[], subprocess.Popen[str]]
 
@@ -183,6 +194,50 @@ def test_a_long_step_is_waited_for_once() -> None:
     with turns:
         assert turns.num_waiting == 0
     assert turns.fallbacks.counts == {"turn": 10}
+
+
+def test_a_process_knows_whether_others_have_work(tmp_path: Path) -> None:
+    """Until the other process says that it has none, or dies."""
+    turns = FairFileLock(tmp_path / "turns")
+    turns.note_work(True)
+    assert not turns.others_have_work
+    command = [sys.executable, "-c", WORKING, str(tmp_path / "turns")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        for has_work in (True, False, True):
+            other.stdin.write(f"{int(has_work)}\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "True\n"  # what the other process is told of this one
+            assert turns.others_have_work is has_work
+        other.kill()
+        other.wait()
+        assert not turns.others_have_work
+
+
+def test_a_thread_knows_whether_others_have_work() -> None:
+    turns, found = FairLock(), []
+    turns.note_work(True)
+    assert not turns.others_have_work
+
+    def other() -> None:
+        for has_work in (True, False):
+            turns.note_work(has_work)
+            found.append(turns.others_have_work)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(60)
+    assert found == [True, True]
+    assert not turns.others_have_work
+
+
+def test_a_process_is_told_that_it_is_its_turn(
+    stepping: Stepping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_lock, "_POLL_S", 60.0)
+    stepping()
+    turns = FairFileLock(tmp_path / "turns", patience_s=60.0)
+    assert all(is_in_turn(turns) for _ in range(20))
 
 
 def is_in_turn(turns: FairFileLock) -> bool:
