@@ -27,9 +27,9 @@ from common.types import KvCacheDType
 from engine import start_up
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
-from engine.sampler import Sampler
 from engine.sequence import Chunk
 from engine.step import StepInput
+from engine.step_sampler import Sampler
 from kernels.linear import PackedLinear
 from testing.engine import Batch
 

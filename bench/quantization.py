@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
-from engine.sampler import Sampler
 from engine.sequence import Chunk
+from engine.step_sampler import Sampler
 from testing.engine import Batch
 from testing.oracle import Oracle
 from tools.storyteller.data import story_document

@@ -29,8 +29,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from common.types import SamplingParams, StoppingParams, StructuredOutput
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
-from engine.sampler import Sampler
 from engine.sequence import Sequence
+from engine.step_sampler import Sampler
 from looseleaf import LLM, AsyncClient
 from testing.engine import Batch
 from worker.grammars import Grammars

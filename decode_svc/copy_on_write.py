@@ -49,13 +49,17 @@ class CopyOnWrite:
         blocks replace them, and the content of the last blocks must then be copied.
         """
         if self._is_full(sequence):
-            for table, ref in zip(sequence.tables, fresh, strict=True):
-                table.append(ref)
+            self.append(sequence, fresh)
             return
         sequence.copy_from = tuple(table[-1] for table in sequence.tables)
         for table, ref in zip(sequence.tables, fresh, strict=True):
             table[-1] = ref
         sequence.tail_sealed = False
+
+    def append(self, sequence: Sequence, fresh: Seq[BlockRef]) -> None:
+        """Appends one block per KV group to a sequence's tables."""
+        for table, ref in zip(sequence.tables, fresh, strict=True):
+            table.append(ref)
 
     def copy(self, copying: Seq[Sequence]) -> None:
         """Makes all copies of the step in one call. The sources are held until `copied` is called."""

@@ -33,7 +33,7 @@ class DraftLimits:
     """Maximum number of rows of a step, including the rows of drafts."""
     block_size: int
     max_model_len: int
-    max_pause: int = 16
+    max_pause: int = 32
     """Maximum number of steps until the drafter is called again after a wrong or missing prediction. Without such
     pauses, calls would take a part of every step even if nothing can be predicted.
     """
@@ -79,12 +79,29 @@ class DraftPolicy(ABC):
             num_tokens = self.counts.num_draft_tokens + sum(item.num_drafted for item in drafted)
             self.counts = DraftCounts(self.counts.num_drafts + len(drafted), num_tokens, tuple(accepted))
 
+    def wanting_block(self, plan: Plan) -> list[Sequence]:
+        """Returns the sequences of the next step whose drafts may need one more block than the sequences have."""
+        expecting = self._expecting(plan)
+        return [sequence for sequence in expecting if self._most(sequence) > self._in_blocks(sequence)]
+
+    @abstractmethod
+    def _expecting(self, plan: Plan) -> Seq[Sequence]:
+        """Returns the sequences of the next step for which predictions are at hand."""
+
     def _room(self, sequence: Sequence) -> int:
-        """Returns the maximum length of the sequence's draft. The draft stays within the block to which the sequence
-        writes, so it needs no new block, and a rejected position is in a block that is not sealed. No draft is needed
-        after the last token that the sequence may have.
-        """
+        """Returns the maximum length of the sequence's draft, which stays within the sequence's blocks."""
+        return max(0, min(self._most(sequence), self._in_blocks(sequence)))
+
+    def _most(self, sequence: Sequence) -> int:
+        """Returns the maximum length of a draft, which ends before the last token that the sequence may have."""
         limits, num_outputs = self._limits, len(sequence.output_ids)
         left = min(sequence.stopping.max_tokens - num_outputs, limits.max_model_len - sequence.num_tokens) - 1
-        in_block = limits.block_size - 1 - sequence.num_computed % limits.block_size
-        return max(0, min(limits.num_tokens, in_block, left))
+        return min(limits.num_tokens, left)
+
+    def _in_blocks(self, sequence: Sequence) -> int:
+        """Returns the number of positions in the sequence's blocks after the next one. A rejected position is never in
+        a sealed block, because blocks are sealed when all their tokens are accepted.
+        """
+        size = self._limits.block_size
+        num_blocks = max(len(sequence.table), sequence.num_computed // size + 1)
+        return num_blocks * size - sequence.num_computed - 1

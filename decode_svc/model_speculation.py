@@ -107,6 +107,9 @@ class ModelSpeculation(DraftPolicy):
 
     # --- inside
 
+    def _expecting(self, plan: Plan) -> Seq[Sequence]:
+        return [sequence for _, sequence in plan if sequence in self._asked]
+
     def _predict(self, plan: Plan) -> dict[int, list[int]]:
         """Returns the predictions by place in the plan, and lets the draft model catch up."""
         sequences = {sequence: place for place, (group, sequence) in enumerate(plan) if group.search is None}

@@ -23,7 +23,7 @@ from worker.sealing import seal_items
 
 logger = logging.getLogger("decode")
 SEAL_S = 0.1
-"""Time in seconds after which full blocks of running sequences are sealed, even if each sequence has only one."""
+"""Minimum time in seconds between two seals of running sequences' full blocks."""
 Plan = list[tuple[Group, Sequence]]
 """The sequences of a step, with their groups. The sequences of a group are adjacent, in the order of `Group.live`."""
 
@@ -58,20 +58,16 @@ class RunningBlocks:
         after each step, before the step's tokens are sent.
 
         A call to the ledger takes almost as long for many blocks as for one, so a call is made only every SEAL_S
-        seconds, or earlier if a sequence has filled a second block. With a beam search, whose beams share blocks, or
-        with windows, blocks are sealed in the step that fills them.
+        seconds. With a beam search, whose beams share blocks, or with windows, blocks are sealed in the step that fills
+        them.
         """
         size = self._layout.block_size
         filled = [sequence for _, sequence in plan if sequence.num_computed // size > sequence.num_sealed]
         if not filled:
             return
         now = self._clock()
-        if (
-            now - self._sealed_at < SEAL_S
-            and not self._slides
-            and all(sequence.num_computed // size == sequence.num_sealed + 1 for sequence in filled)
-            and all(group.search is None for group, _ in plan)
-        ):
+        may_wait = not self._slides and all(group.search is None for group, _ in plan)
+        if may_wait and now - self._sealed_at < SEAL_S:
             return
         self._sealed_at = now
         self._seal(filled)

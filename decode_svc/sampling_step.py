@@ -16,9 +16,10 @@ from decode_svc.outputs import Outbox, of_beams, of_token
 from decode_svc.running_blocks import Plan, RunningBlocks
 from decode_svc.scheduler import Group
 from engine.beam_search import BeamSearch, Candidates
-from engine.draft import Ahead, Draft
-from engine.sampler import Sampled, Sampler, SampleRow, beam_candidates
+from engine.draft import Draft
+from engine.sampler import Sampled, SampleRow, beam_candidates
 from engine.sequence import Sequence
+from engine.step_sampler import Sampler
 from kernels.sampling import RepeatedSample
 
 Steps = list[tuple[Group, BeamSearch, list[Candidates]]]
@@ -62,28 +63,29 @@ class SamplingStep:
 
     def prepare(self, plan: Plan, drafts: Seq[Draft]) -> RepeatedSample | None:
         """Returns the draw that the forward pass of a step may run, or None (`Sampler.prepare`)."""
-        if drafts or any(group.search is not None for group, _ in plan):
+        if any(group.search is not None for group, _ in plan):
             return None
-        return self._sampler.prepare([sequence for _, sequence in plan])
+        return self._sampler.prepare([sequence for _, sequence in plan], drafts)
 
     def draw(self, plan: Plan, logits: torch.Tensor, drafts: Seq[Draft] = ()) -> Drawn:
         """Draws from fp32 logits [rows, vocab], and adds the tokens to their samples. A sequence has one row, and one
         more for each token of its draft. Also increases `num_computed`: for a sample by its number of new tokens, for a
         beam by 1.
         """
-        rows = plan if not drafts else [entry for entry, draft in zip(plan, drafts, strict=True) for _ in draft.rows]
-        ahead = [tokens for draft in drafts for tokens in draft.rows]
+        if all(group.search is None for group, _ in plan):
+            return Drawn(self._samples(plan, logits, drafts), [])
+        rows = plan
+        if drafts:
+            rows = [entry for entry, draft in zip(plan, drafts, strict=True) for _ in range(draft.num_rows)]
         beams = [row for row, (group, _) in enumerate(rows) if group.search is not None]
-        if not beams:
-            return Drawn(self._samples(plan, drafts, self._draw(logits, rows, ahead)), [])
         for row in beams:
             rows[row][1].num_computed += 1
         others = [row for row, (group, _) in enumerate(rows) if group.search is None]
         taken: list[Taken] = []
         if others:
-            found = self._draw(logits[others], [rows[i] for i in others], [ahead[i] for i in others] if drafts else [])
             singles = [i for i, (group, _) in enumerate(plan) if group.search is None]
-            taken = self._samples([plan[i] for i in singles], [drafts[i] for i in singles] if drafts else [], found)
+            its_drafts = [drafts[i] for i in singles] if drafts else []
+            taken = self._samples([plan[i] for i in singles], logits[others], its_drafts)
         return Drawn(taken, _steps([rows[row] for row in beams], logits[beams] if others else logits))
 
     def publish(self, drawn: Drawn) -> None:
@@ -125,16 +127,14 @@ class SamplingStep:
             self._end(group, gone)
             self._blocks.release(gone)
 
-    def _draw(self, logits: torch.Tensor, rows: Plan, ahead: Seq[Ahead | None]) -> list[Sampled]:
-        return self._sampler.draw(logits, [sequence for _, sequence in rows], ahead)
-
-    def _samples(self, plan: Plan, drafts: Seq[Draft], found: Seq[Sampled]) -> list[Taken]:
-        """Adds the drawn tokens to their samples. `found` has one token per row."""
+    def _samples(self, plan: Plan, logits: torch.Tensor, drafts: Seq[Draft]) -> list[Taken]:
+        """Draws a token for each row of the logits, and adds the tokens to their samples."""
+        found = self._sampler.draw(logits, [sequence for _, sequence in plan], drafts)
         if not drafts:
             return [self._take(*entry, [sample], ()) for entry, sample in zip(plan, found, strict=True)]
         rows = iter(found)
         return [
-            self._take(*entry, [next(rows) for _ in draft.rows], draft.token_ids)
+            self._take(*entry, [next(rows) for _ in range(draft.num_rows)], draft.token_ids)
             for entry, draft in zip(plan, drafts, strict=True)
         ]
 

@@ -19,6 +19,9 @@ from decode_svc.running_blocks import Plan
 from engine.draft import NO_DRAFT, Draft
 from engine.sequence import Sequence
 
+_LEAST_COMPARED = 8
+"""Number of predicted tokens after which a sequence's rate counts for later sequences."""
+
 
 class Drafter(Protocol):
     """The interface of a predictor of the tokens that follow a sequence. Its predictions affect only the speed, not the
@@ -47,14 +50,12 @@ class _Guess:
     num_outputs: int = 0
     """Length of the sequence's output when the guess was last compared with it."""
     rate: float = FIRST_RATE
-    """Estimated probability that the next token of a prediction is right: the share of right ones, as if there had been
-    one of each before, and later a mean of the latest ones.
+    """Estimated probability that the next token of a prediction is right: the share of right ones, with the first
+    estimate as if from two, and later a mean of the latest ones.
     """
     num_compared: int = 0
-    pause: int = 0
-    """After a wrong or missing prediction, the drafter is called again in a step whose number is a multiple of this
-    one. Such a prediction doubles it, and each token that was predicted correctly halves it.
-    """
+    num_misses: int = 0
+    """Number of wrong or missing predictions, less two for each token that was predicted correctly, at least 0."""
     ask_at: int = 0
     """Number of the step in which the drafter is called again."""
 
@@ -70,18 +71,20 @@ class _Guess:
             self.rate += max(RATE_WEIGHT, 1 / (self.num_compared + 2)) * (is_right - self.rate)
             if is_right or self.was_right:
                 self.at, self.was_right = self.at + 1, is_right
-                self.pause //= 1 + is_right
+                self.num_misses = max(0, self.num_misses - 2 * is_right)
             else:
                 self.tokens, self.at = (), 0
                 self.rest(step)
         self.num_outputs = len(output_ids)
 
     def rest(self, step: int) -> None:
-        """Postpones the next call of the drafter, after a wrong or missing prediction. Sequences with the same pause
-        end it in the same step, so that most steps call no drafter.
+        """Postpones the next call of the drafter, after a wrong or missing prediction, to a step whose number is a
+        multiple of 1, 1, 2, 2, 4, 4, ..., so that sequences often end their pauses in the same step, and most steps
+        call no drafter.
         """
-        self.pause = min(self.max_pause, max(1, 2 * self.pause))
-        self.ask_at = (step // self.pause + 1) * self.pause if self.pause else step
+        pause = min(self.max_pause, 1 << min(self.num_misses, 62) // 2)
+        self.num_misses += 1
+        self.ask_at = (step // pause + 1) * pause if pause else step
 
 
 class Speculation(DraftPolicy):
@@ -93,18 +96,21 @@ class Speculation(DraftPolicy):
         self._choose = choose
         self._guesses: dict[Sequence, _Guess] = {}
         self._step = 0
-        self._resting: list[Sequence] = []
-        """The sequences of the last plan."""
+        self._plan: Plan = []
+        """The last plan."""
         self._idle_until: float = 0
-        """Number of the step until which none of these sequences has a prediction."""
+        """Number of the step until which none of these sequences has a prediction; 0 if one of them has."""
+        self._first_rate = FIRST_RATE
+        """The first estimate of a sequence's rate: a mean of the last estimates of earlier sequences."""
 
     def drafts(self, plan: Plan) -> list[Draft]:
         self._step += 1
-        sequences = [sequence for _, sequence in plan]
-        if self._step < self._idle_until and sequences == self._resting:
+        if plan != self._plan:  # compares by identity
+            self._forget_others(plan)
+        elif self._step < self._idle_until:
             return []
         options, guesses = list[Option](), dict[int, _Guess]()
-        self._idle_until, self._resting = math.inf, sequences
+        self._idle_until, self._plan = math.inf, plan
         for place, (group, sequence) in enumerate(plan):
             if group.search is not None:
                 continue
@@ -117,7 +123,6 @@ class Speculation(DraftPolicy):
             ask_at = 0 if guess.tokens else guess.ask_at
             if ask_at < self._idle_until:
                 self._idle_until = ask_at
-        self._forget_others(plan)
         if not options:
             return []
         lens = self._choose(options, len(plan), self._limits.max_rows, self._times.at)
@@ -135,7 +140,8 @@ class Speculation(DraftPolicy):
         """Returns the prediction for a sequence, which has no tokens if there is none. `guess` is the one so far."""
         outputs = sequence.output_ids
         if guess is None:
-            guess = self._guesses[sequence] = _Guess(self._limits.max_pause, num_outputs=len(outputs))
+            guess = _Guess(self._limits.max_pause, num_outputs=len(outputs), rate=self._first_rate)
+            self._guesses[sequence] = guess
         guess.compare(outputs, self._step)
         if guess.at == len(guess.tokens) and self._step >= guess.ask_at:
             found = self._drafter.predict(sequence)
@@ -144,15 +150,20 @@ class Speculation(DraftPolicy):
                 guess.rest(self._step)
         return guess
 
+    def _expecting(self, plan: Plan) -> Seq[Sequence]:
+        if self._idle_until:
+            return ()
+        guesses = self._guesses
+        return [s for _, s in plan if s in guesses and guesses[s].at < len(guesses[s].tokens)]
+
     def _forget_others(self, plan: Plan) -> None:
-        """If there are more predictions than sequences in this step, drops those for sequences that are not in the
-        step.
-        """
-        if len(self._guesses) > len(plan):
-            kept = {sequence for _, sequence in plan}
-            for sequence in [sequence for sequence in self._guesses if sequence not in kept]:
-                del self._guesses[sequence]
-                self._drafter.drop(sequence)
+        """Drops the predictions for sequences that are not in this step."""
+        kept = {sequence for _, sequence in plan}
+        for sequence in [sequence for sequence in self._guesses if sequence not in kept]:
+            guess = self._guesses.pop(sequence)
+            if guess.num_compared >= _LEAST_COMPARED:
+                self._first_rate += RATE_WEIGHT * (guess.rate - self._first_rate)
+            self._drafter.drop(sequence)
 
     def _room_for(self, sequence: Sequence, guess: _Guess) -> int:
         """Returns the maximum length of the sequence's draft, which is not longer than the rest of the guess."""

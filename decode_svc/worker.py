@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 
 from block_store.errors import Exhausted, Fenced, LedgerUnavailable
 from block_store.holder.attach import Attached
@@ -188,6 +189,7 @@ class DecodeWorker:
             self._reject(group, Rejection.DEADLINE)
         self._schedule()
         if plan := self._constrained(self._reserve()):
+            self._reserve_for_drafts(plan)
             guarded_run(lambda: self._run(plan), lambda: self._fail(plan), self._runner, logger)
         return bool(plan)
 
@@ -300,6 +302,18 @@ class DecodeWorker:
             group.history.copied_blocks += len(sequence.copy_from)
         return True
 
+    def _reserve_for_drafts(self, plan: Plan) -> None:
+        """Reserves one more block per KV group for each sequence whose draft may not fit into its blocks, if that
+        leaves a block for each sequence.
+        """
+        wanting = [] if self._speculation is None else self._speculation.wanting_block(plan)
+        wanting, num = [s for s in wanting if not s.copy_from], self._num_groups  # a copy goes to the last block
+        if wanting and self._attached.held.num_free_hint >= (len(wanting) + len(plan)) * num:
+            with suppress(Exhausted, LedgerUnavailable):
+                fresh = self._attached.held.alloc(len(wanting) * num)
+                for index, sequence in enumerate(wanting):
+                    self._blocks.writes.append(sequence, fresh[index * num : (index + 1) * num])
+
     def _alloc(self, group: Group, num_blocks: int) -> list[BlockRef] | None:
         """Allocates blocks for `group`, and preempts later groups if necessary. Returns None if the group must wait."""
         while True:
@@ -323,13 +337,14 @@ class DecodeWorker:
         self._blocks.writes.copy(copies)
         began = time.monotonic()
         logits = self._runner.step(step.batch, self._progress.prepare(plan, drafts))
-        self._preemption.costs.note_step(len(logits), time.monotonic() - began)
+        num_rows = len(step.batch.logits_rows)
+        self._preemption.costs.note_step(num_rows, time.monotonic() - began)
         if not self._check(plan, step, copies, has_run=True):
             return
         self._blocks.writes.copied(copies)
         drawn = self._progress.draw(plan, logits, drafts)
         if self._speculation is not None:
-            self._speculation.note(drawn.taken, len(logits), time.monotonic() - began)
+            self._speculation.note(drawn.taken, num_rows, time.monotonic() - began)
         self._blocks.seal(plan)
         for group in {group: None for group, _ in plan}:
             group.history.num_steps += 1

@@ -9,23 +9,22 @@ whatever the draft was (docs/speculation.md).
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.grammar import GrammarError
-from engine.grammar_state import GrammarState, allows
+from engine.grammar_state import Mask
 from engine.sequence import Sequence
 
 MAX_MASKS_CPU_S = 0.002
-"""Limit on the CPU time, in seconds, for the masks of one draft. The draft ends when its masks have taken longer."""
+"""Limit on the CPU time, in seconds, for the masks of one draft."""
 
 
 class Ahead(NamedTuple):
-    """The tokens of a draft that precede a row, and the grammar's state after these tokens, or None for free text."""
+    """The tokens of a draft that precede a row, and the grammar's mask after these tokens, or None for free text."""
 
     token_ids: tuple[int, ...]
-    grammar: GrammarState | None
+    mask: Mask | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +32,32 @@ class Draft:
     """The tokens that are predicted to follow a sequence. The draft is empty if there is no prediction."""
 
     token_ids: tuple[int, ...] = ()
-    grammars: tuple[GrammarState, ...] = ()
-    """The grammar's state after each of the tokens; empty for free text."""
+    masks: Seq[Mask] = ()
+    """The grammar's mask after each of the tokens; empty for free text."""
 
     @classmethod
     def of(cls, sequence: Sequence, token_ids: tuple[int, ...]) -> Draft:
         """Returns a draft of the leading tokens that the sequence's grammar allows. The draft is shorter if a mask
-        cannot be computed, or if the masks take longer than MAX_MASKS_CPU_S. Raises GrammarError if the grammar has no
-        mask for the sequence's own next token (`GrammarState.mask`).
+        cannot be computed, or if the masks would take longer than MAX_MASKS_CPU_S. Raises GrammarError if the grammar
+        has no mask for the sequence's own next token (`GrammarState.mask`).
         """
         if sequence.grammar is None or not token_ids:
             return cls(token_ids)
-        began, state, states, outputs = time.thread_time(), sequence.grammar, list[GrammarState](), sequence.output_ids
-        mask = state.mask(outputs)
-        for token in token_ids:
-            if not allows(mask, token) or time.thread_time() - began > MAX_MASKS_CPU_S:
-                break
-            state, outputs = state.fork(), [*outputs, token]
-            try:
-                mask = state.mask(outputs)
-            except GrammarError:  # it is reported when the sequence has this token
-                break
-            states.append(state)
-        return cls(token_ids[: len(states)], tuple(states))
+        masks = sequence.grammar.masks_after(sequence.output_ids, token_ids, MAX_MASKS_CPU_S)
+        return cls(token_ids[: len(masks)], masks)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of the sequence's rows in a step that verifies the draft."""
+        return 1 + len(self.token_ids)
 
     @property
     def rows(self) -> list[Ahead | None]:
         """For each row of the sequence, the tokens of the draft that precede it. The entry of the first row, which
         draws the sequence's next token, is None.
         """
-        grammars = self.grammars or (None,) * len(self.token_ids)
-        return [None, *(Ahead(self.token_ids[: i + 1], grammar) for i, grammar in enumerate(grammars))]
+        masks = self.masks or (None,) * len(self.token_ids)
+        return [None, *(Ahead(self.token_ids[: i + 1], mask) for i, mask in enumerate(masks))]
 
 
 NO_DRAFT = Draft()

@@ -27,8 +27,8 @@ from engine.block_table import BlockTable
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.model_runner import ModelRunner
-from engine.sampler import Sampler
 from engine.sequence import Chunk, Sequence, lay_out
+from engine.step_sampler import Sampler
 
 logger = logging.getLogger("engine")
 RECENT = 32

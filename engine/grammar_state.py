@@ -25,7 +25,10 @@ Mask = npt.NDArray[np.uint8]
 class GrammarState:
     """The state of one sample in its grammar. Only one thread at a time may use it."""
 
-    __slots__ = ("_address", "_ends", "_error", "_followed", "_mask", "_mask_at", "_matcher", "_stopping", "_unwanted")
+    __slots__ = (
+        "_address", "_ends", "_error", "_followed", "_forced", "_mask", "_mask_at", "_matcher", "_stopping",
+        "_unwanted",
+    )  # fmt: skip
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, stopping: StoppingParams) -> None:
         """Takes ownership of `matcher`, which must be in its initial state."""
@@ -43,12 +46,17 @@ class GrammarState:
         self._mask: Mask = np.zeros(mask_bytes, np.uint8)
         self._address = self._mask.ctypes.data
         self._mask_at = -1
+        self._forced: Seq[int] | None = None
+        """The tokens that the grammar forces next, one after another, in reverse order. Empty: it forces none, or only
+        one. None: not known yet.
+        """
 
     def fork(self) -> GrammarState:
         """Returns a copy of the state for another sample with the same tokens so far."""
         other = object.__new__(GrammarState)
         other._init(self._matcher.deep_copy(), self._stopping, len(self._mask))
         other._unwanted, other._followed, other._error = self._unwanted, self._followed, self._error
+        other._forced = self._forced
         return other
 
     def follow(self, output_ids: Seq[int]) -> None:
@@ -58,8 +66,11 @@ class GrammarState:
         if len(output_ids) < self._followed:
             raise ValueError(f"a sample of {self._followed} tokens cannot have {len(output_ids)}")
         for token in output_ids[self._followed :]:
-            if not self._error and not self._matcher.consume_token(token):
-                self._error = "does not match the tokens so far, or became too complex after them"
+            if not self._error:
+                self._find_forced()
+                self._forced = (self._forced or ())[:-1] or None
+                if not self._matcher.consume_token(token):
+                    self._error = "does not match the tokens so far, or became too complex after them"
         self._followed = len(output_ids)
 
     def is_over(self, output_ids: Seq[int]) -> bool:
@@ -88,8 +99,45 @@ class GrammarState:
         self._mask_at = len(output_ids)
         return self._mask
 
-    def _compute(self, position: int) -> None:
+    def masks_after(self, output_ids: Seq[int], token_ids: Seq[int], max_cpu_s: float) -> list[Mask]:
+        """Returns the masks after each of the leading `token_ids`, as far as one after another may follow `output_ids`.
+        There are fewer masks if one cannot be computed, or if they take longer than `max_cpu_s`. The state does not
+        change. Raises GrammarError like `mask`.
+        """
+        began, mask, masks = time.thread_time(), self.mask(output_ids), list[Mask]()
+        state, outputs = self.fork(), [*output_ids]
+        for token in token_ids:
+            if not allows(mask, token) or time.thread_time() - began > max_cpu_s:
+                break
+            outputs.append(token)
+            try:
+                mask = state.mask(outputs).copy()
+            except GrammarError:  # it is reported when the sequence has this token
+                break
+            masks.append(mask)
+        return masks
+
+    def _find_forced(self) -> None:
+        """Sets `_forced`. The matcher tokenizes the whole rest of a forced text to compute a mask, so the tokens are
+        kept until the last one has been followed. They depend only on the tokens before the first of them: states that
+        follow the same tokens have the same masks, wherever they begin.
+        """
+        if self._forced is None:
+            forced = self._matcher.compute_ff_tokens()
+            self._forced = forced[::-1] if len(forced) > 1 and self._is_only(forced[0]) else ()
+
+    def _is_only(self, token: int) -> bool:
+        """Returns whether no other token may follow, according to the matcher."""
         self._matcher.unsafe_compute_mask_ptr(self._address, len(self._mask))
+        return allows(self._mask, token) and int(np.unpackbits(self._mask).sum()) == 1
+
+    def _compute(self, position: int) -> None:
+        self._find_forced()
+        if self._forced:
+            self._mask[:] = 0
+            self._mask[self._forced[-1] >> 3] = 1 << (self._forced[-1] & 7)
+        else:
+            self._matcher.unsafe_compute_mask_ptr(self._address, len(self._mask))
         if self._matcher.is_error():
             self._error = "is too complex after the tokens so far"
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from common.types import SamplingParams, StoppingParams, TokenLogprob
 from engine.beam_search import Candidates
 from engine.draft import Ahead
-from engine.grammar_state import GrammarState
+from engine.grammar_state import GrammarState, Mask
 from engine.sequence import Sequence
 from kernels.sampling import RepeatedSample, log_softmax_top
 
@@ -39,6 +39,8 @@ class SampleRow:
     position: int
     """Index of the token to draw, which is len(output_ids)."""
     grammar: GrammarState | None = None
+    ahead: Mask | None = None
+    """The grammar's mask after the tokens of a draft."""
 
     @classmethod
     def of(cls, sequence: Sequence, ahead: Ahead | None = None) -> SampleRow:
@@ -46,8 +48,14 @@ class SampleRow:
         outputs = [*sequence.output_ids, *ahead.token_ids] if ahead else sequence.output_ids
         return cls(
             sequence.sampling, sequence.stopping, sequence.prompt_ids, outputs, sequence.sample_index, len(outputs),
-            ahead.grammar if ahead else sequence.grammar,
+            sequence.grammar, ahead and ahead.mask,
         )  # fmt: skip
+
+    @property
+    def mask(self) -> Mask:
+        """The mask of the row, which must have a grammar. Raises GrammarError like `GrammarState.mask`."""
+        assert self.grammar is not None
+        return self.grammar.mask(self.output_ids) if self.ahead is None else self.ahead
 
 
 class Sampled(NamedTuple):
@@ -76,6 +84,18 @@ class Columns:
         """
         self.counts = [params[i].logprobs or 0 for i in self.asked]
 
+    def repeated(self, num_rows: Seq[int]) -> Columns:
+        """Returns the columns of a batch with `num_rows[i]` adjacent rows for row i of this one."""
+        ends = list(accumulate(num_rows))
+
+        def rows(places: Seq[int]) -> list[int]:
+            return [row for place in places for row in range(ends[place] - num_rows[place], ends[place])]
+
+        other, asked = object.__new__(Columns), zip(self.asked, self.counts, strict=True)
+        other.sample, other.adjusted = self.sample.repeated(num_rows), rows(self.adjusted)
+        other.asked, other.counts = rows(self.asked), [count for place, count in asked for _ in range(num_rows[place])]
+        return other
+
     def logprobs(self, logits: torch.Tensor, ids: Seq[int]) -> list[TokenLogprob | None]:
         """Returns the log-probabilities of the sampled tokens, from unchanged logits. The entry of a row that does not
         request them is None.
@@ -92,47 +112,9 @@ class Columns:
 def sample_rows(logits: torch.Tensor, rows: Seq[SampleRow]) -> list[Sampled]:
     """Draws one token per row of fp32 logits [B, vocab]. The logits are not changed."""
     columns = Columns(rows)
-    adjusted = _adjust(logits, [(i, rows[i]) for i in columns.adjusted])
+    adjusted = adjust(logits, [(i, rows[i]) for i in columns.adjusted])
     ids = columns.sample.at([row.position for row in rows]).draw(adjusted)
     return list(map(Sampled, ids, columns.logprobs(logits, ids)))
-
-
-class Sampler:
-    """A sampler for the same sequences over many steps. It prepares their parameters only when the batch changes."""
-
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-        self._columns = Columns(())
-
-    def prepare(self, sequences: Seq[Sequence]) -> RepeatedSample | None:
-        """Returns the next draw for these sequences without drafts, so that a pass can run it, or None if it needs
-        changed logits. In both cases, call `draw` after the pass.
-        """
-        columns = self._columns_of(sequences)
-        return None if columns.adjusted else columns.sample.at([len(s.output_ids) for s in sequences])
-
-    def draw(self, logits: torch.Tensor, sequences: Seq[Sequence], ahead: Seq[Ahead | None] = ()) -> list[Sampled]:
-        """Draws the next token of each row of fp32 logits [B, vocab], unless a pass has drawn it (`prepare`). The
-        logits are not changed. `sequences` names the sequence of each row. A sequence with a draft has several rows;
-        `ahead` has the tokens of the draft that precede each row.
-        """
-        columns = self._columns_of(sequences)
-        if not columns.sample.has_drawn(logits):
-            lens = [len(sequence.output_ids) for sequence in sequences]
-            if ahead:
-                lens = [n + (len(more.token_ids) if more else 0) for n, more in zip(lens, ahead, strict=True)]
-            columns.sample.at(lens)
-        if not columns.adjusted and not columns.asked:
-            return [Sampled(token_id, None) for token_id in columns.sample.draw(logits)]
-        with torch.inference_mode():
-            rows = [(i, SampleRow.of(sequences[i], ahead[i] if ahead else None)) for i in columns.adjusted]
-            ids = columns.sample.draw(_adjust(logits, rows))
-            return list(map(Sampled, ids, columns.logprobs(logits, ids)))
-
-    def _columns_of(self, sequences: Seq[Sequence]) -> Columns:
-        if sequences != self._sequences:  # compares by identity
-            self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
-        return self._columns
 
 
 @torch.inference_mode()
@@ -154,7 +136,7 @@ def beam_candidates(logits: torch.Tensor, rows: Seq[SampleRow], counts: Seq[int]
     if not len(rows):
         return []
     unused = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    top = log_softmax_top(_adjust(logits, list(enumerate(rows))), unused, min(max(counts), logits.shape[1]))
+    top = log_softmax_top(adjust(logits, list(enumerate(rows))), unused, min(max(counts), logits.shape[1]))
     ids, values = top.top_ids.tolist(), top.top.tolist()
     return [Candidates(ids[i][:count], values[i][:count]) for i, count in enumerate(counts)]
 
@@ -179,7 +161,7 @@ _BANS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, 
 
 
 def _may_adjust(row: SampleRow) -> bool:
-    """Returns whether `_adjust` may change a row, at this or a later position."""
+    """Returns whether `adjust` may change a row, at this or a later position."""
     if row.grammar is not None:
         return True
     params = row.params
@@ -187,7 +169,7 @@ def _may_adjust(row: SampleRow) -> bool:
     return banned or bool(params.logit_bias) or row.stopping.min_tokens > 0 or params.has_penalties
 
 
-def _adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
+def adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tensor:
     """Returns logits [B, vocab] with the changes that these rows require, or `logits` itself if no row requires a
     change. For a row with a grammar, the grammar's mask applies min_tokens.
     """
@@ -244,7 +226,7 @@ def _copy(logits: torch.Tensor) -> torch.Tensor:
 
 def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
     """Bans, in place, the tokens that a row's grammar does not allow. Raises GrammarError like `GrammarState.mask`."""
-    masks = np.stack([row.grammar.mask(row.output_ids) for _, row in rows if row.grammar is not None])
+    masks = np.stack([row.mask for _, row in rows])
     if logits.device.type == "cpu":
         values, bans = logits.numpy(), _BANS.take(masks, axis=0).reshape(len(rows), -1)
         for (i, _), ban in zip(rows, bans, strict=True):

@@ -9,13 +9,14 @@ number then selects a token by inverse CDF over the kept set, in token-id order.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.cpu.forward import Draw
+from kernels.cpu.forward import Draw, address
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.ops import entry, raise_for
 from kernels.cpu.selection import count_fallback
@@ -146,13 +147,22 @@ class RepeatedSample:
         batch = len(temperature)
         floats = (column_of(c, torch.float32, batch) for c in (temperature, top_p, min_p))
         ints = (column_of(c, torch.int64, batch) for c in (top_k, seeds, samples))
-        self._columns = (*floats, *ints)
+        self._set(*(c.numpy() for c in (*floats, *ints)))
+
+    def _set(self, *columns: npt.NDArray[Any]) -> None:
+        batch = len(columns[0])
+        self._columns = columns
         self._positions, self._ids = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
-        ids, positions = self._ids.ctypes.data, self._positions.ctypes.data
-        self._addresses = (ids, *(c.data_ptr() for c in self._columns), positions)
+        self._addresses = tuple(map(address, (self._ids, *columns, self._positions)))
         self.arguments = Draw(*self._addresses)
         """The arguments of a pass that runs the draw."""
         self._drawn_from: Tensor | None = None
+
+    def repeated(self, counts: Seq[int]) -> Self:
+        """Returns a draw with `counts[i]` adjacent rows for row i of this one."""
+        other = object.__new__(type(self))
+        other._set(*(column.repeat(counts) for column in self._columns))
+        return other
 
     def at(self, positions: Seq[int]) -> Self:
         """Sets the positions of the tokens to draw."""
@@ -178,7 +188,7 @@ class RepeatedSample:
     def _run(self, logits: Tensor) -> None:
         library, (batch, vocab) = current(), logits.shape
         if library.handle is None or logits.device.type != "cpu" or logits.stride(1) != 1:
-            heat, top_p, min_p, top_k, seeds, samples = self._columns
+            heat, top_p, min_p, top_k, seeds, samples = map(torch.from_numpy, self._columns)
             at = torch.from_numpy(self._positions)
             self._ids[:] = sample(logits, heat, top_k, top_p, min_p, seeds, samples, at).tolist()
             return

@@ -12,8 +12,9 @@ import torch
 from common.types import KvCacheDType, SamplingParams
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
-from engine.sampler import Sampler, SampleRow, sample_rows
+from engine.sampler import SampleRow, sample_rows
 from engine.sequence import Chunk, lay_out
+from engine.step_sampler import Sampler
 from engine.tiny import make_checkpoint
 from kernels.cpu import forward
 from kernels.cpu.loader import current

@@ -12,7 +12,7 @@ from llguidance import LLTokenizer
 from common.grammar import GrammarError, compile_grammar, load_tokenizer
 from common.types import StoppingParams, StructuredOutput
 from engine import grammar_state
-from engine.grammar_state import GrammarState
+from engine.grammar_state import GrammarState, Mask
 from engine.tiny import make_checkpoint
 
 EOS = 2
@@ -22,6 +22,8 @@ JSON = StructuredOutput(
     "json_schema",
     '{"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": ["x"]}}}',
 )
+WORDS = "the old house at the end of the street"
+TEXTS = StructuredOutput("choice", options=(f"{WORDS} is red", f"{WORDS} was blue then", "another house"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,11 @@ def regex(pattern: str) -> StructuredOutput:
 
 
 def allowed(state: GrammarState, output_ids: list[int]) -> list[int]:
-    return np.flatnonzero(np.unpackbits(state.mask(output_ids), bitorder="little")).tolist()
+    return tokens_of(state.mask(output_ids))
+
+
+def tokens_of(mask: Mask) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
 def walk(tokenizer: LLTokenizer, wanted: StructuredOutput, seed: int, length: int = 40) -> list[list[int]]:
@@ -60,18 +66,47 @@ def walk(tokenizer: LLTokenizer, wanted: StructuredOutput, seed: int, length: in
     return [way, *seen]
 
 
+@pytest.mark.parametrize("wanted", [JSON, TEXTS], ids=("json", "texts"))
 @pytest.mark.parametrize("seed", range(8))
-def test_the_state_is_a_function_of_grammar_and_tokens(tokenizer: LLTokenizer, seed: int) -> None:
-    """The tokens arrive step by step, all at once, or after a fork midway."""
-    way, *seen = walk(tokenizer, JSON, seed)
+def test_the_state_is_a_function_of_grammar_and_tokens(
+    tokenizer: LLTokenizer, wanted: StructuredOutput, seed: int
+) -> None:
+    """The tokens arrive step by step, all at once, or after a fork midway. Masks after a draft are those of the state
+    with its tokens.
+    """
+    way, *seen = walk(tokenizer, wanted, seed)
     for position, expected in enumerate(seen):
         tokens = way[:position]
-        assert allowed(begin(tokenizer, JSON), tokens) == expected
-        origin = begin(tokenizer, JSON)
+        assert allowed(begin(tokenizer, wanted), tokens) == expected
+        origin = begin(tokenizer, wanted)
         origin.follow(tokens[: position // 2])
         fork = origin.fork()
+        masks = origin.masks_after(tokens[: position // 2], way[position // 2 : position], 60.0)
+        assert [tokens_of(mask) for mask in masks] == seen[position // 2 + 1 : position + 1]
         origin.follow(way)
         assert allowed(fork, tokens) == expected
+
+
+def test_a_forced_text_is_tokenized_once(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that begins in the middle of the text forces the same tokens."""
+    found = []
+    is_only = GrammarState._is_only
+    monkeypatch.setattr(GrammarState, "_is_only", lambda self, token: found.append(token) or is_only(self, token))  # type: ignore[func-returns-value]
+    state, way = begin(tokenizer, StructuredOutput("choice", options=(WORDS,))), list[int]()
+    while not state.is_over(way):
+        [token] = allowed(state, way)
+        way.append(token)
+    assert len(found) == 1 and way == tokenizer.tokenize_str(WORDS)
+    for position, token in enumerate(way):
+        assert allowed(begin(tokenizer, StructuredOutput("choice", options=(WORDS,))), way[:position]) == [token]
+
+
+def test_masks_after_end_where_a_token_may_not_follow_or_the_time_is_over(tokenizer: LLTokenizer) -> None:
+    [a], [b], [c] = map(tokenizer.tokenize_str, "abc")
+    state = begin(tokenizer, regex("a[ab]{2,5}"))
+    assert len(state.masks_after([], [a, b, b, c, b], 60.0)) == 3
+    assert state.masks_after([], [b], 60.0) == [] == state.masks_after([], [a, b], 0.0)
+    assert allowed(state, [a]) == sorted({a, b, *allowed(state, [a])}), "the state has not changed"
 
 
 def test_a_fork_does_not_move_its_origin(tokenizer: LLTokenizer) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from common.types import SamplingParams, StoppingParams
-from engine.sampler import Sampler, SampleRow, _adjust, banned_next, prompt_logprobs, sample_rows
+from engine.sampler import SampleRow, adjust, banned_next, prompt_logprobs, sample_rows
 from engine.sequence import Sequence
+from engine.step_sampler import Sampler
 
 VOCAB = 97
 GREEDY = SamplingParams(temperature=0.0)
@@ -69,7 +70,7 @@ def test_penalties_bias_and_min_tokens_are_vllms() -> None:
     rows = mixed_rows()
     logits = random_logits(len(rows))
     kept = logits.clone()
-    got = _adjust(logits, list(enumerate(rows)))
+    got = adjust(logits, list(enumerate(rows)))
     want = torch.tensor([plain_adjust(values, r) for values, r in zip(logits.tolist(), rows, strict=True)])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert torch.equal(logits, kept), "the caller's logits were changed"

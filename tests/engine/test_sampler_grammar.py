@@ -15,8 +15,9 @@ from llguidance import LLTokenizer
 from common.grammar import compile_grammar, load_tokenizer
 from common.types import SamplingParams, StoppingParams, StructuredOutput
 from engine.grammar_state import GrammarState
-from engine.sampler import Sampler, SampleRow, _adjust, sample_rows
+from engine.sampler import SampleRow, adjust, sample_rows
 from engine.sequence import Sequence
+from engine.step_sampler import Sampler
 
 VOCAB = 2048
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)
@@ -60,7 +61,7 @@ def test_rows_without_a_grammar_keep_their_bits(tokenizer: LLTokenizer, places: 
     logits = random_logits(4)
     before = logits.clone()
     rows = [row(DRAWN, state(tokenizer, "[0-9]+") if i in places else None, sample=i) for i in range(4)]
-    adjusted = _adjust(logits, list(enumerate(rows)))
+    adjusted = adjust(logits, list(enumerate(rows)))
     assert torch.equal(logits, before)
     allowed = torch.zeros(VOCAB, dtype=torch.bool)
     allowed[digits(tokenizer)] = True

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench.engine import decode_batch
 from engine.model_runner import ModelRunner, RunnerSettings
 from engine.rows import DecodeRows
-from engine.sampler import Sampler
 from engine.sequence import Chunk
+from engine.step_sampler import Sampler
 from testing.engine import Batch
 
 STEPS = 4
