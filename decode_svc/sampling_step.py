@@ -84,8 +84,8 @@ class SamplingStep:
         taken: list[Taken] = []
         if others:
             singles = [i for i, (group, _) in enumerate(plan) if group.search is None]
-            its_drafts = [drafts[i] for i in singles] if drafts else []
-            taken = self._samples([plan[i] for i in singles], logits[others], its_drafts)
+            single_drafts = [drafts[i] for i in singles] if drafts else []
+            taken = self._samples([plan[i] for i in singles], logits[others], single_drafts)
         return Drawn(taken, _steps([rows[row] for row in beams], logits[beams] if others else logits))
 
     def publish(self, drawn: Drawn) -> None:
