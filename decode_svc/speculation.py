@@ -59,12 +59,17 @@ class _Guess:
     ask_at: int = 0
     """Number of the step in which the drafter is called again."""
 
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that the sequence has not passed yet."""
+        return len(self.tokens) - self.at
+
     def compare(self, output_ids: Seq[int], step: int) -> None:
         """Compares the guess with the new tokens. If one is wrong after a right one, as in an edited text, the guess
         goes on after it. Otherwise there is no guess any more.
         """
         for token in output_ids[self.num_outputs :]:
-            if self.at == len(self.tokens):
+            if not self.num_left:
                 break
             is_right = self.tokens[self.at] == token
             self.num_compared += 1
@@ -143,7 +148,7 @@ class Speculation(DraftPolicy):
             guess = _Guess(self._limits.max_pause, num_outputs=len(outputs), rate=self._first_rate)
             self._guesses[sequence] = guess
         guess.compare(outputs, self._step)
-        if guess.at == len(guess.tokens) and self._step >= guess.ask_at:
+        if not guess.num_left and self._step >= guess.ask_at:
             found = self._drafter.predict(sequence)
             guess.tokens, guess.at, guess.was_right = found or (), 0, False
             if found is not None and not found:
@@ -153,8 +158,7 @@ class Speculation(DraftPolicy):
     def _expecting(self, plan: Plan) -> Seq[Sequence]:
         if self._idle_until:
             return ()
-        guesses = self._guesses
-        return [s for _, s in plan if s in guesses and guesses[s].at < len(guesses[s].tokens)]
+        return [s for _, s in plan if (guess := self._guesses.get(s)) is not None and guess.num_left]
 
     def _forget_others(self, plan: Plan) -> None:
         """Drops the predictions for sequences that are not in this step."""
@@ -167,4 +171,4 @@ class Speculation(DraftPolicy):
 
     def _room_for(self, sequence: Sequence, guess: _Guess) -> int:
         """Returns the maximum length of the sequence's draft, which is not longer than the rest of the guess."""
-        return min(len(guess.tokens) - guess.at, self._room(sequence))
+        return min(guess.num_left, self._room(sequence))

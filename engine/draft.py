@@ -17,7 +17,7 @@ from engine.grammar_state import Mask
 from engine.sequence import Sequence
 
 MAX_MASKS_CPU_S = 0.002
-"""Limit on the CPU time, in seconds, for the masks of one draft."""
+"""Limit on the CPU time, in seconds, for the masks of one draft. The draft ends when its masks have taken longer."""
 
 
 class Ahead(NamedTuple):
@@ -38,8 +38,8 @@ class Draft:
     @classmethod
     def of(cls, sequence: Sequence, token_ids: tuple[int, ...]) -> Draft:
         """Returns a draft of the leading tokens that the sequence's grammar allows. The draft is shorter if a mask
-        cannot be computed, or if the masks would take longer than MAX_MASKS_CPU_S. Raises GrammarError if the grammar
-        has no mask for the sequence's own next token (`GrammarState.mask`).
+        cannot be computed, or if the masks take longer than MAX_MASKS_CPU_S. Raises GrammarError if the grammar has no
+        mask for the sequence's own next token (`GrammarState.mask`).
         """
         if sequence.grammar is None or not token_ids:
             return cls(token_ids)

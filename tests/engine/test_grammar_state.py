@@ -106,7 +106,7 @@ def test_masks_after_end_where_a_token_may_not_follow_or_the_time_is_over(tokeni
     state = begin(tokenizer, regex("a[ab]{2,5}"))
     assert len(state.masks_after([], [a, b, b, c, b], 60.0)) == 3
     assert state.masks_after([], [b], 60.0) == [] == state.masks_after([], [a, b], 0.0)
-    assert allowed(state, [a]) == sorted({a, b, *allowed(state, [a])}), "the state has not changed"
+    assert allowed(state, [a]) == allowed(begin(tokenizer, regex("a[ab]{2,5}")), [a]), "the state has not changed"
 
 
 def test_a_fork_does_not_move_its_origin(tokenizer: LLTokenizer) -> None:

@@ -34,8 +34,8 @@ class Worker:
         self, max_itl_s: float | None, cost: ChunkCost, decode_s: float = DECODE_S, budget: int = 2048
     ) -> None:
         self._cost = cost
-        self.decode_s = decode_s
-        self._limit = StepLimit(max_itl_s, lambda: self.decode_s, lambda: self.decode_s > 0.0)
+        self.decode_s, self.decodes = decode_s, True
+        self._limit = StepLimit(max_itl_s, lambda: self.decode_s, lambda: self.decodes)
         self.scheduler = PrefillScheduler(
             max_num_batched_tokens=budget, max_num_seqs=8, max_queue=64, limit=self._limit
         )
@@ -150,11 +150,14 @@ def test_steps_are_short_only_while_something_decodes(max_itl_s: float | None) -
 
     assert tokens() < 200
     worker.decode_s = 0.0
+    assert tokens() < 200  # the decode worker is between two steps
+    assert tokens() < 200
+    worker.decodes = False
     assert tokens() == 2048
     assert tokens(starts_decode=True) == 2048
     assert tokens() < 300  # the decode that may be about to start would wait for this step
     assert tokens() == 2048  # it did not start
-    worker.decode_s = DECODE_S
+    worker.decode_s, worker.decodes = DECODE_S, True
     assert tokens() < 300
 
 
