@@ -21,6 +21,10 @@ from engine.sequence import Sequence
 
 _LEAST_COMPARED = 8
 """Number of predicted tokens after which a sequence's rate counts for later sequences."""
+_MOST_IDLE = 8
+"""Maximum number of steps until drafts are considered again after no row of a step was worth its time. Considering them
+costs about as much as a fiftieth of a small model's step.
+"""
 
 
 class Drafter(Protocol):
@@ -104,7 +108,11 @@ class Speculation(DraftPolicy):
         self._plan: Plan = []
         """The last plan."""
         self._idle_until: float = 0
-        """Number of the step until which none of these sequences has a prediction; 0 if one of them has."""
+        """Number of the step until which there are no drafts for these sequences. It is 0 while one of them has a
+        prediction that may be worth a row.
+        """
+        self._num_declined = 0
+        """Number of times in a row that these sequences had predictions, and none was worth a row."""
         self._first_rate = FIRST_RATE
         """The first estimate of a sequence's rate: a mean of the last estimates of earlier sequences."""
 
@@ -112,6 +120,7 @@ class Speculation(DraftPolicy):
         self._step += 1
         if plan != self._plan:  # compares by identity
             self._forget_others(plan)
+            self._num_declined = 0
         elif self._step < self._idle_until:
             return []
         options, guesses = list[Option](), dict[int, _Guess]()
@@ -132,7 +141,10 @@ class Speculation(DraftPolicy):
             return []
         lens = self._choose(options, len(plan), self._limits.max_rows, self._times.at)
         if not any(lens):
+            self._idle_until = self._step + min(_MOST_IDLE, 1 + self._num_declined // 2)
+            self._num_declined += 1
             return []
+        self._num_declined = 0
         drafts = [NO_DRAFT] * len(plan)
         for place, guess in guesses.items():
             tokens = tuple(guess.tokens[guess.at : guess.at + lens[place]])

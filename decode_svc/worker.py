@@ -330,25 +330,26 @@ class DecodeWorker:
     def _run(self, plan: Plan) -> None:
         sequences = [sequence for _, sequence in plan]
         drafts = [] if self._speculation is None else self._speculation.drafts(plan)
+        began = time.monotonic()
         step = self._rows.lay_out(sequences, drafts)
         copies = copying(plan)
         if not self._check(plan, step, copies):  # before any launch: rejected groups release their blocks
             return
         self._blocks.writes.copy(copies)
-        began = time.monotonic()
+        launched = time.monotonic()
         logits = self._runner.step(step.batch, self._progress.prepare(plan, drafts))
         num_rows = len(step.batch.logits_rows)
-        self._preemption.costs.note_step(num_rows, time.monotonic() - began)
+        self._preemption.costs.note_step(num_rows, time.monotonic() - launched)
         if not self._check(plan, step, copies, has_run=True):
             return
         self._blocks.writes.copied(copies)
         drawn = self._progress.draw(plan, logits, drafts)
-        if self._speculation is not None:
-            self._speculation.note(drawn.taken, num_rows, time.monotonic() - began)
         self._blocks.seal(plan)
         for group in {group: None for group, _ in plan}:
             group.history.num_steps += 1
         self._progress.publish(drawn)
+        if self._speculation is not None:
+            self._speculation.note(drawn.taken, num_rows, time.monotonic() - began)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:
         """Applies the reader rule, and rejects the groups with a stale block. If a block is stale after the step has

@@ -309,6 +309,30 @@ def test_the_first_predictions_count_more() -> None:
     assert rates[:3] == pytest.approx([1 / 2, 2 / 3, 3 / 4]) and rates[-1] > 0.95
 
 
+def test_drafts_that_are_not_worth_a_row_are_considered_rarely() -> None:
+    considered, num_steps, worth = list[int](), 0, False
+
+    def choose(options: Seq[Option], num: int, *rest: Any) -> list[int]:
+        considered.append(num_steps)
+        return all_rows(options, num) if worth else [0] * num
+
+    grown, other = (Sequence([1], [1], SamplingParams(), StoppingParams(max_tokens=1000)) for _ in "ab")
+    speculation = Speculation(Counting([1] * 1000), DraftLimits(3, 64, block_size=16, max_model_len=4096), choose)
+    plan = [(Group(0, 1, [grown]), grown)]
+    while num_steps < 160:
+        num_steps += 1
+        assert speculation.drafts(plan) == []
+        grown.output_ids.append(1)
+    assert considered[:7] == [1, 2, 3, 5, 7, 10, 13] and considered[-3:] == [137, 145, 153]
+    plan = [*plan, (Group(0, 2, [other]), other)]
+    while num_steps < 164:
+        num_steps += 1
+        assert speculation.drafts(plan) == []
+    assert considered[-4:] == [153, 161, 162, 163], "another sequence has come"
+    worth = True
+    assert all(speculation.drafts(plan) for _ in range(4))
+
+
 def test_a_sequence_that_takes_the_place_of_another_is_looked_up_at_once() -> None:
     drafter = Counting([])
     speculation = Speculation(drafter, DraftLimits(3, 64, block_size=16, max_model_len=1024, max_pause=16))
