@@ -14,6 +14,10 @@ namespace {
 constexpr int64_t AHEAD = 64;    // distance of the prefetch, in pairs of inputs
 constexpr int64_t STRETCH = 16;  // pairs of inputs between decisions about what is prefetched
 
+// The level of __builtin_prefetch for the weights of `blocks` blocks of rows. 3: into the L1 cache; 2: into the L2 cache,
+// which can wait for more lines. One or two blocks wait for memory; with more, the arithmetic takes longer.
+constexpr int level_for(int64_t blocks) { return blocks <= 2 ? 2 : 3; }
+
 #if defined(LL_AVX512)
 constexpr int MOST_PANELS = 2;  // with 12 rows, 24 of 32 registers are accumulators
 #else
@@ -42,8 +46,12 @@ struct Dense {
     LL_INLINE void add(vf (&sums)[R][P * VECS], int64_t panel, int64_t, const Input* inputs, int64_t stride,
                        const float*, const Input*, Ahead& ahead) const {
         const T* w = (const T*)(data + panel * panel_bytes);
-        ahead.step == step ? stream<R, P>(sums, w, panel, inputs, stride, ahead.then)
-                           : reuse<R, P>(sums, w, inputs, stride, ahead);
+        if (ahead.step == step)
+            stream<R, P>(sums, w, panel, inputs, stride, ahead.then);
+        else if (2 * ahead.step == step)
+            reuse<R, P, level_for(2)>(sums, w, inputs, stride, ahead);
+        else
+            reuse<R, P, level_for(3)>(sums, w, inputs, stride, ahead);
     }
 
     // For the only block of rows: the weights come from memory, and the same panels are prefetched.
@@ -56,25 +64,26 @@ struct Dense {
             if (pair + AHEAD >= pairs) asked += then - (data + (panel + 1) * panel_bytes);
             for (int64_t i = pair; i < end; ++i, w += PAIR, asked += PAIR_BYTES) {
 #pragma GCC unroll 16
-                for (int p = 0; p < P; ++p) prefetch_pair(asked + p * panel_bytes);
+                for (int p = 0; p < P; ++p) prefetch_pair<level_for(1)>(asked + p * panel_bytes);
                 add_pair<T, R, P>(sums, w, pairs * PAIR, inputs + 2 * i, stride);
             }
         }
     }
 
     // For one of several blocks of rows: all of them read the group's weights, and together prefetch the next group.
-    template <int R, int P>
+    template <int R, int P, int LEVEL>
     LL_INLINE void reuse(vf (&sums)[R][P * VECS], const T* w, const Input* inputs, int64_t stride, Ahead& ahead) const {
         const char* asked = ahead.asked;
         for (int64_t i = 0; i < pairs; ++i, w += PAIR, asked += P * ahead.step) {
-            prefetch_pair(asked);
+            prefetch_pair<LEVEL>(asked);
             add_pair<T, R, P>(sums, w, pairs * PAIR, inputs + 2 * i, stride);
         }
         ahead.asked = asked;
     }
 
+    template <int LEVEL>
     static LL_INLINE void prefetch_pair(const char* pair) {
-        for (int64_t line = 0; line < PAIR_BYTES; line += 64) __builtin_prefetch(pair + line);
+        for (int64_t line = 0; line < PAIR_BYTES; line += 64) __builtin_prefetch(pair + line, 0, LEVEL);
     }
 };
 
@@ -85,7 +94,7 @@ struct Dense {
 template <class T>
 struct Gated : Dense<T> {
     using typename Dense<T>::Input;
-    using Dense<T>::data, Dense<T>::pairs, Dense<T>::panel_bytes, Dense<T>::step, Dense<T>::prefetch_pair;
+    using Dense<T>::data, Dense<T>::pairs, Dense<T>::panel_bytes, Dense<T>::step;
     static constexpr bool GATED = true;
     static constexpr int panels_of(int) { return 1; }
 
@@ -104,13 +113,20 @@ struct Gated : Dense<T> {
     LL_INLINE void add(vf (&sums)[R][2 * P * VECS], int64_t panel, int64_t, const Input* inputs, int64_t stride,
                        const float*, const Input*, Ahead& ahead) const {
         static_assert(P == 1);
+        2 * ahead.step >= step ? add_all<R, level_for(2)>(sums, panel, inputs, stride, ahead)
+                               : add_all<R, level_for(3)>(sums, panel, inputs, stride, ahead);
+    }
+
+    template <int R, int LEVEL>
+    LL_INLINE void add_all(vf (&sums)[R][2 * VECS], int64_t panel, const Input* inputs, int64_t stride,
+                           Ahead& ahead) const {
         const T* w = (const T*)(data + panel * panel_bytes);
         const int64_t up_bytes = up * int64_t(sizeof(T));
         const bool once = ahead.step == step;  // for the only block of rows: the next pairs, otherwise the next group
         const char* asked = once ? (const char*)(w + AHEAD * PAIR) : ahead.asked;
         for (int64_t i = 0; i < pairs; ++i, w += PAIR, asked += ahead.step) {
             if (once && i + AHEAD == pairs) asked = ahead.then;
-            prefetch_pair(asked), prefetch_pair(asked + up_bytes);
+            Dense<T>::template prefetch_pair<LEVEL>(asked), Dense<T>::template prefetch_pair<LEVEL>(asked + up_bytes);
             add_pair<T, R, 2>(sums, w, up, inputs + 2 * i, stride);
         }
         if (!once) ahead.asked = asked;

@@ -54,8 +54,9 @@ struct Scratch {
 
 // The runs of memory that a thread will probably need next. They are prefetched a few cache lines at a time, spread
 // over the arithmetic. A burst of prefetches would stall on memory, and without prefetches memory would be idle during
-// the arithmetic. For each line that they read, packing prefetches 3/4 of a line, scoring 1/3 (one, if it reads the
-// blocks) and summing values one. Together this is a little more than what is read.
+// the arithmetic. They go to the L2 cache, which has room for them and can wait for more lines than the L1 cache. For
+// each line that they read, packing prefetches 3/4 of a line, scoring 1/3 (one, if it reads the blocks) and summing
+// values one. Together this is a little more than what is read.
 struct Ahead {
     struct Run {
         const char *from, *to;
@@ -73,7 +74,7 @@ struct Ahead {
     LL_INLINE void ask(int lines) {
         for (lines *= rate; lines > 0 && at < count;) {
             const int n = int(std::min<int64_t>(lines, (runs[at].to - line + 63) / 64));
-            for (int i = 0; i < n; ++i, line += 64) __builtin_prefetch(line);
+            for (int i = 0; i < n; ++i, line += 64) __builtin_prefetch(line, 0, 2);
             lines -= n;
             if (line >= runs[at].to) line = runs[++at].from;
         }
