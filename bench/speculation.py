@@ -18,6 +18,7 @@ the same for tokens per second of CPU time. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -191,6 +192,7 @@ def main() -> None:
         if args.weak_layers is not None:
             args.model = with_weak_layers(args.model, Path(name) / "model", args.draft_layers, args.weak_layers)
         subject = Subject(Path(name), redis.client, args)
+        gc.freeze()  # as the services do
         runs = []
         for kind, _, batch in (run.partition(":") for run in args.runs):
             runs.append(compare(subject, kind, int(batch), args.rounds))

@@ -32,10 +32,8 @@ class Drafter(Protocol):
     tokens.
     """
 
-    def predict(self, sequence: Sequence) -> Seq[int] | None:
-        """Returns tokens that may follow the sequence, or no tokens; None if it should be called again in the next
-        step.
-        """
+    def predict(self, sequence: Sequence) -> Seq[int]:
+        """Returns tokens that may follow the sequence, or no tokens."""
 
     def drop(self, sequence: Sequence) -> None:
         """Drops the data that is stored for a sequence. `predict` may be called for the sequence again."""
@@ -161,9 +159,8 @@ class Speculation(DraftPolicy):
             self._guesses[sequence] = guess
         guess.compare(outputs, self._step)
         if not guess.num_left and self._step >= guess.ask_at:
-            found = self._drafter.predict(sequence)
-            guess.tokens, guess.at, guess.was_right = found or (), 0, False
-            if found is not None and not found:
+            guess.tokens, guess.at, guess.was_right = self._drafter.predict(sequence), 0, False
+            if not guess.tokens:
                 guess.rest(self._step)
         return guess
 

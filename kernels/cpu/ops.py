@@ -55,6 +55,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "ll_recurrence": [PTR] * 11 + [I64] * 12,
     "ll_sample": [PTR] * 9 + [I64] * 4,
     "ll_log_softmax_top": [PTR] * 6 + [I64] * 5,
+    "ll_latest_ngram": [PTR] + [I64] * 3,
 }
 
 
