@@ -52,9 +52,15 @@ class DraftPolicy(ABC):
         self._times = StepTimes()
         """Times of the target's steps."""
         self._num_steps = 0
-        self.pace = 1.0
-        """The mean number of tokens that recent steps have added to a sample."""
+        self._pace = 1.0
+        self._num_plain = 0
+        """Number of steps without drafts since `_pace` was computed."""
         self.counts = DraftCounts(accepted_by_position=(0,) * limits.num_tokens)
+
+    @property
+    def pace(self) -> float:
+        """The mean number of tokens that recent steps have added to a sample."""
+        return 1.0 + (self._pace - 1.0) * (1.0 - _PACE_WEIGHT) ** self._num_plain
 
     @abstractmethod
     def drafts(self, plan: Plan) -> list[Draft]:
@@ -68,21 +74,22 @@ class DraftPolicy(ABC):
         drafted = [] if num_rows == len(taken) else [item for item in taken if item.num_drafted]
         if drafted or self._num_steps % _PLAIN_EVERY == 0 or not self._times.knows(num_rows):
             self._times.note(num_rows, seconds)
-        if taken:
-            num_more = sum(len(item.samples) - 1 for item in drafted) if drafted else 0
-            self.pace += _PACE_WEIGHT * (1.0 + num_more / len(taken) - self.pace)
-        if drafted:
-            accepted = list(self.counts.accepted_by_position)
-            for item in drafted:
-                for position in range(item.num_accepted):
-                    accepted[position] += 1
-            num_tokens = self.counts.num_draft_tokens + sum(item.num_drafted for item in drafted)
-            self.counts = DraftCounts(self.counts.num_drafts + len(drafted), num_tokens, tuple(accepted))
+        if not drafted:
+            self._num_plain += bool(taken)
+            return
+        num_more = sum(len(item.samples) - 1 for item in drafted)
+        self._pace = self.pace + _PACE_WEIGHT * (1.0 + num_more / len(taken) - self.pace)
+        self._num_plain = 0
+        accepted = list(self.counts.accepted_by_position)
+        for item in drafted:
+            for position in range(item.num_accepted):
+                accepted[position] += 1
+        num_tokens = self.counts.num_draft_tokens + sum(item.num_drafted for item in drafted)
+        self.counts = DraftCounts(self.counts.num_drafts + len(drafted), num_tokens, tuple(accepted))
 
     def wanting_block(self, plan: Plan) -> list[Sequence]:
         """Returns the sequences of the next step whose drafts may need one more block than the sequences have."""
-        expecting = self._expecting(plan)
-        return [sequence for sequence in expecting if self._most(sequence) > self._in_blocks(sequence)]
+        return [each for each in self._expecting(plan) if self._most(each) > self._in_blocks(each)]
 
     @abstractmethod
     def _expecting(self, plan: Plan) -> Seq[Sequence]:

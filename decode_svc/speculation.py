@@ -70,7 +70,7 @@ class _Guess:
         """Compares the guess with the new tokens. If one is wrong after a right one, as in an edited text, the guess
         goes on after it. Otherwise there is no guess any more.
         """
-        for token in output_ids[self.num_outputs :]:
+        for token in output_ids[self.num_outputs :] if self.tokens else ():
             if not self.num_left:
                 break
             is_right = self.tokens[self.at] == token
@@ -129,7 +129,7 @@ class Speculation(DraftPolicy):
             guess = self._guesses.get(sequence)
             if guess is None or guess.tokens or self._step >= guess.ask_at:
                 guess = self._guess(sequence, guess)
-                if room := self._room_for(sequence, guess):
+                if guess.tokens and (room := self._room_for(sequence, guess)):
                     options.append(Option(place, guess.rate, room))
                     guesses[place] = guess
             ask_at = 0 if guess.tokens else guess.ask_at

@@ -306,7 +306,8 @@ class DecodeWorker:
         """Reserves one more block per KV group for each sequence whose draft may not fit into its blocks, if that
         leaves a block for each sequence.
         """
-        wanting = [] if self._speculation is None else self._speculation.wanting_block(plan)
+        if self._speculation is None or not (wanting := self._speculation.wanting_block(plan)):
+            return
         wanting, num = [s for s in wanting if not s.copy_from], self._num_groups  # a copy goes to the last block
         if wanting and self._attached.held.num_free_hint >= (len(wanting) + len(plan)) * num:
             with suppress(Exhausted, LedgerUnavailable):
