@@ -143,6 +143,16 @@ def test_a_time_is_a_median_of_the_latest_and_unknown_ones_lie_between() -> None
     assert times.at(5) == 4.0
 
 
+def test_a_time_is_at_most_that_of_more_rows() -> None:
+    """Otherwise a few disturbed steps of a rare size would keep longer drafts from being tried."""
+    times = StepTimes()
+    for num_rows, seconds in ((1, 1.0), (3, 9.0), (4, 2.0), (8, 3.0)):
+        for _ in range(LEAST):
+            times.note(num_rows, seconds)
+    assert [times.at(n) for n in (1, 2, 3, 4, 6, 8)] == [1.0, 1.5, 2.0, 2.0, 2.5, 3.0]
+    assert times.at(16) == pytest.approx(4.5)
+
+
 def test_old_times_are_forgotten() -> None:
     times = StepTimes()
     for _ in range(LEAST):
