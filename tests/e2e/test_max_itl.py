@@ -11,13 +11,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from looseleaf import LLM
+from looseleaf import LLM, metrics_page
 from looseleaf.client import AsyncClient
 from looseleaf.results import Delta
 from testing.collector import Collector
 from testing.system import prompts, wait_for
 
 PROMPTS = prompts(2, seed=3, lengths=(161, 161))
+NUM_STREAMS = 32
+"""So many sequences of 8,000 tokens take the worker more than ten seconds. Four of 4,000 took about two, and a busy
+machine could pause this process for longer.
+"""
 UNREACHABLE_MS = 1e-3
 """A limit that every step exceeds, so that steps have the least number of tokens, 16."""
 
@@ -48,21 +52,28 @@ def num_chunks(collector: Collector, trace_id: str) -> int:
     return int(spans[0].attributes["looseleaf.chunks"])
 
 
+def num_running(llm: LLM) -> float:
+    samples = metrics_page.read(llm.addresses.http)
+    return metrics_page.total(samples, "looseleaf_worker_running", role="decode")
+
+
 @contextlib.asynccontextmanager
 async def decoding(llm: LLM) -> AsyncIterator[None]:
-    """Keeps four sequences decoding."""
+    """Keeps NUM_STREAMS sequences decoding."""
 
     async def read(stream: AsyncIterator[Delta]) -> None:
         async for _ in stream:
             pass
 
     async with AsyncClient(llm.addresses.grpc) as client:
-        streams = [client.stream(PROMPTS[0][: 8 + n], max_tokens=4000, ignore_eos=True) for n in range(4)]
+        streams = [client.stream(PROMPTS[0][: 8 + n], max_tokens=8000, ignore_eos=True) for n in range(NUM_STREAMS)]
         for stream in streams:
             await anext(stream)
         readers = [asyncio.create_task(read(stream)) for stream in streams]
         yield
-        assert not any(reader.done() for reader in readers), "a stream ended before the prompts were computed"
+        await asyncio.to_thread(  # the page is updated from time to time
+            wait_for, lambda: num_running(llm), bool, 10.0, "the sequences ended before the prompts were computed"
+        )
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
@@ -74,7 +85,7 @@ async def test_a_prompt_is_computed_in_shorter_steps_with_the_same_tokens(
 ) -> None:
     for name, value in collector.environment.items():
         monkeypatch.setenv(name, value)
-    settings = {"num_blocks": 1100, "max_model_len": 4096, "roles": roles, "max_num_batched_tokens": 128}
+    settings = {"num_blocks": 12_000, "max_model_len": 8192, "roles": roles, "max_num_batched_tokens": 128}
     with LLM(str(checkpoint), max_itl=0.0, **settings) as llm:
         async with decoding(llm):
             free = await send(llm)
