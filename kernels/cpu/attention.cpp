@@ -124,27 +124,44 @@ struct Attention {
         in_tiles() ? attend_on_tiles(tiles, n, lo, hi) : attend(tiles, n, lo, hi);
     }
 
+    // The block and the slot of a position, and then of later ones. Divisions for each block take longer.
+    struct Place {
+        const int32_t* block;
+        int64_t slot;
+        Place(const Attention& a, int64_t seq, int64_t position)
+            : block(a.block_table + seq * a.table_row + position / a.block_size), slot(position % a.block_size) {}
+        void advance(int64_t n, int64_t block_size) {
+            if ((slot += n) == block_size) slot = 0, ++block;
+        }
+    };
+
     // Lists pointers to the vectors of keys that are stored by word, for the groups that contain positions [base + lo,
     // base + hi). A vector without such a position is replaced by a neighbour that has one.
     void locate_words(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
-        for (int g = lo / GROUP_KEYS * GROUP_KEYS / W; g * W < (hi + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS; ++g) {
-            const int64_t at = base + std::min(std::max(g * W, lo / W * W), (hi - 1) / W * W);
-            const int64_t id = block_table[seq * table_row + at / block_size];
-            t.by_word[g] = reinterpret_cast<const float*>(k + id * k_block + kv_head * k_head) + at % block_size;
-        }
+        const int first = lo / W, last = (hi - 1) / W;
+        Place place(*this, seq, base + first * W);
+        for (int g = first; g <= last; ++g, place.advance(W, block_size))
+            t.by_word[g] = reinterpret_cast<const float*>(k + *place.block * k_block + kv_head * k_head) + place.slot;
+        for (int g = lo / GROUP_KEYS * GROUP_KEYS / W; g < first; ++g) t.by_word[g] = t.by_word[first];
+        for (int g = last + 1; g * W < (hi + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS; ++g)
+            t.by_word[g] = t.by_word[last];
     }
 
-    // Lists pointers to the keys and values of positions [base + lo, base + hi), with their scales.
+    // Lists pointers to the keys, unless they are stored by word, and to the values of positions [base + lo, base + hi),
+    // with their scales.
     void locate(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
         if (by_word) locate_words(t, seq, kv_head, base, lo, hi);
-        for (int at = lo; at < hi;) {
-            int64_t slot = (base + at) % block_size, id = block_table[seq * table_row + (base + at) / block_size];
-            const E* key = k + id * k_block + kv_head * k_head + slot * k_slot;
-            const E* value = v + id * v_block + kv_head * v_head + slot * v_slot;
-            for (; at < hi && slot < block_size; ++at, ++slot, key += k_slot, value += v_slot) {
-                t.keys[at] = key, t.values[at] = value;
-                if constexpr (IS_8_BITS<E>) t.key_scales[at] = scale_of(key, d), t.value_scales[at] = scale_of(value, d);
-            }
+        Place place(*this, seq, base + lo);
+        for (int at = lo, n; at < hi; at += n, place.advance(n, block_size)) {
+            n = int(std::min(hi - at, int(block_size - place.slot)));
+            const E* key = k + *place.block * k_block + kv_head * k_head + place.slot * k_slot;
+            const E* value = v + *place.block * v_block + kv_head * v_head + place.slot * v_slot;
+            for (int i = 0; i < n; ++i) t.values[at + i] = value + i * v_slot;
+            for (int i = 0; i < n && !by_word; ++i) t.keys[at + i] = key + i * k_slot;
+            if constexpr (IS_8_BITS<E>)
+                for (int i = 0; i < n; ++i)
+                    t.key_scales[at + i] = scale_of(key + i * k_slot, d),
+                    t.value_scales[at + i] = scale_of(value + i * v_slot, d);
         }
     }
 
@@ -159,11 +176,12 @@ struct Attention {
     void locate(Ahead& ahead, const Cache& cache, bool with_rest, int64_t seq, int64_t kv_head, int64_t num_heads,
                 int64_t from, int64_t to) const {
         const int64_t width = d + SCALE_WIDTH<E>;
-        for (int64_t at = from, n; at < to; at += n) {
-            const int64_t slot = at % block_size, id = block_table[seq * table_row + at / block_size];
+        Place place(*this, seq, from);
+        for (int64_t at = from, n; at < to; at += n, place.advance(n, block_size)) {
+            const int64_t slot = place.slot;
             n = cache.slot == width ? std::min(to - at, block_size - slot) : 1;  // a block's slots may be contiguous
             const int64_t size = (with_rest && at + n == context_lens[seq] ? block_size - slot : n) * width;
-            const E* first = cache.at + id * cache.block + kv_head * cache.head + slot * cache.slot;
+            const E* first = cache.at + *place.block * cache.block + kv_head * cache.head + slot * cache.slot;
             if (cache.head == size)  // one run for all heads
                 ahead.add(first, num_heads * size);
             else
@@ -183,7 +201,7 @@ struct Attention {
 
     // Sets the piece's pointers. Keys outside [lo, hi) point to zeros: those slots and blocks may hold anything.
     void locate_piece(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
-        std::fill(t.keys, t.keys + lo, t.zeros), std::fill(t.keys + hi, t.keys + PIECE, t.zeros);
+        if (!by_word) std::fill(t.keys, t.keys + lo, t.zeros), std::fill(t.keys + hi, t.keys + PIECE, t.zeros);
         if constexpr (IS_8_BITS<E>)
             for (float* scales : {t.key_scales, t.value_scales})
                 std::fill(scales, scales + lo, 0.f), std::fill(scales + hi, scales + PIECE, 0.f);

@@ -257,6 +257,10 @@ void score_block(Tile<T, E>& t, int row, int at, int g) {
 #pragma GCC unroll 8
             for (int c = 0; c < C; ++c)
                 words[c] = FROM == From::BLOCKS ? load(blocks[c] + i * step) : load(k + c * W);
+#if defined(LL_AVX512)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c) asm("" : "+v"(words[c]));  // without this, gcc loads them again for each row
+#endif
             score_term<D, R, C, 0>(words, q, q_width, acc);
             if constexpr (D::TERMS == 2) score_term<D, R, C, 1>(words, q, q_width, acc);
         }
