@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu import amx, linear_int
+from kernels.cpu import amx, huge_pages, linear_int
 from kernels.cpu import linear as simd
 from kernels.cpu.loader import current, on_triton
 from kernels.cpu.selection import Isa, count_fallback
@@ -279,6 +279,7 @@ def _on_cpu(weight: Tensor, bias: Tensor | None, provider: Provider | None) -> t
         if isinstance(found, str):
             why = found
         elif _agrees(found[1], weight, bias):
+            huge_pages.move(found[0])
             return name, *found
         else:
             why = f"the product of {name!r} differs from F.linear"

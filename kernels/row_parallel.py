@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu import amx, linear
+from kernels.cpu import amx, huge_pages, linear
 from kernels.cpu.loader import current
 from kernels.cpu.ops import raise_for
 from kernels.cpu.ranks import Ranks
@@ -53,6 +53,8 @@ class RowParallelLinear:
         self.site: int | None = None
         parts = weight.detach().split(self.in_features // num_parts, dim=1)
         self.packed = [linear.pack(part.contiguous()) for part in parts]
+        for part in self.packed:
+            huge_pages.move(part)
         self.addresses = (ctypes.c_void_p * num_parts)(*(part.data_ptr() for part in self.packed))
 
     @property

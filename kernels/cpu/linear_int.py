@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kernels.cpu import huge_pages
 from kernels.cpu.loader import current
 from kernels.cpu.selection import count_fallback
 from kernels.quantization import QuantizedWeight, merged
@@ -105,6 +106,7 @@ def packed_product(
         count_fallback("quantized linear", f"no kernel for weights of few bits and {dtype} here", "dequantized")
         return None
     packed = pack(merged(weights), dtype)
+    huge_pages.move(packed)
 
     def product(x: Tensor) -> Tensor:
         if x.dtype != dtype:
