@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     runs = []
-    with tempfile.TemporaryDirectory(prefix="ll-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="ll-bench-", dir="/dev/shm") as name:  # the arena is memory, not a file
         directory = Path(name)
         redis = redis_server.connect(None, directory)
         model = args.model or make_checkpoint(directory / "model")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
+from kernels.kv_cache import by_word
 from kernels.linear import PackedLinear, Provider
 from kernels.lora import LoraPart, LoraRows, LoraWeights, lora
 from kernels.paged_attention import paged_attention
@@ -45,8 +46,8 @@ def _arena(num_blocks: int, layers: int = LAYERS) -> Tensor:
 
 
 def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
-    """Returns the attention of a decode step. Each call computes the next of twelve layers. The first `shared` keys of
-    all sequences are in the same blocks.
+    """Returns the attention of a decode step. Each call computes the next of twelve layers. Keys are stored by word, as
+    the engine stores them. The first `shared` keys of all sequences are in the same blocks.
     """
     per_seq = context // BLOCK_SIZE
     arena = _arena(batch * per_seq)
@@ -57,7 +58,7 @@ def paged_attention_work(batch: int, context: int, shared: int = 0) -> Work:
 
     def call() -> Tensor:
         i = next(layer)
-        return paged_attention(q, arena[:, i, 0], arena[:, i, 1], table, lens, softmax_scale=0.125)
+        return paged_attention(q, by_word(arena[:, i, 0]), arena[:, i, 1], table, lens, softmax_scale=0.125)
 
     num_bytes = batch * context * KV_HEADS * HEAD_DIM * 2 * 2
     flops = 4.0 * batch * context * HEADS * HEAD_DIM

@@ -32,9 +32,8 @@ class HugePages:
         self._used = 0
 
     def move(self, tensor: Tensor) -> None:
-        """Moves a tensor's elements in place: the tensor and its copies by reference have a new address. Does nothing
-        with small tensors and those that are not contiguous in the CPU's memory. If the kernel has no huge pages, this
-        is logged once and counted under "huge pages".
+        """Gives a tensor new memory, with the same elements. Small tensors, and those that are not contiguous in the
+        CPU's memory, keep theirs. If the kernel has no huge pages, this is logged once and counted under "huge pages".
         """
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return
@@ -67,4 +66,4 @@ def _region(num_bytes: int) -> Tensor:
 
 
 move = HugePages().move
-"""Moves a tensor as `HugePages.move` does. All weights of the process share regions."""
+"""The method of the object that the process uses for all weights."""
