@@ -53,6 +53,7 @@ def num_chunks(collector: Collector, trace_id: str) -> int:
 
 
 def num_running(llm: LLM) -> float:
+    """Returns the number of sequences that decode, even if this process has not read all of their tokens."""
     samples = metrics_page.read(llm.addresses.http)
     return metrics_page.total(samples, "looseleaf_worker_running", role="decode")
 
@@ -74,6 +75,7 @@ async def decoding(llm: LLM) -> AsyncIterator[None]:
         await asyncio.to_thread(  # the page is updated from time to time
             wait_for, lambda: num_running(llm), bool, 10.0, "the sequences ended before the prompts were computed"
         )
+        assert not any(reader.done() for reader in readers), "a stream ended before the prompts were computed"
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
