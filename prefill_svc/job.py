@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from block_store.ledger.lane import Attempt
 from common.group_need import most_held
 from common.kv_retention import KvRules
-from common.types import Branch, SamplingParams, StoppingParams
+from common.types import Branch, SamplingParams, StoppingParams, Timings
 from engine.beam_search import Candidates
 from engine.sequence import Sequence
 from prefill_svc.pooling import Pool
@@ -88,6 +89,12 @@ class Job:
     @property
     def is_drawn(self) -> bool:
         return self.candidates is not None or len(self.drawn) == len(self.branches)
+
+    @property
+    def timings(self) -> Timings:
+        """The times of a job that ends now."""
+        now = time.monotonic_ns()
+        return Timings(queue_ns=self.started_ns - self.arrived_ns, prefill_ns=now - self.started_ns)
 
     def start_over(self) -> None:
         """Resets the job to its state before the first step. Its blocks must have been released."""

@@ -129,13 +129,15 @@ class PrefillScheduler:
     def idle(self) -> bool:
         return not self._running and self._head() is None
 
-    def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float, starts_decode: bool = False) -> None:
-        """Records the duration of a step, for the rate in `load` and for the limit, and whether the step handed over a
-        sequence. Each chunk is its first position and its number of tokens.
+    def note_step(
+        self, chunks: Sequence[tuple[int, int]], pass_s: float, rest_s: float = 0.0, starts_decode: bool = False
+    ) -> None:
+        """Records the duration of a step's forward pass and of the rest of the step, for the rate in `load` and for the
+        limit, and whether the step handed over a sequence. Each chunk is its first position and its number of tokens.
         """
-        self._steps.note(sum(num_tokens for _, num_tokens in chunks), seconds)
+        self._steps.note(sum(num_tokens for _, num_tokens in chunks), pass_s + rest_s)
         if self._limit is not None:
-            self._limit.note_step(chunks, seconds, starts_decode)
+            self._limit.note_step(chunks, pass_s, rest_s, starts_decode)
 
     def load(self) -> WorkerLoad:
         num_waiting = waiting_tokens = 0

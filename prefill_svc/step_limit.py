@@ -10,10 +10,16 @@ from dataclasses import dataclass
 
 _DECAY = 0.8
 """Factor by which a step multiplies the weights of all earlier ones, so that about the last five count."""
+_SHAPE_DECAY = 0.98
+"""Likewise, for the ratio of the costs of a pair and a token. The ratio is a property of the model and the CPU, and a few
+short prompts say little about it.
+"""
 _MOST_GROWTH = 2.0
 """A step counts as at most this many times as long as expected, so that a pause of the machine is soon forgotten."""
-_SAME_SHAPE = 1e-3
-"""Steps have the same shape if the determinant of the fit is below this part of the product of its diagonal."""
+_CLEAR_PAIRS = 256.0
+"""If the tokens of recent steps attended to fewer positions than about this many, pairs took a small part of the time, and
+the fit of their cost is mostly noise. The cost is therefore assumed to be small (a ridge regression).
+"""
 DEFAULT_S = 0.125
 """The time in seconds that a prefill step and a decode step may take together by default."""
 _LEAST_RATIO = 6.0
@@ -63,53 +69,60 @@ class StepLimit:
         self._max_itl_s = max_itl_s
         self._waited_s = waited_s
         self._decodes = decodes
-        self._others_s = 0.0
+        self._others_s = self._rest_s = 0.0
         self._starts_decode = False
         """Whether the last step handed over a sequence, of which the decode worker may not know yet."""
-        self._sums = [0.0] * 5
+        self._sums = [0.0] * 3
+        """The sums of tokens, pairs and seconds."""
+        self._products = [0.0] * 5
         """The sums of tokens, pairs, pairs² / tokens, seconds and pairs * seconds / tokens. Dividing by the number of
         tokens gives every token the same weight.
         """
 
-    def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float, starts_decode: bool) -> None:
-        """Records a step's duration, and whether it handed over a sequence. Each chunk is its first position and its
-        number of tokens.
+    def note_step(
+        self, chunks: Sequence[tuple[int, int]], seconds: float, rest_s: float, starts_decode: bool
+    ) -> None:
+        """Records the duration of a step's forward pass, that of the rest of the step, and whether the step handed over a
+        sequence. Each chunk is its first position and its number of tokens.
         """
-        waited_s = self._waited_s()
         self._starts_decode = starts_decode
-        self._others_s += _OTHERS_WEIGHT * (waited_s - self._others_s)
+        self._others_s += _OTHERS_WEIGHT * (self._waited_s() - self._others_s)
+        self._rest_s += _OTHERS_WEIGHT * (rest_s - self._rest_s)
         if expected := sum(self.cost.seconds(*chunk) for chunk in chunks):
             seconds = min(seconds, _MOST_GROWTH * expected)
         tokens = sum(num_tokens for _, num_tokens in chunks)
         pairs = sum(num_pairs(*chunk) for chunk in chunks)
-        seen = (tokens, pairs, pairs * pairs / tokens, seconds, pairs * seconds / tokens)
-        self._sums = [_DECAY * value + new for value, new in zip(self._sums, seen, strict=True)]
+        self._sums = _decayed(self._sums, (tokens, pairs, seconds), _DECAY)
+        products = (tokens, pairs, pairs * pairs / tokens, seconds, pairs * seconds / tokens)
+        self._products = _decayed(self._products, products, _SHAPE_DECAY)
 
     @property
     def cost(self) -> ChunkCost:
-        """The fitted cost, neither part of which is negative. Both are 0.0 before the first step. If all steps had the
-        same shape, the whole time counts as time per token.
+        """The fitted cost, neither part of which is negative. Both are 0.0 before the first step. The ratio of the two
+        parts is that of many steps, and the level that of the latest ones.
         """
-        tt, tp, pp, ty, py = self._sums
-        if tt == 0.0:
+        tokens, pairs, seconds = self._sums
+        if not tokens:
             return ChunkCost(0.0, 0.0)
-        determinant = tt * pp - tp * tp
-        if determinant > _SAME_SHAPE * tt * pp:
-            token_s, pair_s = (pp * ty - tp * py) / determinant, (tt * py - tp * ty) / determinant
-            if token_s < 0.0:
-                return ChunkCost(0.0, py / pp)
-            if pair_s > 0.0:
-                return ChunkCost(token_s, pair_s)
-        return ChunkCost(ty / tt, 0.0)
+        tt, tp, pp, ty, py = self._products
+        pp += _CLEAR_PAIRS * _CLEAR_PAIRS * tt
+        of_token, of_pair = max(0.0, pp * ty - tp * py), max(0.0, tt * py - tp * ty)
+        level = seconds / (of_token * tokens + of_pair * pairs)
+        return ChunkCost(level * of_token, level * of_pair)
 
     @property
     def step_s(self) -> float:
-        """The time in seconds that the next prefill step may take. It is infinite if nothing decodes."""
+        """The time in seconds that the next forward pass may take. It is infinite if nothing decodes."""
         if not self._starts_decode and not self._decodes():
             return math.inf
+        between_s = self._others_s + self._rest_s
         if self._max_itl_s is None:
-            return max(DEFAULT_S - self._others_s, _LEAST_RATIO * self._others_s)
-        return max(self._max_itl_s - self._others_s, _LEAST_SHARE * self._max_itl_s)
+            return max(DEFAULT_S - between_s, _LEAST_RATIO * self._others_s)
+        return max(self._max_itl_s - between_s, _LEAST_SHARE * self._max_itl_s)
+
+
+def _decayed(sums: Sequence[float], seen: Sequence[float], factor: float) -> list[float]:
+    return [factor * value + new for value, new in zip(sums, seen, strict=True)]
 
 
 class StepBudget:

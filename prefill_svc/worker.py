@@ -15,7 +15,7 @@ from block_store.ledger.prefix_hash import adapter_domain, prompt_chain
 from common.errors import Aborted, Internal, InvalidArgument, LooseleafError
 from common.grammar import GrammarError
 from common.ticket import Ticket
-from common.types import Timings, WorkerLoad
+from common.types import WorkerLoad
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampled
 from engine.sequence import Sequence, Step, lay_out
@@ -50,6 +50,8 @@ class PrefillWorker:
         """Computed prompts that the ledger has not accepted yet, each with the function that repeats the hand-over."""
         self._num_stuck = 0
         """Number of consecutive steps in which no running prompt got its blocks."""
+        self._pass_s = 0.0
+        """Time in seconds that the forward passes of the step took."""
         self.load = WorkerLoad()
         """The load after the last step. Other threads may read it."""
 
@@ -99,6 +101,7 @@ class PrefillWorker:
         """Repeats hand-overs that the ledger has not accepted, then plans and runs a step. Returns whether a step ran.
         Unlike `step`, raises the errors of the ledger and the arena (LedgerError, ArenaError).
         """
+        began, self._pass_s = time.monotonic(), 0.0
         for conclude in list(self._parked.values()):
             conclude()
         self._blocks.is_short = False
@@ -108,12 +111,13 @@ class PrefillWorker:
         else:
             self._num_stuck = 0
         hand_out(self._attached, dict.fromkeys(job for job, _ in planned), self._emits)
-        plan, began = self._constrained(planned), time.monotonic()
+        plan = self._constrained(planned)
         chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in plan]
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is None], self._run)
         self._guarded([(job, chunk) for job, chunk in plan if job.pool is not None], self._pool)
-        if plan:
-            self._scheduler.note_step(chunks, time.monotonic() - began, any(job.delivered_ns for job, _ in plan))
+        if self._pass_s:
+            rest_s, is_handed_over = time.monotonic() - began - self._pass_s, any(job.delivered_ns for job, _ in plan)
+            self._scheduler.note_step(chunks, self._pass_s, rest_s, is_handed_over)
         return bool(plan)
 
     def _guarded(self, plan: Plan, run: Callable[[Plan], None]) -> None:
@@ -193,7 +197,9 @@ class PrefillWorker:
         step = lay_out([chunk for _, chunk in plan], self._block_size)
         if not self._check(plan, step):
             return None
+        began = time.monotonic()
         results = forward(step.batch)
+        self._pass_s += time.monotonic() - began
         return results if self._check(plan, step, has_run=True) else None
 
     def _tell_progress(self, job: Job) -> None:
@@ -215,8 +221,7 @@ class PrefillWorker:
 
     def _finish(self, job: Job) -> None:
         """Adds each branch's token, and hands over the branches that continue."""
-        timings = _timings(job)
-        trunk = job.trunk
+        timings, trunk = job.timings, job.trunk
         job.sequences = self._blocks.fork(job)
         tokens = [self._append(job.sequences[place], job.drawn[place]) for place in sorted(job.drawn)]
         ended = [job.sequences[place] for place, token in enumerate(tokens) if token.finish_reason is not None]
@@ -241,7 +246,7 @@ class PrefillWorker:
         self._scheduler.remove(job)
         self._blocks.release(job.sequences)
         sources, load = job.trunk.sources(), self._scheduler.load()
-        self._emits.pop(job)(Done(None, (), None, sources, _timings(job), (), load, job.pool.vector()))
+        self._emits.pop(job)(Done(None, (), None, sources, job.timings, (), load, job.pool.vector()))
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> FirstToken:
         sequence.output_ids.append(sampled.token_id)
@@ -292,7 +297,3 @@ class PrefillWorker:
         for emit in emits.values():
             emit(Aborted(reason))
         self._attached.renew()
-
-
-def _timings(job: Job) -> Timings:
-    return Timings(queue_ns=job.started_ns - job.arrived_ns, prefill_ns=time.monotonic_ns() - job.started_ns)

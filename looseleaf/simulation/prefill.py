@@ -94,7 +94,7 @@ class PrefillWorker(Worker):
                 starts_decode |= chunk.sequence.finish_reason(self.options.max_model_len) is None
                 running.token_times.append(now)
                 running.end()
-        self.scheduler.note_step(self._chunks, self._seconds, starts_decode)
+        self.scheduler.note_step(self._chunks, self._seconds, starts_decode=starts_decode)
         self._plan = []
 
     def load(self) -> WorkerLoad:

@@ -44,7 +44,7 @@ class Worker:
         plan = self.scheduler.plan(lambda _: True)
         chunks = [(chunk.sequence.num_computed, chunk.num_tokens) for _, chunk in plan]
         seconds = duration(chunks, self._cost)
-        self.scheduler.note_step(chunks, seconds, starts_decode)
+        self.scheduler.note_step(chunks, seconds, starts_decode=starts_decode)
         for item, chunk in plan:
             chunk.sequence.num_computed = chunk.end
             if item.is_computed:
@@ -165,13 +165,13 @@ def test_a_pause_of_the_machine_is_forgotten() -> None:
     limit = StepLimit(0.2, lambda: DECODE_S, lambda: True)
     cost = ChunkCost(TOKEN_S, PAIR_S)
     for start in range(0, 8192, 512):
-        limit.note_step([(start, 512)], duration([(start, 512)], cost), False)
-    limit.note_step([(8192, 512)], 30.0, False)
+        limit.note_step([(start, 512)], duration([(start, 512)], cost), 0.0, False)
+    limit.note_step([(8192, 512)], 30.0, 0.0, False)
     assert limit.cost.most_tokens(8192, 0.18) < 0.95 * cost.most_tokens(8192, 0.18)
     start = 8192
     for _ in range(30):
         num_tokens = max(LEAST_CHUNK, int(limit.cost.most_tokens(start, limit.step_s)))
-        limit.note_step([(start, num_tokens)], duration([(start, num_tokens)], cost), False)
+        limit.note_step([(start, num_tokens)], duration([(start, num_tokens)], cost), 0.0, False)
         start += num_tokens
     assert limit.cost.most_tokens(start, 0.18) == pytest.approx(cost.most_tokens(start, 0.18), rel=0.05)
 
@@ -181,7 +181,7 @@ def test_a_machine_that_becomes_ten_times_slower_is_noticed_within_a_few_steps()
     for scale in (1, 10):
         slow = ChunkCost(scale * TOKEN_S, scale * PAIR_S)
         for start in range(0, 8192, 512):
-            limit.note_step([(start, 512)], slow.seconds(start, 512), False)
+            limit.note_step([(start, 512)], slow.seconds(start, 512), 0.0, False)
         assert limit.cost.most_tokens(8192, 0.18) == pytest.approx(slow.most_tokens(8192, 0.18), rel=0.2)
 
 
