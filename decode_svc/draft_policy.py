@@ -51,7 +51,6 @@ class DraftPolicy(ABC):
         self._limits = limits
         self._times = StepTimes()
         """Times of the target's steps."""
-        self._num_steps = 0
         self._pace = 1.0
         self._num_plain = 0
         """Number of steps without drafts since `_pace` was computed."""
@@ -62,20 +61,27 @@ class DraftPolicy(ABC):
         """The mean number of tokens that recent steps have added to a sample."""
         return 1.0 + (self._pace - 1.0) * (1.0 - _PACE_WEIGHT) ** self._num_plain
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step may have drafts, if its sequences are those of the last step."""
+        return True
+
     @abstractmethod
     def drafts(self, plan: Plan) -> list[Draft]:
         """Returns one draft per sequence of the plan, or an empty list if there are no tokens to verify."""
 
+    def wants_plain(self, num_rows: int) -> bool:
+        """Counts a step of `num_rows` rows without drafts. Returns whether `note` must be called for it."""
+        self._num_plain += 1
+        return self._num_plain % _PLAIN_EVERY == 0 or not self._times.knows(num_rows)
+
     def note(self, taken: Seq[Taken], num_rows: int, seconds: float) -> None:
         """Records the tokens that a step of `num_rows` rows has added to samples, and the step's duration without the
-        time that `drafts` took.
+        time that `drafts` took. Must be called for each step with drafts.
         """
-        self._num_steps += 1
+        self._times.note(num_rows, seconds)
         drafted = [] if num_rows == len(taken) else [item for item in taken if item.num_drafted]
-        if drafted or self._num_steps % _PLAIN_EVERY == 0 or not self._times.knows(num_rows):
-            self._times.note(num_rows, seconds)
         if not drafted:
-            self._num_plain += bool(taken)
             return
         num_more = sum(len(item.samples) - 1 for item in drafted)
         self._pace = self.pace + _PACE_WEIGHT * (1.0 + num_more / len(taken) - self.pace)

@@ -164,9 +164,11 @@ class Speculation(DraftPolicy):
                 guess.rest(self._step)
         return guess
 
+    @property
+    def may_draft(self) -> bool:
+        return not self._idle_until
+
     def _expecting(self, plan: Plan) -> Seq[Sequence]:
-        if self._idle_until:
-            return ()
         return [s for _, s in plan if (guess := self._guesses.get(s)) is not None and guess.num_left]
 
     def _forget_others(self, plan: Plan) -> None:

@@ -34,7 +34,7 @@ class StepTimes:
         self._rows: list[int] = []
         """The numbers of rows that have a median, ascending."""
         self._least: list[float] = []
-        """For each of them, the least median of this number and of all larger ones."""
+        """For each of them, the least median of this number and of all larger ones; empty until it is needed."""
         self._num_steps = 0
 
     def note(self, num_rows: int, seconds: float) -> None:
@@ -49,8 +49,7 @@ class StepTimes:
         self._noted_at[num_rows] = self._num_steps
         if self._num_steps % MAX_AGE == 0:
             self._forget_old()
-        medians = map(self._medians.__getitem__, reversed(self._rows))
-        self._least = list(accumulate(medians, min))[::-1]
+        self._least = []
 
     def knows(self, num_rows: int) -> bool:
         """Returns whether there are enough recent times for this number of rows to have a median."""
@@ -60,6 +59,8 @@ class StepTimes:
         """Returns the estimated time of a step with this number of rows in seconds, or 0.0 without any median."""
         if not self._rows:
             return 0.0
+        if not self._least:
+            self._least = list(accumulate(map(self._medians.__getitem__, reversed(self._rows)), min))[::-1]
         place = bisect_left(self._rows, num_rows)
         at = min(place, len(self._rows) - 1)
         nearest = self._rows[at]

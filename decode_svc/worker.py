@@ -306,9 +306,10 @@ class DecodeWorker:
         """Reserves one more block per KV group for each sequence whose draft may not fit into its blocks, if that
         leaves a block for each sequence.
         """
-        if self._speculation is None or not (wanting := self._speculation.wanting_block(plan)):
+        if self._speculation is None or not self._speculation.may_draft:
             return
-        wanting, num = [s for s in wanting if not s.copy_from], self._num_groups  # a copy goes to the last block
+        wanting = [s for s in self._speculation.wanting_block(plan) if not s.copy_from]  # a copy goes to the last block
+        num = self._num_groups
         if wanting and self._attached.held.num_free_hint >= (len(wanting) + len(plan)) * num:
             with suppress(Exhausted, LedgerUnavailable):
                 fresh = self._attached.held.alloc(len(wanting) * num)
@@ -349,7 +350,7 @@ class DecodeWorker:
         for group in {group: None for group, _ in plan}:
             group.history.num_steps += 1
         self._progress.publish(drawn)
-        if self._speculation is not None:
+        if self._speculation is not None and (drafts or self._speculation.wants_plain(num_rows)):
             self._speculation.note(drawn.taken, num_rows, time.monotonic() - began)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:

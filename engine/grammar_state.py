@@ -89,9 +89,7 @@ class GrammarState:
         if self._mask_at == len(output_ids) == self._followed:
             return self._mask
         began = time.thread_time()
-        self.follow(output_ids)
-        if not self._error:
-            self._compute(len(output_ids))
+        self._follow_and_compute(output_ids)
         if not self._error and time.thread_time() - began > MAX_MASK_CPU_S:
             self._error = f"takes more than {MAX_MASK_CPU_S:g} s for a token"
         if self._error:
@@ -110,12 +108,18 @@ class GrammarState:
             if not allows(mask, token) or time.thread_time() - began > max_cpu_s:
                 break
             outputs.append(token)
-            try:
-                mask = state.mask(outputs).copy()
-            except GrammarError:  # it is reported when the sequence has this token
+            state._follow_and_compute(outputs)
+            if state._error:  # it is reported when the sequence has this token
                 break
+            mask = state._mask.copy()
             masks.append(mask)
         return masks
+
+    def _follow_and_compute(self, output_ids: Seq[int]) -> None:
+        """Sets `_mask` to the mask after `output_ids`, or sets `_error`."""
+        self.follow(output_ids)
+        if not self._error:
+            self._compute(len(output_ids))
 
     def _find_forced(self) -> None:
         """Sets `_forced`. The matcher tokenizes the whole rest of a forced text to compute a mask, so the tokens are

@@ -105,7 +105,8 @@ class DecodeGraphs:
         columns = (batch.token_ids, batch.positions, batch.slot_mappings[0], batch.context_lens)
         for place, column in zip(self._inputs, columns, strict=False):
             place.host[:rows] = column
-        self._table.host[:rows, : batch.block_tables[0].shape[1]] = batch.block_tables[0]
+        width = min(self._table.host.shape[1], batch.block_tables[0].shape[1])  # the columns beyond are padding
+        self._table.host[:rows, :width] = batch.block_tables[0][:, :width]
         self._pad(rows, bucket.size)
         self._send(bucket.batch)
         return bucket.replay()[:rows]

@@ -5,7 +5,7 @@ tables that have changed (`BlockTable.stamp`). `engine.sequence.lay_out` builds 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from operator import le, lt
+from operator import is_, le, lt
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,10 @@ from engine.sequence import Sequence, Step, adapters_of
 from engine.step import StepInput
 
 _START_ROWS, _START_COLUMNS = 8, 16
+_COLUMNS = 8
+"""Block tables have a multiple of this many columns, so that their width seldom changes."""
+_MOST_KEPT = 32
+"""Maximum number of steps that are kept."""
 
 
 class DecodeRows:
@@ -24,102 +28,107 @@ class DecodeRows:
     def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
         self._groups = [_GroupRows() for _ in range(num_groups)]
-        self._make(_START_ROWS)
-        self._laid_out: _LaidOut | None = None
+        self._kept: dict[tuple[int, ...], _KeptStep] = {}
+        """The latest steps, by the numbers of rows of their sequences, or zeros if there are no drafts."""
 
     def lay_out(self, sequences: Seq[Sequence], drafts: Seq[Draft] = ()) -> Step:
         """Returns the step that computes each sequence's next position, and the positions of its draft, with logits of
         every row. `drafts` has one entry per sequence; it is empty if there is no draft.
 
         Raises ValueError if a sequence has no block for one of these positions. The arrays are valid until the next
-        call. If a call returns the same object as the previous call, it has changed only the contents of `token_ids`,
+        call. If a call returns the same object as an earlier call, it has changed only the contents of `token_ids`,
         `positions`, `slot_mappings` and `context_lens`.
         """
-        num, size = len(sequences), self._block_size
-        newest = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in sequences]
+        tokens = [s.output_ids[-1] if s.output_ids else s.prompt_ids[-1] for s in sequences]
         done = [sequence.num_computed for sequence in sequences]
-        last, self._laid_out = self._laid_out, None
-        if last is not None and not drafts and self._are_known(sequences) and last.has_room(sequences, done):
-            self._laid_out = last
-            return last.update(newest, done)
-        computed = np.array(done, np.int64)
-        counts = [1 + len(draft.token_ids) for draft in drafts]
-        self._make_room(sum(counts) or num)
-        if counts:
-            newest = [token for first, draft in zip(newest, drafts, strict=True) for token in (first, *draft.token_ids)]
-            owners, starts = (
-                np.repeat(self._rows[:num], counts),
-                np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            )
-            positions = computed[owners] + self._rows[: len(newest)] - starts[owners]
-        else:
-            owners, starts, positions = self._rows[:num], self._starts[: num + 1], computed
-        columns, offsets = positions // size, positions % size
-        slots, tables, generations = [], [], []
+        counts: tuple[int, ...] = ()
+        if drafts:
+            tokens = [token for first, draft in zip(tokens, drafts, strict=True) for token in (first, *draft.token_ids)]
+            counts = tuple([draft.num_rows for draft in drafts])
         for index, group in enumerate(self._groups):
             group.update(_tables(sequences, index))
-            if (columns >= np.array(group.widths)[owners]).any():
-                raise ValueError("a sequence has no block for its next position")
-            slots.append(group.blocks[owners, columns].astype(np.int64) * size + offsets)
-            width = max(group.widths)
-            tables.append(group.blocks[:num, :width])
-            generations.append(group.generations[:num, :width])
+        kept = self._kept.get(key := counts or (0,) * len(sequences))
+        if kept is None or not kept.has_tables():
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            kept = self._kept[key] = _KeptStep(counts, len(sequences), self._groups, self._block_size)
+        return kept.update(sequences, tokens, done)
+
+
+class _KeptStep:
+    """A step that later steps with the same numbers of rows update in place."""
+
+    def __init__(self, counts: tuple[int, ...], num: int, groups: Seq[_GroupRows], block_size: int) -> None:
+        """`counts` are the numbers of rows of the `num` sequences; empty: one each."""
+        self._groups, self._block_size = groups, block_size
+        self._has_drafts, self._counts = bool(counts), counts or (1,) * num
+        self._sequences: list[Sequence] = []
+        starts = np.concatenate([[0], np.cumsum(self._counts)]).astype(np.int32)
+        num_rows = int(starts[-1])
+        self._owners = np.repeat(np.arange(num), self._counts)
+        self._within = np.arange(num_rows) - starts[self._owners]
+        self._lasts = starts[1:] - 1
+        self._columns, self._firsts_of_blocks = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         batch = StepInput(
-            np.array(newest, np.int64),
-            positions,
-            tuple(slots),
+            np.zeros(num_rows, np.int64),
+            np.zeros(num_rows, np.int64),
+            tuple(np.zeros(num_rows, np.int64) for _ in groups),
             starts,
-            (computed + (counts or 1)).astype(np.int32),
-            tuple(tables),
-            self._rows[: len(newest)],
-            adapters_of(sequences),
+            np.zeros(num, np.int32),
+            tuple(group.block_table for group in groups),
+            np.arange(num_rows),
         )
-        step = Step(batch, tuple(generations))
-        if not drafts:
-            self._laid_out = _LaidOut(step, sequences, columns, size)
-        return step
+        self._step = Step(batch, tuple(group.generation_table for group in groups))
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        """The positions that the sequences may have if all rows write to the same blocks as in the last step. Both are
+        empty before the first step, and if there are drafts.
+        """
+        self._offsets: list[npt.NDArray[np.int64]] = []
+        """For each KV group, the slots less the positions."""
 
-    def _are_known(self, sequences: Seq[Sequence]) -> bool:
-        """Returns whether the arrays already contain the block tables of these sequences."""
-        groups = enumerate(self._groups)
-        return all(group.stamps == [t.stamp for t in _tables(sequences, index)] for index, group in groups)
+    def has_tables(self) -> bool:
+        """Returns whether the block tables are still in the arrays of this step."""
+        return all(map(is_, self._step.batch.block_tables, [group.block_table for group in self._groups]))
 
-    def _make_room(self, num_rows: int) -> None:
-        if num_rows > len(self._rows):
-            self._make(1 << (num_rows - 1).bit_length())
-
-    def _make(self, num_rows: int) -> None:
-        self._rows = np.arange(num_rows, dtype=np.int64)
-        self._starts = np.arange(num_rows + 1, dtype=np.int32)
-
-
-class _LaidOut:
-    """A step without drafts, which later steps of the same sequences update in place, as long as each sequence writes
-    to the same block.
-    """
-
-    def __init__(self, step: Step, sequences: Seq[Sequence], columns: npt.NDArray[np.int64], block_size: int) -> None:
-        """`columns` [B]: for each sequence, the column of the block table that the step writes to."""
-        self._sequences = list(sequences)
-        self._step = step
-        self._starts = (columns * block_size).tolist()
-        self._ends = ((columns + 1) * block_size).tolist()
-        positions = step.batch.positions
-        self._slots = [(slots, slots - positions) for slots in step.batch.slot_mappings]
-
-    def has_room(self, sequences: Seq[Sequence], positions: list[int]) -> bool:
-        """Returns whether these are the step's sequences, and all positions are in the blocks that it writes to."""
-        is_same = self._sequences == sequences  # compares by identity
-        return is_same and all(map(le, self._starts, positions)) and all(map(lt, positions, self._ends))
-
-    def update(self, token_ids: list[int], positions: list[int]) -> Step:
+    def update(self, sequences: Seq[Sequence], token_ids: list[int], done: list[int]) -> Step:
         batch = self._step.batch
-        batch.token_ids[:], batch.positions[:] = token_ids, positions
-        batch.context_lens[:] = batch.positions
+        if self._sequences != sequences:  # compares by identity
+            self._sequences, batch.adapters = list(sequences), adapters_of(sequences)
+        generations = [group.generation_table for group in self._groups]
+        if not all(map(is_, generations, self._step.generations)):  # a table has changed
+            self._step, self._starts = Step(batch, tuple(generations)), []
+        batch.token_ids[:] = token_ids
+        if self._starts and all(map(le, self._starts, done)) and all(map(lt, done, self._ends)):
+            batch.positions[:] = done
+            for slots, offsets in zip(batch.slot_mappings, self._offsets, strict=True):
+                np.add(offsets, batch.positions, out=slots)
+        else:
+            self._find_slots(batch, done)
+        batch.context_lens[:] = batch.positions[self._lasts] if self._has_drafts else batch.positions
         batch.context_lens += 1
-        for slots, offsets in self._slots:
-            np.add(offsets, batch.positions, out=slots)
         return self._step
+
+    def _find_slots(self, batch: StepInput, done: list[int]) -> None:
+        """Sets positions and slots from the block tables. Raises ValueError like `DecodeRows.lay_out`."""
+        size, columns, block_starts = self._block_size, self._columns, self._firsts_of_blocks
+        np.add(np.array(done)[self._owners], self._within, out=batch.positions)
+        np.floor_divide(batch.positions, size, out=columns)
+        np.multiply(columns, size, out=block_starts)
+        most = [(first + count - 1) // size for first, count in zip(done, self._counts, strict=True)]
+        for group, slots in zip(self._groups, batch.slot_mappings, strict=True):
+            if not all(map(lt, most, group.widths)):
+                self._starts = []
+                raise ValueError("a sequence has no block for its next position")
+            slots[:] = group.block_table[self._owners, columns]
+            slots *= size
+            slots -= block_starts
+        if not self._has_drafts:
+            self._starts = block_starts.tolist()
+            self._ends = [start + size for start in self._starts]
+            self._offsets = [slots.copy() for slots in batch.slot_mappings]
+        for slots in batch.slot_mappings:
+            slots += batch.positions
 
 
 def _tables(sequences: Seq[Sequence], group: int) -> list[BlockTable]:
@@ -130,30 +139,40 @@ class _GroupRows:
     """The block tables of one KV group as rows of two arrays."""
 
     def __init__(self) -> None:
-        self.stamps: list[int] = []
         self.widths: list[int] = []
+        self._stamps: list[int] = []
         self._make(_START_ROWS, _START_COLUMNS)
+        self.block_table = self.blocks[:0]
+        """The blocks of the tables, [num, columns]. The object remains the same until its shape changes, or the memory
+        behind it.
+        """
+        self.generation_table = self.generations[:0]
+        """The generations of the blocks. The object remains the same until a table changes."""
 
     def update(self, tables: Seq[BlockTable]) -> None:
         """Copies `tables[i]` to row i, unless the row is known to contain the table already."""
         stamps = [table.stamp for table in tables]
-        if stamps == self.stamps:
+        if stamps == self._stamps:
             return
         widths = list(map(len, tables))
         self._make_room(len(widths), max(widths))
-        known = self.stamps + [-1] * (len(stamps) - len(self.stamps))
+        known = self._stamps + [-1] * (len(stamps) - len(self._stamps))
         for row, stamp in enumerate(stamps):
             if stamp != known[row]:
                 blocks, generations, used = self.blocks[row], self.generations[row], widths[row]
                 tables[row].copy_to(blocks[:used], generations[:used])
                 blocks[used:], generations[used:] = blocks[0], generations[0]  # so that every entry may be checked
-        self.stamps, self.widths = stamps, widths
+        self._stamps, self.widths = stamps, widths
+        shape = (len(stamps), -(-max(widths) // _COLUMNS) * _COLUMNS)
+        if self.block_table.shape != shape or self.block_table.base is not self.blocks:
+            self.block_table = self.blocks[: shape[0], : shape[1]]
+        self.generation_table = self.generations[: shape[0], : shape[1]]
 
     def _make_room(self, num_rows: int, num_columns: int) -> None:
         rows, columns = self.blocks.shape
         if num_rows > rows or num_columns > columns:
             self._make(max(rows, 1 << (num_rows - 1).bit_length()), max(columns, 1 << (num_columns - 1).bit_length()))
-            self.stamps = []
+            self._stamps = []
 
     def _make(self, num_rows: int, num_columns: int) -> None:
         self.blocks = np.zeros((num_rows, num_columns), np.int32)

@@ -181,6 +181,10 @@ def adjust(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> torch.Tens
     banned = [(i, ids) for i, row in rows if (ids := banned_next(row.params.bad_token_ids, row.output_ids))]
     if not (biases or short or penalised or masked or narrow or banned):
         return logits
+    only_masks = not (biases or short or penalised or narrow or banned)
+    if only_masks and len(masked) == len(logits) and logits.device.type == "cpu":
+        bans = _bans(np.stack([row.mask for _, row in masked]), logits.shape[1])
+        return torch.from_numpy(logits.numpy() + bans)  # without a copy before
     logits = _copy(logits)
     flat = logits.view(-1)
     if biases:
@@ -228,14 +232,19 @@ def _mask(logits: torch.Tensor, rows: Seq[tuple[int, SampleRow]]) -> None:
     """Bans, in place, the tokens that a row's grammar does not allow. Raises GrammarError like `GrammarState.mask`."""
     masks = np.stack([row.mask for _, row in rows])
     if logits.device.type == "cpu":
-        values, bans = logits.numpy(), _BANS.take(masks, axis=0).reshape(len(rows), -1)
-        for (i, _), ban in zip(rows, bans, strict=True):
-            values[i] += ban[: values.shape[1]]
+        values = logits.numpy()
+        for (i, _), ban in zip(rows, _bans(masks, values.shape[1]), strict=True):
+            values[i] += ban
         return
     allowed = np.unpackbits(masks, axis=1, count=logits.shape[1], bitorder="little")
     banned = torch.from_numpy(allowed).to(logits.device) == 0
     at = torch.tensor([i for i, _ in rows], device=logits.device)
     logits[at] = logits[at].masked_fill_(banned, -torch.inf)
+
+
+def _bans(masks: Mask, vocab_size: int) -> npt.NDArray[np.float32]:
+    """Returns what masks [B, bytes] add to logits, fp32 [B, vocab]."""
+    return _BANS.take(masks, axis=0).reshape(len(masks), -1)[:, :vocab_size]
 
 
 def _places(tokens: Seq[tuple[int, Seq[int]]], vocab_size: int) -> npt.NDArray[np.int64]:

@@ -11,6 +11,9 @@ from engine.sampler import Columns, Sampled, SampleRow, adjust
 from engine.sequence import Sequence
 from kernels.sampling import RepeatedSample
 
+_MOST_KEPT = 16
+"""Maximum number of columns of drafts that are kept."""
+
 
 class Sampler:
     """A sampler for the same sequences over many steps. It prepares their parameters only when the batch changes."""
@@ -18,9 +21,8 @@ class Sampler:
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self._columns = Columns(())
-        self._num_rows: list[int] = []
-        self._repeated = self._columns
-        """The columns of the latest drafts, with `_num_rows` rows for each sequence."""
+        self._repeated: dict[tuple[int, ...], Columns] = {}
+        """The columns of recent drafts, by the numbers of their rows."""
 
     def prepare(self, sequences: Seq[Sequence], drafts: Seq[Draft] = ()) -> RepeatedSample | None:
         """Returns the next draw for these sequences, so that a pass can run it, or None if it needs changed logits. In
@@ -49,12 +51,15 @@ class Sampler:
     def _columns_of(self, sequences: Seq[Sequence], drafts: Seq[Draft]) -> Columns:
         if sequences != self._sequences:  # compares by identity
             self._sequences, self._columns = list(sequences), Columns([SampleRow.of(s) for s in sequences])
-            self._num_rows = []
+            self._repeated = {}
         if not drafts:
             return self._columns
-        if (num_rows := [draft.num_rows for draft in drafts]) != self._num_rows:
-            self._num_rows, self._repeated = num_rows, self._columns.repeated(num_rows)
-        return self._repeated
+        num_rows = tuple([draft.num_rows for draft in drafts])
+        if (found := self._repeated.get(num_rows)) is None:
+            if len(self._repeated) >= _MOST_KEPT:
+                self._repeated = {}
+            found = self._repeated[num_rows] = self._columns.repeated(num_rows)
+        return found
 
 
 def _positions(sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[int]:

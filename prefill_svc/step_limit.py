@@ -11,14 +11,14 @@ from dataclasses import dataclass
 _DECAY = 0.8
 """Factor by which a step multiplies the weights of all earlier ones, so that about the last five count."""
 _SHAPE_DECAY = 0.98
-"""Likewise, for the ratio of the costs of a pair and a token. The ratio is a property of the model and the CPU, and a few
-short prompts say little about it.
+"""Likewise, for the ratio of the costs of a pair and a token. The ratio is a property of the model and the CPU, and a
+few short prompts say little about it.
 """
 _MOST_GROWTH = 2.0
 """A step counts as at most this many times as long as expected, so that a pause of the machine is soon forgotten."""
 _CLEAR_PAIRS = 256.0
-"""If the tokens of recent steps attended to fewer positions than about this many, pairs took a small part of the time, and
-the fit of their cost is mostly noise. The cost is therefore assumed to be small (a ridge regression).
+"""If the tokens of recent steps attended to fewer positions than about this many, pairs took a small part of the time,
+and the fit of their cost is mostly noise. The cost is therefore assumed to be small (a ridge regression).
 """
 DEFAULT_S = 0.125
 """The time in seconds that a prefill step and a decode step may take together by default."""
@@ -79,11 +79,9 @@ class StepLimit:
         tokens gives every token the same weight.
         """
 
-    def note_step(
-        self, chunks: Sequence[tuple[int, int]], seconds: float, rest_s: float, starts_decode: bool
-    ) -> None:
-        """Records the duration of a step's forward pass, that of the rest of the step, and whether the step handed over a
-        sequence. Each chunk is its first position and its number of tokens.
+    def note_step(self, chunks: Sequence[tuple[int, int]], seconds: float, rest_s: float, starts_decode: bool) -> None:
+        """Records the duration of a step's forward pass, that of the rest of the step, and whether the step handed over
+        a sequence. Each chunk is its first position and its number of tokens.
         """
         self._starts_decode = starts_decode
         self._others_s += _OTHERS_WEIGHT * (self._waited_s() - self._others_s)

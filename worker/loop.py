@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import is_
 from typing import Protocol, TypeVar
 
 from block_store.arena.arena import Arena
@@ -63,12 +65,14 @@ def guarded_run(run: Callable[[], None], fail: Callable[[], None], runner: Model
 
 class ReaderRule:
     """Applies the reader rule (docs/design.md, Ledger) to the steps of one worker. The checks of a `Step` are
-    prepared once, even if later steps update it in place (`DecodeRows.lay_out`).
+    prepared once, even if later steps update it in place or have the same block tables (`DecodeRows.lay_out`).
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._step: Step | None = None
+        self._arrays: list[object] = []
+        """The block tables and generations of this step, whose checks `_expected` contains."""
         self._expected: list[Expected] = []
 
     def stale_owners(self, owners: Iterable[T], step: Step) -> set[T]:
@@ -77,7 +81,9 @@ class ReaderRule:
         """
         tables = list(zip(step.batch.block_tables, step.generations, strict=True))
         if step is not self._step:
-            self._step, self._expected = step, [self._arena.expect(*table) for table in tables]
+            if self._step is None or not all(map(is_, chain(*tables), self._arrays)):
+                self._expected = [self._arena.expect(*table) for table in tables]
+            self._step, self._arrays = step, list(chain(*tables))
         if all(expected.first_mismatch() is None for expected in self._expected):
             return set()
         check, listed = self._arena.check, list(owners)

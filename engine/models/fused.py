@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 
 import torch
@@ -27,6 +28,9 @@ from kernels.kv_cache import is_by_word
 from kernels.row_parallel import RowParallelLinear
 from kernels.sampling import RepeatedSample
 
+_MOST_PREPARED = 64
+"""Maximum number of passes that are kept."""
+
 
 def objection(decoder: Decoder) -> str | None:
     """Returns the reason why a decoder cannot run in one call, or None if it can."""
@@ -42,6 +46,16 @@ def objection(decoder: Decoder) -> str | None:
 def _linears(decoder: Decoder) -> list[Projection]:
     layers = [linear for layer in decoder.layers for linear in (layer.qkv, layer.o, *layer.mlp.linears)]
     return layers if decoder.lm_head is None else [*layers, decoder.lm_head]
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A pass, and the arrays of a step to which it points."""
+
+    arrays: tuple[object, ...]
+    step: Pass
+    groups: ctypes.Array[Group]
+    logits: torch.Tensor | None
 
 
 class FusedDecoder:
@@ -65,24 +79,21 @@ class FusedDecoder:
         self._experts = [_experts(layer) for layer in decoder.layers]
         self._layers = (Layer * len(decoder.layers))(*map(_layer, decoder.layers, own, places, self._experts))
         self._model = _model(decoder, config, own[0], self._layers)
-        self._groups = (Group * len(groups))()
-        self._pass = Pass(groups=ctypes.addressof(self._groups))
-        self._pointed_to: tuple[object, ...] = ()
-        """The arrays of the last step, to which `_pass` points."""
-        self._room_for = (0, 0)
+        self._num_groups = len(groups)
+        self._prepared: dict[int, _Prepared] = {}
+        """The passes of recent steps, by the identity of their tokens."""
         self._scratch = scratch(0)
-        self._logits = self._wanted = (
-            None if decoder.lm_head is None else torch.empty((0, decoder.lm_head.out_features))
-        )
-        """Memory for logits, and its rows of the last run, which are the same object in later runs: to free a tensor
+        self._logits = None if decoder.lm_head is None else torch.empty((0, decoder.lm_head.out_features))
+        self._wanted: dict[int, torch.Tensor] = {}
+        """The leading rows of `_logits`, by their number. They are the same objects in later runs: to free a tensor
         gives up the interpreter lock.
         """
 
     def takes(self, batch: StepInput) -> bool:
         """Returns whether the requested rows are ascending rows of the batch, and the kernels have not changed since
-        construction. The rows of the last run's array are not checked again.
+        construction. The rows of arrays that a recent run had are not checked again.
         """
-        if self._points_to(batch):
+        if self._find(batch) is not None:
             return current() is self._library
         wanted = batch.logits_rows
         inside = not len(wanted) or (wanted[0] >= 0 and wanted[-1] < len(batch.token_ids))
@@ -100,9 +111,8 @@ class FusedDecoder:
         the first stage, and may be overwritten. A stage other than the last stage returns the inputs of the next stage.
         `draw` has one entry per requested row, and is run within the pass.
         """
-        if not self._points_to(batch):
-            self._point_to(batch)
-        step = self._pass
+        prepared = self._find(batch) or self._prepare(batch)
+        step = prepared.step
         if states is None and self._logits is None:
             states = torch.empty((step.num_tokens, self._model.hidden), dtype=self._kept[0].dtype)
         step.threads = torch.get_num_threads()
@@ -111,45 +121,54 @@ class FusedDecoder:
         step.states = pointer(states)
         step.draw = None if draw is None else ctypes.addressof(draw.arguments)
         self._run(self._model, step)
-        if self._wanted is not None:
+        if prepared.logits is not None:
             if draw is not None:
-                draw.note_drawn(self._wanted)
-            return self._wanted
+                draw.note_drawn(prepared.logits)
+            return prepared.logits
         assert states is not None
         return states
 
-    def _points_to(self, batch: StepInput) -> bool:
+    def _find(self, batch: StepInput) -> _Prepared | None:
+        """Returns the pass that points to these arrays, or None if there is none."""
+        found = self._prepared.get(id(batch.token_ids))
+        if found is None:
+            return None
         arrays = _arrays(batch)
-        return len(arrays) == len(self._pointed_to) and all(map(is_, arrays, self._pointed_to))
+        return found if len(arrays) == len(found.arrays) and all(map(is_, arrays, found.arrays)) else None
 
-    def _point_to(self, batch: StepInput) -> None:
-        step, self._pointed_to = self._pass, ()
-        step.num_tokens, step.num_rows = len(batch.token_ids), len(batch.logits_rows)
-        self._make_room(step.num_tokens, step.num_rows)
-        for group, slots, table in zip(self._groups, batch.slot_mappings, batch.block_tables, strict=True):
+    def _prepare(self, batch: StepInput) -> _Prepared:
+        num_tokens, num_rows = len(batch.token_ids), len(batch.logits_rows)
+        self._make_room(num_tokens, num_rows)
+        groups = (Group * self._num_groups)()
+        for group, slots, table in zip(groups, batch.slot_mappings, batch.block_tables, strict=True):
             group.slots, group.table = address(slots), address(table)
             group.table_row, group.table_width = table.strides[0] // 4, table.shape[1]
+        step = Pass(groups=ctypes.addressof(groups), scratch=self._scratch.data_ptr())
+        step.num_tokens, step.num_rows = num_tokens, num_rows
+        step.logits = pointer(self._logits)
         step.tokens, step.positions = address(batch.token_ids), address(batch.positions)
         step.context_lens, step.num_seqs = address(batch.context_lens), len(batch.context_lens)
         one_each = len(batch.token_ids) == len(batch.context_lens)
         step.cu_seqlens_q = None if one_each else address(batch.cu_seqlens_q)
         step.rows = None if len(batch.logits_rows) == len(batch.token_ids) else address(batch.logits_rows)
-        self._pointed_to = _arrays(batch)  # not before: an error above leaves the pass half changed
+        logits = None
+        if self._logits is not None and (logits := self._wanted.get(num_rows)) is None:
+            logits = self._wanted[num_rows] = self._logits[:num_rows]
+        if len(self._prepared) >= _MOST_PREPARED:
+            self._prepared.clear()
+        prepared = self._prepared[id(batch.token_ids)] = _Prepared(_arrays(batch), step, groups, logits)
+        return prepared
 
     def _make_room(self, num_tokens: int, num_rows: int) -> None:
-        """Allocates memory for a pass of this size, and keeps the memory for the next pass."""
-        if (num_tokens, num_rows) == self._room_for:
-            return
-        self._room_for = (num_tokens, num_rows)
+        """Allocates memory for a pass of this size, and keeps the memory for later passes."""
         if (need := scratch_bytes(self._model, num_tokens, num_rows)) > len(self._scratch):
+            self._prepared.clear()
             self._scratch = scratch(0)  # frees the old memory before the new memory is allocated
             self._scratch = scratch(need)
-            self._pass.scratch = self._scratch.data_ptr()
-        if self._logits is not None:
-            if num_rows > len(self._logits):
-                self._logits = torch.empty((num_rows, self._logits.shape[1]))
-                self._pass.logits = self._logits.data_ptr()
-            self._wanted = self._logits[:num_rows]
+        if self._logits is not None and num_rows > len(self._logits):
+            self._prepared.clear()
+            self._wanted.clear()
+            self._logits = torch.empty((num_rows, self._logits.shape[1]))
 
 
 def _arrays(batch: StepInput) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -183,6 +184,26 @@ def test_a_machine_that_becomes_ten_times_slower_is_noticed_within_a_few_steps()
         for start in range(0, 8192, 512):
             limit.note_step([(start, 512)], slow.seconds(start, 512), 0.0, False)
         assert limit.cost.most_tokens(8192, 0.18) == pytest.approx(slow.most_tokens(8192, 0.18), rel=0.2)
+
+
+def test_steps_of_short_prompts_do_not_make_long_ones_look_expensive() -> None:
+    """The times differ by 15 % for no reason, more than what the pairs of short prompts cost."""
+    cost, rng = ChunkCost(TOKEN_S, PAIR_S), random.Random(0)
+    limit = StepLimit(0.2, lambda: DECODE_S, lambda: True)
+    found = []
+    for number in range(100):
+        chunks = [(0, rng.randrange(20, 150)) for _ in range(rng.randrange(2, 8))]
+        limit.note_step(chunks, duration(chunks, cost) * rng.uniform(0.85, 1.15), 0.0, False)
+        if number >= 10:
+            found.append(limit.cost.most_tokens(1000, 0.1) / cost.most_tokens(1000, 0.1))
+    assert 0.8 < min(found) < max(found) < 1.5
+
+
+def test_the_rest_of_a_step_leaves_less_time_for_its_pass() -> None:
+    limit = StepLimit(0.2, lambda: DECODE_S, lambda: True)
+    for _ in range(30):
+        limit.note_step([(0, 100)], 0.1, 0.03, False)
+    assert limit.step_s == pytest.approx(0.2 - DECODE_S - 0.03, rel=0.01)
 
 
 @given(
