@@ -18,8 +18,9 @@ FIRST_RATE = 0.5
 RATE_WEIGHT = 0.15
 """Weight of the newest token in a sequence's rate of right predictions."""
 _PACE_WEIGHT = 0.02
-_PLAIN_EVERY = 8
-"""Once the time for a number of rows is known, the time of a step without drafts is recorded only in every eighth step.
+PLAIN_EVERY = 16
+"""Once the time for a number of rows is known, the time of a step without drafts is recorded only in every sixteenth
+step.
 """
 
 
@@ -51,41 +52,39 @@ class DraftPolicy(ABC):
         self._limits = limits
         self._times = StepTimes()
         """Times of the target's steps."""
-        self._pace = 1.0
-        self._num_plain = 0
-        """Number of steps without drafts since `_pace` was computed."""
+        self._num_steps = 0
+        """Number of calls of `drafts`."""
+        self._pace, self._drafted_at = 1.0, 0
+        """The pace after the last step with drafts, and the number of that step."""
+        self.wants_step = self.may_draft = True
+        """Whether `note` must be called for the present step even if it has no drafts, and whether the next step may
+        have drafts if its sequences are the same. These are attributes, and not methods, because even a method that
+        returns at once takes a hundredth of a small model's step: the pass before has evicted it from the caches.
+        """
         self.counts = DraftCounts(accepted_by_position=(0,) * limits.num_tokens)
 
     @property
     def pace(self) -> float:
         """The mean number of tokens that recent steps have added to a sample."""
-        return 1.0 + (self._pace - 1.0) * (1.0 - _PACE_WEIGHT) ** self._num_plain
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether the next step may have drafts, if its sequences are those of the last step."""
-        return True
+        return 1.0 + (self._pace - 1.0) * (1.0 - _PACE_WEIGHT) ** (self._num_steps - self._drafted_at)
 
     @abstractmethod
     def drafts(self, plan: Plan) -> list[Draft]:
         """Returns one draft per sequence of the plan, or an empty list if there are no tokens to verify."""
 
-    def wants_plain(self, num_rows: int) -> bool:
-        """Counts a step of `num_rows` rows without drafts. Returns whether `note` must be called for it."""
-        self._num_plain += 1
-        return self._num_plain % _PLAIN_EVERY == 0 or not self._times.knows(num_rows)
-
     def note(self, taken: Seq[Taken], num_rows: int, seconds: float) -> None:
         """Records the tokens that a step of `num_rows` rows has added to samples, and the step's duration without the
-        time that `drafts` took. Must be called for each step with drafts.
+        time that `drafts` took.
         """
-        self._times.note(num_rows, seconds)
         drafted = [] if num_rows == len(taken) else [item for item in taken if item.num_drafted]
+        if drafted or self._num_steps % PLAIN_EVERY == 0 or not self._times.knows(num_rows):
+            self._times.note(num_rows, seconds)
         if not drafted:
             return
         num_more = sum(len(item.samples) - 1 for item in drafted)
-        self._pace = self.pace + _PACE_WEIGHT * (1.0 + num_more / len(taken) - self.pace)
-        self._num_plain = 0
+        self._drafted_at += 1  # the steps in between had no drafts
+        pace = self.pace
+        self._pace, self._drafted_at = pace + _PACE_WEIGHT * (1.0 + num_more / len(taken) - pace), self._num_steps
         accepted = list(self.counts.accepted_by_position)
         for item in drafted:
             for position in range(item.num_accepted):

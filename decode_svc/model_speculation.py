@@ -78,6 +78,7 @@ class ModelSpeculation(DraftPolicy):
         """Returns one draft per sequence of the plan, or an empty list if there are no tokens to verify. If the draft
         model fails, there are no further drafts. Raises the failure if the device is no longer usable.
         """
+        self._num_steps += 1
         self._asked, self._passes_s = {}, 0.0
         if self._has_failed or self._num_skipped < self._pause:
             self._num_skipped += 1

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decode_svc.draft_lengths import Choose, Option, best_lengths
-from decode_svc.draft_policy import FIRST_RATE, RATE_WEIGHT, DraftLimits, DraftPolicy
+from decode_svc.draft_policy import FIRST_RATE, PLAIN_EVERY, RATE_WEIGHT, DraftLimits, DraftPolicy
 from decode_svc.running_blocks import Plan
+from decode_svc.step_times import LEAST
 from engine.draft import NO_DRAFT, Draft
 from engine.sequence import Sequence
 
@@ -86,10 +87,11 @@ class _Guess:
 
     def rest(self, step: int) -> None:
         """Postpones the next call of the drafter, after a wrong or missing prediction, to a step whose number is a
-        multiple of 1, 1, 2, 2, 4, 4, ..., so that sequences often end their pauses in the same step, and most steps
+        multiple of 1, 1, 2, 2, 4, 8, 16, ..., so that sequences often end their pauses in the same step, and most steps
         call no drafter.
         """
-        pause = min(self.max_pause, 1 << min(self.num_misses, 62) // 2)
+        doublings = self.num_misses // 2 if self.num_misses < 4 else self.num_misses - 2
+        pause = min(self.max_pause, 1 << min(doublings, 30))
         self.num_misses += 1
         self.ask_at = (step // pause + 1) * pause if pause else step
 
@@ -102,32 +104,35 @@ class Speculation(DraftPolicy):
         self._drafter = drafter
         self._choose = choose
         self._guesses: dict[Sequence, _Guess] = {}
-        self._step = 0
         self._plan: Plan = []
         """The last plan."""
         self._idle_until: float = 0
         """Number of the step until which there are no drafts for these sequences. It is 0 while one of them has a
         prediction that may be worth a row.
         """
+        self._timed_until = 0
+        """Number of the step until which steps without drafts are timed, because their time is not known."""
         self._num_declined = 0
         """Number of times in a row that these sequences had predictions, and none was worth a row."""
         self._first_rate = FIRST_RATE
         """The first estimate of a sequence's rate: a mean of the last estimates of earlier sequences."""
 
     def drafts(self, plan: Plan) -> list[Draft]:
-        self._step += 1
+        self._num_steps += 1
         if plan != self._plan:  # compares by identity
             self._forget_others(plan)
-            self._num_declined = 0
-        elif self._step < self._idle_until:
+            self._plan, self._idle_until, self._num_declined = plan, 0, 0
+            self._timed_until = self._num_steps + LEAST * (not self._times.knows(len(plan)))
+        self.wants_step = self._num_steps % PLAIN_EVERY == 0 or self._num_steps < self._timed_until
+        if self._num_steps < self._idle_until:
             return []
         options, guesses = list[Option](), dict[int, _Guess]()
-        self._idle_until, self._plan = math.inf, plan
+        self._idle_until = math.inf
         for place, (group, sequence) in enumerate(plan):
             if group.search is not None:
                 continue
             guess = self._guesses.get(sequence)
-            if guess is None or guess.tokens or self._step >= guess.ask_at:
+            if guess is None or guess.tokens or self._num_steps >= guess.ask_at:
                 guess = self._guess(sequence, guess)
                 if guess.tokens and (room := self._room_for(sequence, guess)):
                     options.append(Option(place, guess.rate, room))
@@ -135,12 +140,14 @@ class Speculation(DraftPolicy):
             ask_at = 0 if guess.tokens else guess.ask_at
             if ask_at < self._idle_until:
                 self._idle_until = ask_at
+        self.may_draft = not self._idle_until
         if not options:
             return []
         lens = self._choose(options, len(plan), self._limits.max_rows, self._times.at)
         if not any(lens):
-            self._idle_until = self._step + min(_MOST_IDLE, 1 + self._num_declined // 2)
+            self._idle_until = self._num_steps + min(_MOST_IDLE, 1 + self._num_declined // 2)
             self._num_declined += 1
+            self.may_draft = False
             return []
         self._num_declined = 0
         drafts = [NO_DRAFT] * len(plan)
@@ -157,16 +164,12 @@ class Speculation(DraftPolicy):
         if guess is None:
             guess = _Guess(self._limits.max_pause, num_outputs=len(outputs), rate=self._first_rate)
             self._guesses[sequence] = guess
-        guess.compare(outputs, self._step)
-        if not guess.num_left and self._step >= guess.ask_at:
+        guess.compare(outputs, self._num_steps)
+        if not guess.num_left and self._num_steps >= guess.ask_at:
             guess.tokens, guess.at, guess.was_right = self._drafter.predict(sequence), 0, False
             if not guess.tokens:
-                guess.rest(self._step)
+                guess.rest(self._num_steps)
         return guess
-
-    @property
-    def may_draft(self) -> bool:
-        return not self._idle_until
 
     def _expecting(self, plan: Plan) -> Seq[Sequence]:
         return [s for _, s in plan if (guess := self._guesses.get(s)) is not None and guess.num_left]

@@ -15,8 +15,8 @@ KEPT = 9
 """Maximum number of times that are kept for each number of rows."""
 LEAST = 3
 """Number of times that are needed for a median. A single time may have been disturbed."""
-MAX_AGE = 128
-"""Every MAX_AGE steps, the times for a number of rows are dropped if none of the last MAX_AGE steps had that number.
+MAX_AGE = 64
+"""Every MAX_AGE times, those for a number of rows are dropped if none of the last MAX_AGE timed steps had that number.
 The machine's load may have changed since. A time that is too long would never be corrected, because the number would
 not be chosen.
 """

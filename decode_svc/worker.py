@@ -350,7 +350,7 @@ class DecodeWorker:
         for group in {group: None for group, _ in plan}:
             group.history.num_steps += 1
         self._progress.publish(drawn)
-        if self._speculation is not None and (drafts or self._speculation.wants_plain(num_rows)):
+        if self._speculation is not None and (drafts or self._speculation.wants_step):
             self._speculation.note(drawn.taken, num_rows, time.monotonic() - began)
 
     def _check(self, plan: Plan, step: Step, copies: list[Sequence], has_run: bool = False) -> bool:

@@ -138,8 +138,11 @@ class GrammarState:
     def _compute(self, position: int) -> None:
         self._find_forced()
         if self._forced:
+            token = self._forced[-1]
             self._mask[:] = 0
-            self._mask[self._forced[-1] >> 3] = 1 << (self._forced[-1] & 7)
+            self._mask[token >> 3] = 1 << (token & 7)
+            if token not in self._unwanted:
+                return
         else:
             self._matcher.unsafe_compute_mask_ptr(self._address, len(self._mask))
         if self._matcher.is_error():
