@@ -28,6 +28,10 @@ Decode steps therefore extend the time to compute a prompt by at most a sixth, h
 """
 _LEAST_SHARE = 0.25
 """The part of a given limit that a prefill step may take even if decode steps take more than the rest."""
+_MOST_REST = 0.25
+"""The part of the limit that the rest of a step takes at most from its pass. With a slow ledger, short passes would not
+keep the limit either, but would multiply the time that prompts take.
+"""
 _OTHERS_WEIGHT = 0.3
 LEAST_CHUNK = 16
 """Number of tokens that a step may compute even if they are expected to take longer than the limit."""
@@ -113,10 +117,10 @@ class StepLimit:
         """The time in seconds that the next forward pass may take. It is infinite if nothing decodes."""
         if not self._starts_decode and not self._decodes():
             return math.inf
-        between_s = self._others_s + self._rest_s
-        if self._max_itl_s is None:
-            return max(DEFAULT_S - between_s, _LEAST_RATIO * self._others_s)
-        return max(self._max_itl_s - between_s, _LEAST_SHARE * self._max_itl_s)
+        limit_s = DEFAULT_S if self._max_itl_s is None else self._max_itl_s
+        left_s = limit_s - self._others_s - min(self._rest_s, _MOST_REST * limit_s)
+        least_s = _LEAST_RATIO * self._others_s if self._max_itl_s is None else _LEAST_SHARE * limit_s
+        return max(left_s, least_s)
 
 
 def _decayed(sums: Sequence[float], seen: Sequence[float], factor: float) -> list[float]:

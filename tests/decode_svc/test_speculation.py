@@ -14,15 +14,17 @@ import pytest
 from common.speculative_config import SpeculativeConfig
 from common.types import KvKind, KvLayout, KvSpec, SamplingParams, StoppingParams
 from decode_svc.draft_lengths import Choose, Option, best_lengths, saved_share
-from decode_svc.draft_policy import DraftLimits
+from decode_svc.draft_policy import PLAIN_EVERY, DraftLimits
 from decode_svc.model_speculation import MAX_DEBT, MAX_PAUSE, PROBE_TOKENS, READY, TRIALS, ModelSpeculation
 from decode_svc.ngram import LEAST_AHEAD, LOOK_AHEAD, NgramDrafter
 from decode_svc.role import speculation_of
+from decode_svc.running_blocks import Plan
 from decode_svc.sampling_step import Taken
 from decode_svc.scheduler import Group
 from decode_svc.settings import DecodeSettings
 from decode_svc.speculation import Speculation
 from decode_svc.step_times import KEPT, LEAST, MAX_AGE, StepTimes
+from engine.draft import Draft
 from engine.draft_model import DraftModel, load_draft_model, num_draft_blocks
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampled
@@ -382,6 +384,39 @@ class Script:
 
     def drop(self, sequence: Sequence) -> None:
         pass
+
+
+class Noted(Speculation):
+    """Counts the steps of which it is told."""
+
+    num_noted = 0
+
+    def note(self, taken: Seq[Taken], num_rows: int, seconds: float) -> None:
+        self.num_noted += 1
+        super().note(taken, num_rows, seconds)
+
+
+class Always(Noted):
+    """Wants to know of every step, like a policy with a draft model."""
+
+    def drafts(self, plan: Plan) -> list[Draft]:
+        drafts = super().drafts(plan)
+        self.wants_step = True
+        return drafts
+
+
+@pytest.mark.parametrize("kind", [Noted, Always])
+def test_a_worker_reports_the_steps_that_a_policy_wants(
+    kind: type[Noted], small_runner: ModelRunner, redis_client: Any, tmp_path: Path
+) -> None:
+    """If nothing is predicted: the first steps, until their time is known, and then every sixteenth one."""
+    policy = kind(Counting([]), DraftLimits(3, 64, block_size=4, max_model_len=256))
+    bench = DecodeBench(small_runner, tmp_path, redis_client, num_blocks=64, speculation=policy)
+    bench.submit(1, [5, 6, 7], SamplingParams(temperature=0.0), StoppingParams(max_tokens=81))
+    num_steps = sum(bench.worker.step() is not None for _ in range(80)) + 1
+    assert num_steps == 80
+    assert policy.num_noted == (80 if kind is Always else LEAST + 80 // PLAIN_EVERY)
+    bench.close()
 
 
 def test_a_draft_goes_on_in_another_block_if_one_is_free(

@@ -204,6 +204,9 @@ def test_the_rest_of_a_step_leaves_less_time_for_its_pass() -> None:
     for _ in range(30):
         limit.note_step([(0, 100)], 0.1, 0.03, False)
     assert limit.step_s == pytest.approx(0.2 - DECODE_S - 0.03, rel=0.01)
+    for _ in range(30):
+        limit.note_step([(0, 100)], 0.1, 5.0, False)
+    assert limit.step_s == pytest.approx(0.2 - DECODE_S - 0.05, rel=0.01), "a ledger that takes seconds"
 
 
 @given(
