@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from operator import is_, le, lt
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ from engine.block_table import BlockTable
 from engine.draft import Draft
 from engine.sequence import Sequence, Step, adapters_of
 from engine.step import StepInput
+
+if TYPE_CHECKING:
+    from engine.lora import LoraAdapter
 
 _START_ROWS, _START_COLUMNS = 8, 16
 _COLUMNS = 8
@@ -30,6 +34,9 @@ class DecodeRows:
         self._groups = [_GroupRows() for _ in range(num_groups)]
         self._kept: dict[tuple[int, ...], _KeptStep] = {}
         """The latest steps, by the numbers of rows of their sequences, or zeros if there are no drafts."""
+        self._sequences: list[Sequence] = []
+        self._adapters: tuple[LoraAdapter | None, ...] = ()
+        """The sequences of the last step, and their adapters."""
 
     def lay_out(self, sequences: Seq[Sequence], drafts: Seq[Draft] = ()) -> Step:
         """Returns the step that computes each sequence's next position, and the positions of its draft, with logits of
@@ -45,6 +52,10 @@ class DecodeRows:
         if drafts:
             tokens = [token for first, draft in zip(tokens, drafts, strict=True) for token in (first, *draft.token_ids)]
             counts = tuple([draft.num_rows for draft in drafts])
+        if self._sequences != sequences:  # compares by identity
+            if self._adapters:
+                self._kept.clear()  # these steps refer to adapters, which may be unloaded
+            self._sequences, self._adapters = list(sequences), adapters_of(sequences)
         for index, group in enumerate(self._groups):
             group.update(_tables(sequences, index))
         kept = self._kept.get(key := counts or (0,) * len(sequences))
@@ -52,7 +63,7 @@ class DecodeRows:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
             kept = self._kept[key] = _KeptStep(counts, len(sequences), self._groups, self._block_size)
-        return kept.update(sequences, tokens, done)
+        return kept.update(tokens, done, self._adapters)
 
 
 class _KeptStep:
@@ -62,7 +73,6 @@ class _KeptStep:
         """`counts` are the numbers of rows of the `num` sequences; empty: one each."""
         self._groups, self._block_size = groups, block_size
         self._has_drafts, self._counts = bool(counts), counts or (1,) * num
-        self._sequences: list[Sequence] = []
         starts = np.concatenate([[0], np.cumsum(self._counts)]).astype(np.int32)
         num_rows = int(starts[-1])
         self._owners = np.repeat(np.arange(num), self._counts)
@@ -91,10 +101,9 @@ class _KeptStep:
         """Returns whether the block tables are still in the arrays of this step."""
         return all(map(is_, self._step.batch.block_tables, [group.block_table for group in self._groups]))
 
-    def update(self, sequences: Seq[Sequence], token_ids: list[int], done: list[int]) -> Step:
+    def update(self, token_ids: list[int], done: list[int], adapters: tuple[LoraAdapter | None, ...]) -> Step:
         batch = self._step.batch
-        if self._sequences != sequences:  # compares by identity
-            self._sequences, batch.adapters = list(sequences), adapters_of(sequences)
+        batch.adapters = adapters
         generations = [group.generation_table for group in self._groups]
         if not all(map(is_, generations, self._step.generations)):  # a table has changed
             self._step, self._starts = Step(batch, tuple(generations)), []
