@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import signal
 import subprocess
@@ -92,6 +93,7 @@ def test_an_interrupted_or_failed_batch_is_cancelled(llm: LLM) -> None:
     llm.generate(PROMPT, **options)
     alone_s = time.monotonic() - began
     main_thread = threading.main_thread().ident
+    gc.collect()  # an interrupt in a finalizer of an earlier test's objects would be swallowed
     threading.Timer(alone_s / 4, signal.pthread_kill, [main_thread, signal.SIGINT]).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
