@@ -104,7 +104,7 @@ class StepLimit:
         parts is that of many steps, and the level that of the latest ones.
         """
         tokens, pairs, seconds = self._sums
-        if not tokens:
+        if not seconds:
             return ChunkCost(0.0, 0.0)
         tt, tp, pp, ty, py = self._products
         pp += _CLEAR_PAIRS * _CLEAR_PAIRS * tt

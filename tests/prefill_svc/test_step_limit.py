@@ -199,6 +199,13 @@ def test_steps_of_short_prompts_do_not_make_long_ones_look_expensive() -> None:
     assert 0.8 < min(found) < max(found) < 1.5
 
 
+def test_steps_that_take_no_time_cost_nothing() -> None:
+    """As in a simulation with costs of zero."""
+    limit = StepLimit(0.2, lambda: DECODE_S, lambda: True)
+    limit.note_step([(0, 100)], 0.0, 0.0, False)
+    assert limit.cost == ChunkCost(0.0, 0.0)
+
+
 def test_the_rest_of_a_step_leaves_less_time_for_its_pass() -> None:
     limit = StepLimit(0.2, lambda: DECODE_S, lambda: True)
     for _ in range(30):
