@@ -21,6 +21,8 @@ import httpx
 
 SHORT_LEN, WARM_TOKENS = 64, 24
 AFTER_S = 0.25
+MOST_TOKENS = 1500
+"""How many tokens a decode may generate. It must not end before the measurement does."""
 Follow = Callable[[Sequence[int], int, list[float]], Coroutine[Any, Any, None]]
 """Sends a prompt that asks for a number of tokens, and appends the time of each event of the answer to the list."""
 
@@ -58,14 +60,14 @@ async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: i
         stamps.append(at)
 
 
-async def http_gaps(url: str, streams: int, prompt_len: int, seed: int) -> Gaps:
+async def http_gaps(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int) -> Gaps:
     """Measures the server at `url` as `gaps` does."""
     timeout, limits = httpx.Timeout(600.0), httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
-        return await gaps(functools.partial(follow, client), streams, prompt_len, seed)
+        return await gaps(functools.partial(follow, client), streams, prompt_len, seed, most_tokens)
 
 
-async def gaps(follow: Follow, streams: int, prompt_len: int, seed: int, most_tokens: int = 1500) -> Gaps:
+async def gaps(follow: Follow, streams: int, prompt_len: int, seed: int, most_tokens: int = MOST_TOKENS) -> Gaps:
     """Runs `streams` decodes, and sends a prompt of `prompt_len` tokens when each stream has WARM_TOKENS tokens. Raises
     RuntimeError if the server rejects a request, or if a stream has `most_tokens` tokens before the measurement ends.
     """
@@ -112,5 +114,6 @@ def summarise(stamps: Sequence[Sequence[float]], sent: float, first: float) -> G
     return Gaps(*(round(1e3 * value, 2) for value in (statistics.median(usual), worst, first - sent)))
 
 
-def measure(url: str, streams: int, prompt_len: int, seed: int) -> Gaps:
-    return asyncio.run(http_gaps(url, streams, prompt_len, seed))
+def measure(url: str, streams: int, prompt_len: int, seed: int, most_tokens: int = MOST_TOKENS) -> Gaps:
+    """Measures the server at `url` as `gaps` does."""
+    return asyncio.run(http_gaps(url, streams, prompt_len, seed, most_tokens))
