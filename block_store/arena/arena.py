@@ -36,6 +36,7 @@ from block_store.arena.header import (
     Placement,
     round_up,
 )
+from block_store.arena.huge_pages import map_file
 from block_store.arena.prefault import Prefault
 from block_store.arena.writer_slots import WriterSlot, WriterSlots
 from block_store.errors import (
@@ -66,10 +67,11 @@ class Arena:
     array, exists.
     """
 
-    def __init__(self, directory: Path, header: FixedHeader, mapping: mmap.mmap) -> None:
+    def __init__(self, directory: Path, header: FixedHeader, mapping: memoryview) -> None:
         self.directory = directory
         self._header = header
-        self._map = mapping
+        self.mapping = mapping
+        """The whole file."""
         n, at = header.num_blocks, ArenaOffsets.of(header.num_blocks)
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, n, at.generations)  # [num_blocks]
         self.digests: npt.NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, n, at.digests)  # [num_blocks]
@@ -139,7 +141,7 @@ class Arena:
                 raise ArenaError(f"{path} has {found} bytes, but its header requires {size}")
             if layout_fingerprint is not None and layout_fingerprint != header.layout_fingerprint:
                 raise LayoutMismatch(f"{path} was created for a different KV layout: {header.layout}")
-            return cls(path.parent, header, mmap.mmap(fd, size))
+            return cls(path.parent, header, map_file(fd, size))
         finally:
             os.close(fd)
 
@@ -171,7 +173,7 @@ class Arena:
     @property
     def fixed(self) -> FixedHeader:
         """The header's fixed page. It is read from the file on each access, because other processes may change it."""
-        return FixedHeader.decode(self._map[:FIXED_BYTES], str(self.directory))
+        return FixedHeader.decode(bytes(self.mapping[:FIXED_BYTES]), str(self.directory))
 
     @property
     def data(self) -> Any:
@@ -195,7 +197,7 @@ class Arena:
     @property
     def memory(self) -> Memory:
         """The current kind of memory of the blocks, without the rest of the placement."""
-        return Memory(self._map[MEMORY_AT])
+        return Memory(self.mapping[MEMORY_AT])
 
     @property
     def is_lost(self) -> bool:
@@ -263,7 +265,7 @@ class Arena:
 
     def _rewrite(self, **changes: Any) -> None:
         encoded = replace(self.fixed, **changes).encode()
-        self._map[: len(encoded)] = encoded
+        self.mapping[: len(encoded)] = encoded
 
     def acquire_writer_slot(self) -> WriterSlot:
         """Returns a new writer slot, which this process holds until the slot is closed or the process ends. Acquire a

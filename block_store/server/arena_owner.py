@@ -18,6 +18,7 @@ from block_store.arena.cuda import Cuda, CudaDevice
 from block_store.arena.header import Memory
 from block_store.arena.placement import create_on_device, has_live_memory, place_name
 from block_store.arena.prefault import Prefault
+from block_store.arena.promotion import Promotion
 from block_store.errors import ArenaError, LedgerUnavailable, StaleDataset
 from block_store.ledger.reaper import Reaper
 from block_store.ledger.rebuild import open_ledger
@@ -68,6 +69,7 @@ class ArenaOwner:
         # Measured before the workers load their weights, so that the available memory includes room for these.
         self._limits = node_limits(self._directory, settings.memory_budget, settings.reserve_bytes)
         self._ahead: Prefault | None = None
+        self._promotion: Promotion | None = None
 
     @property
     def redis_url(self) -> str:
@@ -149,7 +151,7 @@ class ArenaOwner:
         """Removes the arena if the owner of its device memory has died. The next call of `create` makes a new arena."""
         with self._drop_lock:
             if self.arena is not None and not has_live_memory(self.arena):
-                self._stop_reaper()
+                self._stop_threads()
                 self._lose(self.arena)
                 self.arena = self.ledger = None
 
@@ -165,7 +167,7 @@ class ArenaOwner:
     def _close(self) -> None:
         if self.disk is not None:
             self.disk.end()
-        self._stop_reaper()
+        self._stop_threads()
         self._leave_ahead()
         if self.arena is None or self.ledger is None:
             return
@@ -184,6 +186,8 @@ class ArenaOwner:
         )  # fmt: skip
         self._reaper = Reaper(ledger, arena, self._redis, record)
         self._reaper.start()
+        if arena.memory is Memory.HOST:
+            self._promotion = Promotion(arena.mapping)
         self.arena, self.ledger = arena, ledger
 
     def _open_patiently(self, arena: Arena) -> LedgerScripts:
@@ -211,10 +215,13 @@ class ArenaOwner:
             _LOG.warning("keys of arena %s may stay behind in Redis: %s", arena.arena_id, error)
         arena.remove()
 
-    def _stop_reaper(self) -> None:
+    def _stop_threads(self) -> None:
         if self._reaper is not None:
             self._reaper.stop()
             self._reaper = None
+        if self._promotion is not None:
+            self._promotion.stop()
+            self._promotion = None
 
     def _check_place(self, device_uuid: bytes) -> None:
         wanted = self._settings.device
