@@ -199,6 +199,12 @@ struct Attention {
         if (ahead.count) ahead.begin(1);
     }
 
+    // Adds what is prefetched of a later piece. On tiles, scores take too little time for the piece's values.
+    void locate_ahead(Ahead& ahead, int64_t seq, int64_t kv_head, int64_t num_heads, int64_t from, int64_t to) const {
+        locate_keys(ahead, seq, kv_head, num_heads, from, to);
+        if (in_tiles()) locate_values(ahead, seq, kv_head, num_heads, from, to);
+    }
+
     // Sets the piece's pointers. Keys outside [lo, hi) point to zeros: those slots and blocks may hold anything.
     void locate_piece(Tile<T, E>& t, int64_t seq, int64_t kv_head, int64_t base, int lo, int hi) const {
         if (!by_word) std::fill(t.keys, t.keys + lo, t.zeros), std::fill(t.keys + hi, t.keys + PIECE, t.zeros);
@@ -281,7 +287,7 @@ struct Attention {
                 const Unit& w = units[unit];
                 const int64_t end = a.keys_end(w, a.queries(w, tile)), upto = std::min(end, key + want - found);
                 if (key < upto) {
-                    a.locate_keys(ahead, w.seq, w.kv_head, num_heads, key, upto);
+                    a.locate_ahead(ahead, w.seq, w.kv_head, num_heads, key, upto);
                     found += int(upto - key), key = upto;
                 } else if (!go_on()) {
                     break;
@@ -327,7 +333,7 @@ struct Attention {
             const int64_t from = std::max(begins, p * PIECE), to = std::min(ends, (p + 1) * PIECE);
             ahead.clear();
             if (prefetch) {
-                locate_values(ahead.values, w.seq, w.kv_head, num_heads, from, to);
+                if (!in_tiles()) locate_values(ahead.values, w.seq, w.kv_head, num_heads, from, to);
                 next.fill(ahead.keys, u, to, int(to - from));
             }
             int lo, hi;
@@ -447,9 +453,9 @@ struct Attention {
                 t.sinks[r] = sink(kv_head * g + r % g, context_lens[seqs[r / g]] - p * PIECE);
             locate(t, seqs[0], kv_head, p * PIECE, 0, PIECE);
             ahead.clear();
-            if (prefetch) locate_values(ahead.values, seqs[0], kv_head, 1, p * PIECE, (p + 1) * PIECE);
+            if (prefetch && !in_tiles()) locate_values(ahead.values, seqs[0], kv_head, 1, p * PIECE, (p + 1) * PIECE);
             if (prefetch && p + 1 < pieces) {
-                locate_keys(ahead.keys, seqs[0], kv_head, 1, (p + 1) * PIECE, (p + 2) * PIECE);
+                locate_ahead(ahead.keys, seqs[0], kv_head, 1, (p + 1) * PIECE, (p + 2) * PIECE);
                 ahead.keys.begin(1);
             }
             attend_located(&t, 1, 0, PIECE);

@@ -1,5 +1,5 @@
-// Attention of bf16 queries over one piece of bf16 keys and values on Intel's AMX tiles. It replaces `attend` (piece.h)
-// of the build for AVX-512, where the system permits tiles.
+// Attention of bf16 queries over one piece of bf16 keys and values on Intel's AMX tiles (long: few and many rows are
+// scored in different ways). It replaces `attend` (piece.h) of the build for AVX-512, where the system permits tiles.
 //
 // The bits of a row do not depend on its tile: TDPBF16PS sums each row in an order of its own (linear_amx.cpp). A score
 // adds 32 elements of head_dim at a time, an output the values of 32 keys at a time, beginning at multiples of 32 keys.
@@ -20,6 +20,14 @@ constexpr int ROWS = 16;                     // rows of a tile
 constexpr int WORDS = 16;                    // pairs of elements in a row of a tile
 constexpr int KEYS = ll::GROUP_KEYS;          // keys whose values are summed by one product
 constexpr int64_t WEIGHT_BYTES = PIECE * 2;  // of a row
+
+// Lines that are prefetched in each part of a piece's work, in proportion to its time, since attention waits for memory
+// least if it never asks for much at once. Together they are four fifths of the piece's keys and values; the hardware
+// fetches the others.
+constexpr int SCORE_LINES = 7;     // for 16 keys and 32 elements of head_dim
+constexpr int SOFTMAX_SHARE = 12;  // softmax prefetches one line of this many
+constexpr int PACK_LINES = 8;      // for 16 keys and 32 elements of head_dim
+constexpr int SUM_LINES = 8;       // for 32 keys and 16 elements of head_dim
 
 // A configuration of the tiles. Tiles 0 to 3 are sums, tile 4 is the left operand of a product, and tiles 5 to 7 are
 // right operands.
@@ -98,6 +106,14 @@ LL_INLINE void store_sums(float* to, int64_t row_bytes) {
     }
 }
 
+// Prefetches while N vectors of keys are multiplied by WORDS words of the queries. The piece's own values are selected
+// if the thread does not know its next piece.
+template <int N>
+LL_INLINE void prefetch_in_scores(const Tile& t) {
+    t.ahead->values.ask(N * WORDS);
+    t.ahead->keys.ask(N * SCORE_LINES);
+}
+
 // Computes the scores of a tile of rows for N vectors of keys, starting at vector g of the piece. The words of a vector
 // are `step` floats apart.
 template <int N, bool AHEAD>
@@ -106,7 +122,7 @@ void score(Tile& t, int row, const float* const* vectors, int64_t step, int g) {
     for (int i = 0; i < N; ++i) keys[i] = reinterpret_cast<const char*>(vectors[i]);
     zero_sums<N>();
     for (int word = 0; word < t.words; word += WORDS) {
-        if constexpr (AHEAD) t.ahead->values.ask(N * WORDS);
+        if constexpr (AHEAD) prefetch_in_scores<N>(t);
         const char* queries = reinterpret_cast<const char*>(t.q_row(row) + word);
         add_products<N>(queries, t.words * 4, keys, word * step * 4, step * 4);
     }
@@ -186,7 +202,7 @@ void score_few(Tile& t, int g) {
     for (int i = 0; i < N; ++i) keys[i] = locate(t, g + i, reinterpret_cast<bf16*>(t.vpack) + i * ROWS * t.d);
     zero_sums<N>();
     for (int word = 0; word < t.words; word += WORDS) {
-        if constexpr (AHEAD) t.ahead->values.ask(N * WORDS);
+        if constexpr (AHEAD) prefetch_in_scores<N>(t);
         _tile_loadd(5, t.kpack + word * t.rows, t.rows * 4);
         _tile_loadd(4, keys[0].at + word * 4, keys[0].stride);
         _tile_dpbf16ps(0, 4, 5);
@@ -239,7 +255,7 @@ void pack_values(Tile& t, int first) {
     char* to = reinterpret_cast<char*>(t.vpack) + int64_t(first) * t.d * 2;
     for (int col = 0; col < t.d; col += 2 * W, to += 2 * ROWS * 64)
         for (int pair = 0; pair < KEYS / 2; ++pair) {
-            if (AHEAD && pair % 8 == 0) t.ahead->keys.ask(24);
+            if (AHEAD && pair % 8 == 0) t.ahead->keys.ask(PACK_LINES);
             __m512i even, odd;
             ll::load_pairs(t.values[first + 2 * pair] + col, t.values[first + 2 * pair + 1] + col, even, odd);
             _mm512_store_si512(to + pair * 64, even);
@@ -248,12 +264,13 @@ void pack_values(Tile& t, int first) {
 }
 
 // Computes N * 16 columns of the output of a tile of rows over keys [from, to).
-template <int N>
+template <int N, bool AHEAD>
 void sum_values(const Tile& t, int row, int col, int from, int to) {
     const char* values[N];
     for (int i = 0; i < N; ++i) values[i] = reinterpret_cast<const char*>(t.vpack) + col * KEYS * 2 + i * ROWS * 64;
     zero_sums<N>();
     for (int key = from; key < to; key += KEYS) {
+        if constexpr (AHEAD) t.ahead->keys.ask(N * SUM_LINES);
         const char* weights = reinterpret_cast<const char*>(t.weights + int64_t(row) * PIECE + key);
         add_products<N>(weights, WEIGHT_BYTES, values, int64_t(key) * t.d * 2, 64);
     }
@@ -276,12 +293,16 @@ void score_piece(Tile& t, int lo, int hi) {
 template <bool AHEAD>
 void sum_piece(Tile& t, int lo, int hi) {
     ll::widen_to_groups(t, lo, hi);
-    for (int row = 0; row < t.rows; ++row) ll::softmax_row<bf16, bf16, true>(t, row, lo, hi);
+    const int lines = int((hi - lo) * t.d * 2 * int64_t(sizeof(bf16)) / 64 / SOFTMAX_SHARE / t.rows);
+    for (int row = 0; row < t.rows; ++row) {
+        if constexpr (AHEAD) t.ahead->keys.ask(lines);
+        ll::softmax_row<bf16, bf16, true>(t, row, lo, hi);
+    }
     for (int key = lo; key < hi; key += KEYS) pack_values<AHEAD>(t, key);
     for_row_tiles(t.rows, [&](int row) {
         int col = 0;
-        for (; col + 4 * W <= t.d; col += 4 * W) sum_values<4>(t, row, col, lo, hi);
-        if (col < t.d) sum_values<2>(t, row, col, lo, hi);
+        for (; col + 4 * W <= t.d; col += 4 * W) sum_values<4, AHEAD>(t, row, col, lo, hi);
+        if (col < t.d) sum_values<2, AHEAD>(t, row, col, lo, hi);
     });
 }
 
@@ -290,7 +311,7 @@ void sum_piece(Tile& t, int lo, int hi) {
 // `tiles` are n Tile<bf16, bf16> whose d is a multiple of 32. The arguments are those of `attend` in piece.h.
 LL_EXPORT void ll_amx_attend(void* tiles, int n, int lo, int hi) {
     Tile* all = static_cast<Tile*>(tiles);
-    const bool scores_ask = all->ahead->values.count > 0, sums_ask = all->ahead->keys.count > 0;
+    const bool sums_ask = all->ahead->keys.count > 0, scores_ask = sums_ask || all->ahead->values.count > 0;
     for (int i = 0; i < n; ++i) scores_ask ? score_piece<true>(all[i], lo, hi) : score_piece<false>(all[i], lo, hi);
     for (int i = 0; i < n; ++i) sums_ask ? sum_piece<true>(all[i], lo, hi) : sum_piece<false>(all[i], lo, hi);
     _tile_release();

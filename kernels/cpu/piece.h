@@ -81,7 +81,8 @@ struct Ahead {
     }
 };
 
-// What is prefetched while a piece is computed: its values during its scores, and the next keys during its sums.
+// What is prefetched while a piece is computed: its values during its scores, and the next keys during its sums. On tiles
+// (attention_amx.cpp), `keys` also has the next values, and all of it is prefetched at all times.
 struct Prefetch {
     Ahead values, keys;
     void clear() { values.count = keys.count = 0; }
