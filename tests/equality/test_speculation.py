@@ -136,10 +136,12 @@ def test_no_draft_model_changes_a_token_or_a_bit(subject: Subject, make_workers:
     counts = workers.speculation.counts
     accepted = sum(counts.accepted_by_position)
     assert counts.num_draft_tokens > 100
-    if kind == "own":
-        assert accepted > 0.9 * counts.num_draft_tokens, "what is missing is after the ends of samples"
-    else:
+    if kind == "unrelated":
         assert accepted < counts.num_draft_tokens // 10
+    elif subject.ranks is None:
+        assert accepted > 0.9 * counts.num_draft_tokens, "what is missing is after the ends of samples"
+    else:  # the draft model runs alone, and sums in another order than the ranks: on AMX, two of 52 drafts begin wrongly
+        assert accepted > 0.8 * counts.num_draft_tokens
 
 
 class Killed(BaseException):
