@@ -140,7 +140,7 @@ def test_no_draft_model_changes_a_token_or_a_bit(subject: Subject, make_workers:
         assert accepted < counts.num_draft_tokens // 10
     elif subject.ranks is None:
         assert accepted > 0.9 * counts.num_draft_tokens, "what is missing is after the ends of samples"
-    else:  # the draft model runs alone, and sums in another order than the ranks: on AMX, two of 52 drafts begin wrongly
+    else:  # the draft model runs alone, and sums in another order than the ranks: on AMX, 2 of 52 drafts begin wrongly
         assert accepted > 0.8 * counts.num_draft_tokens
 
 
