@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,39 +111,46 @@ class NamedBlocks:
     async def close(self) -> None: ...
 
 
+@asynccontextmanager
+async def puller_of(store: TestStore, url: str, transport: LateTransport) -> AsyncIterator[Puller]:
+    """A puller of blocks into the store's arena."""
+    attached = await asyncio.to_thread(Attached, store.arena, url, Needs("pull", "pull", LAYOUT, 0, 0, 0, 0))
+    puller = Puller(attached, cast(SourceClient, NamedBlocks()), transport)
+    upkeep = asyncio.create_task(puller.run())
+    try:
+        yield puller
+    finally:
+        upkeep.cancel()
+        await puller.close()
+
+
 @pytest.mark.parametrize("early", [False, True])
 async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
     redis_handle: RedisHandle, store: TestStore, shm: Path, early: bool
 ) -> None:
-    needs = Needs("pull", "pull", LAYOUT, 0, 0, 0, 0)
-    attached = await asyncio.to_thread(Attached, store.arena, redis_handle.url, needs)
     transport = LateTransport()
-    receiver = Puller(attached, cast(SourceClient, NamedBlocks()), transport)
-    upkeep = asyncio.create_task(receiver.run())
-    with pytest.raises(Unavailable):
-        if early:
-            await receiver.early(SOURCE, "elsewhere:1").__aenter__()
-        else:
-            await receiver.pull(SOURCE, "elsewhere:1")
-    assert receiver.num_withheld == 2
-    worker = store.held("other")
-    everything_else = worker.alloc(store.arena.num_blocks - 2)
-    with pytest.raises(Exhausted):
-        worker.alloc(1)
-    await asyncio.sleep(0.6)  # longer than the upkeep's interval: time alone releases nothing
-    with pytest.raises(Exhausted):
-        worker.alloc(1)
-    transport.write()
-    assert all(store.arena.read(ref.block)[0] != 0xEE for ref in everything_else)
-    while receiver.num_withheld:
-        await asyncio.sleep(0.01)
-    async with asyncio.timeout(60):  # until the ledger, whose Redis may pause, has been told
-        while store.moment().counts.free + store.moment().counts.cached < 2:
+    async with puller_of(store, redis_handle.url, transport) as receiver:
+        with pytest.raises(Unavailable):
+            if early:
+                await receiver.early(SOURCE, "elsewhere:1").__aenter__()
+            else:
+                await receiver.pull(SOURCE, "elsewhere:1")
+        assert receiver.num_withheld == 2
+        worker = store.held("other")
+        everything_else = worker.alloc(store.arena.num_blocks - 2)
+        with pytest.raises(Exhausted):
+            worker.alloc(1)
+        await asyncio.sleep(0.6)  # longer than the upkeep's interval: time alone releases nothing
+        with pytest.raises(Exhausted):
+            worker.alloc(1)
+        transport.write()
+        assert all(store.arena.read(ref.block)[0] != 0xEE for ref in everything_else)
+        while receiver.num_withheld:
             await asyncio.sleep(0.01)
-    assert len(worker.alloc(2)) == 2
-    upkeep.cancel()
-    worker.close()
-    await receiver.close()
+        async with asyncio.timeout(60):  # until the ledger, whose Redis may pause, has been told
+            while store.moment().counts.free + store.moment().counts.cached < 2:
+                await asyncio.sleep(0.01)
+        assert len(worker.alloc(2)) == 2
 
 
 BUGS = {
