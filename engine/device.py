@@ -195,9 +195,20 @@ def open_device(asked: Literal["auto", "cpu", "cuda"], num_threads: int, urgent:
     """Opens the requested device. "auto" means a GPU if torch finds one. `urgent` has the same meaning as
     in `CudaDevice.__init__`. Raises ModelError if there is no such device.
     """
+    settle_vector_math()
     if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()):
         return CudaDevice(num_threads, urgent)
     return CpuDevice(num_threads)
+
+
+def settle_vector_math() -> None:
+    """Makes the process's first call of MKL's vector functions (cosine, exponential and others), in this thread alone.
+
+    If two threads make the first call at the same time, one of them may compute in a mode with about 12 right bits.
+    Torch divides large tensors among threads, so a worker's table of rotary positions could be wrong by 1e-4, and the
+    worker drew other tokens than all others (docs/log/2026-12.md).
+    """
+    torch.zeros(1).cos()
 
 
 def _status_bytes(field: str) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.device import settle_vector_math
+
 
 @pytest.fixture(autouse=True, scope="session")
 def same_choices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -19,6 +21,12 @@ def same_choices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if "KERNELS_CHOICES" not in os.environ:
             patch.setenv("KERNELS_CHOICES", str(tmp_path_factory.mktemp("choices")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def exact_references() -> None:
+    """The models that tests compare with compute in this process, some of them before an engine does."""
+    settle_vector_math()
 
 
 @pytest.fixture(autouse=True)
