@@ -151,6 +151,7 @@ async def test_blocks_to_which_a_transport_may_still_write_are_given_to_nobody(
             while store.moment().counts.free + store.moment().counts.cached < 2:
                 await asyncio.sleep(0.01)
         assert len(worker.alloc(2)) == 2
+        worker.close()
 
 
 BUGS = {

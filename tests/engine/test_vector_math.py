@@ -16,7 +16,7 @@ import torch
 from engine.device import settle_vector_math
 
 NUM_PROCESSES, NUM_THREADS = 600, 4
-"""Without `settle_vector_math` (`python -m tests.engine.test_vector_math unsettled`), 11 and 55 of 1,000 processes had
+"""Without `settle_vector_math` (`python -m tests.engine.test_vector_math unsettled`), 10 to 50 of these processes had
 wrong cosines on two cores.
 """
 HIGH_ACCURACY = ctypes.c_int64(2)
